@@ -1,0 +1,95 @@
+# Everything runs in one virtual environment. A stamp file says what is installed in it; a stamp is written
+# only after pip has succeeded, and is out of date when pyproject.toml or constraints.txt is newer.
+#
+#   make train PYTHON=python3.12 VENV=.venv312    another Python, in an environment of its own
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/tiny.yaml
+PYTEST_ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --no-input
+SPEC := pyproject.toml constraints.txt
+
+# An environment that was moved, or whose Python is gone, is built again.
+ifneq ($(wildcard $(VENV)/.stamp-venv),)
+$(shell test "$$(cat $(VENV)/.stamp-venv)" = "$(abspath $(VENV))" && $(PY) -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
+endif
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help train test lint parity bench soak clean
+
+help:
+	@echo "make train    train the tiny model on this machine (CONFIG=configs/... for another)"
+	@echo "make test     the tests"
+	@echo "make lint     ruff, basedpyright and the import contracts"
+	@echo "make parity   compare with transformers' PyTorch model (installs torch)"
+	@echo "make bench    time a training step against transformers (installs torch)"
+	@echo "make soak     the tests that take minutes"
+	@echo "make clean    remove environments and caches; runs/ is kept"
+
+train: $(VENV)/.stamp-run
+	$(PY) -m zaya_jax.main --config $(CONFIG)
+
+test: $(VENV)/.stamp-test
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.stamp-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m basedpyright --pythonpath $(PY)
+	$(VENV)/bin/lint-imports --no-logo
+
+parity: $(VENV)/.stamp-parity
+	$(PY) -m pytest -m parity $(PYTEST_ARGS)
+
+bench: $(VENV)/.stamp-parity
+	$(PY) -m zaya_jax.bench step
+
+soak: $(VENV)/.stamp-test
+	$(PY) -m pytest -m soak $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv312 build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+
+# --- the environment -------------------------------------------------------------------------------------------
+
+$(VENV)/.stamp-venv:
+	@$(PYTHON) --version >/dev/null 2>&1 || { \
+	  echo "There is no working '$(PYTHON)' here. Install Python 3.11 or newer, or name yours: make PYTHON=/path/to/python"; \
+	  exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "zaya_jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Name a newer one: make PYTHON=python3.12"; \
+	  exit 1; }
+	@test ! -e $(VENV) || test -f $(VENV)/pyvenv.cfg || { \
+	  echo "'$(VENV)' is in the way: it is not a Python environment. Remove it, or name another: make VENV=.venv2"; \
+	  exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv --clear $(VENV)
+	@echo "$(abspath $(VENV))" > $@
+
+# Each install brings what the smaller ones bring, so it stamps them too.
+$(VENV)/.stamp-run: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing what running needs (a few minutes the first time)"
+	@$(PIP) install -qq -e . -c constraints.txt
+	@touch $@
+
+$(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing what the tests need (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[test,notebooks]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $@
+
+$(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing what development needs (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing torch and transformers for the parity tests (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[test,notebooks,parity]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
