@@ -1,0 +1,235 @@
+"""YAML in and out, and what is said of each mistake."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import TINY
+from zaya_jax.config import Config, DataConfig, load_config, to_dict, to_yaml
+from zaya_jax.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+SMALL = Config(model=TINY, data=DataConfig(context=32))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "base.yaml"
+    path.write_text(to_yaml(SMALL), encoding="utf-8")
+    return path
+
+
+def written(folder, text, name="run.yaml"):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(path, *overrides):
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert message.endswith("."), "a full sentence"
+    assert "\n" not in message
+    return message
+
+
+# A shipped configuration whose resolved form changes by intent is written anew, here for tiny:
+#   python -m zaya_jax.main --config configs/tiny.yaml --print-config > tests/config/golden/tiny.yaml
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_configuration_resolves_to_its_golden_file(path):
+    config = load_config(path)
+    assert to_yaml(config) == (GOLDEN / path.name).read_text(encoding="utf-8")
+    assert load_config(GOLDEN / path.name) == config
+
+
+def test_every_golden_file_is_of_a_shipped_configuration():
+    assert {p.name for p in GOLDEN.glob("*.yaml")} == {p.name for p in (ROOT / "configs").glob("*.yaml")}
+
+
+def test_loading_leaves_jax_unimported():
+    code = (
+        "import sys; from zaya_jax.config import load_config, to_yaml; to_yaml(load_config('configs/tiny.yaml')); "
+        "sys.exit(bool({'jax', 'numpy', 'flax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    rate=st.floats(1e-30, 1e30),
+    run_dir=st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=20),
+    prompt=st.sampled_from(
+        ["on", "null", "1e5", "3", "~", "a: b", "# c", " x ", "2024-01-01", "é☃", "a\nb\t", "'\"", "=", "0x1"]
+    ),
+    pattern=st.sampled_from([("full",), ("full", "sliding"), ("sliding", "sliding")]),
+    window=st.one_of(st.none(), st.integers(1, 9)),
+    bias=st.booleans(),
+    suffixes=st.lists(st.sampled_from([".py", "yes", ".1", "null"]), min_size=1, max_size=3),
+)  # fmt: skip
+def test_what_is_written_is_read_back_equal(
+    tmp_path_factory, seed, rate, run_dir, prompt, pattern, window, bias, suffixes
+):
+    config = dataclasses.replace(
+        SMALL,
+        seed=seed,
+        run_dir=run_dir,
+        model=dataclasses.replace(
+            TINY, layer_pattern=pattern, sliding_window=4 if "sliding" in pattern else window, attention_bias=bias
+        ),
+        data=dataclasses.replace(SMALL.data, suffixes=tuple(suffixes)),
+        sample=dataclasses.replace(SMALL.sample, prompt=prompt),
+        optimizer=dataclasses.replace(
+            SMALL.optimizer, adamw=dataclasses.replace(SMALL.optimizer.adamw, learning_rate=rate)
+        ),
+    )
+    path = written(tmp_path_factory.mktemp("round"), to_yaml(config))
+    assert load_config(path) == config
+    assert to_yaml(load_config(path)) == to_yaml(config)
+
+
+@given(
+    steps=st.integers(1, 10**9),
+    rate=st.sampled_from(["1e-3", "1.0e-3", "0.001", "1E-3", "'0.001'"]),
+    bias=st.sampled_from(["true", "false", "yes", "no", "on", "off"]),
+)
+def test_overrides_are_applied_last(base, steps, rate, bias):
+    config = load_config(base, [f"train.steps={steps}", f"optimizer.muon.learning_rate={rate}",
+                                f"model.attention_bias={bias}", "train.steps=7", f"train.steps={steps}"])  # fmt: skip
+    assert config.train.steps == steps
+    assert config.optimizer.muon.learning_rate == 1e-3
+    assert config.model.attention_bias is (bias in ("true", "yes", "on"))
+    assert config.model.hidden_size == TINY.hidden_size
+
+
+def test_overrides_may_hold_lists_sections_nothing_and_equals_signs(base):
+    config = load_config(
+        base, ["model.layer_pattern=[sliding, full]", "model={sliding_window: 5}", "sample.prompt=a=b"]
+    )
+    assert config.model.layer_pattern == ("sliding", "full")
+    assert config.model.sliding_window == 5
+    assert config.model.hidden_size == TINY.hidden_size
+    assert config.sample.prompt == "a=b"
+    assert load_config(base, ["model.sliding_window=null"]).model.sliding_window is None
+
+
+def test_numbers_become_what_the_field_is(base):
+    config = load_config(base, ["optimizer.clip_norm=2"])
+    assert config.optimizer.clip_norm == 2.0
+    assert type(config.optimizer.clip_norm) is float
+
+
+def test_a_configuration_extends_another(base, tmp_path):
+    (tmp_path / "deep").mkdir()
+    middle = written(tmp_path, f"extends: {base}\ntrain: {{steps: 5}}\nmodel: {{head_bias: true}}\n", "middle.yaml")
+    top = written(tmp_path / "deep", "extends: ../middle.yaml\ntrain: {global_batch: 4}\n")
+    config = load_config(top)
+    assert (config.train.steps, config.train.global_batch, config.model.head_bias) == (5, 4, True)
+    assert config.model == dataclasses.replace(TINY, head_bias=True)
+    assert load_config(middle).train.global_batch == SMALL.train.global_batch
+    lists = written(tmp_path, "extends: middle.yaml\ndata: {suffixes: [.md]}\n", "lists.yaml")
+    assert load_config(lists).data.suffixes == (".md",), "a list replaces, it is not appended"
+
+
+def test_extending_in_a_circle_is_refused(base, tmp_path):
+    written(tmp_path, "extends: b.yaml\n", "a.yaml")
+    written(tmp_path, "extends: a.yaml\n", "b.yaml")
+    assert "extends itself" in refused(tmp_path / "a.yaml")
+    assert "extends itself" in refused(written(tmp_path, "extends: ./run.yaml\n"))
+    assert "must be the path" in refused(written(tmp_path, "extends: [a.yaml]\n"))
+    assert "none.yaml cannot be read" in refused(written(tmp_path, "extends: none.yaml\n"))
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("train.stesp=5", "The key train.stesp is unknown; did you mean train.steps?"),
+    ("trian.steps=5", "did you mean train?"),
+    ("optimizer.muon.learning_rat=1", "did you mean optimizer.muon.learning_rate?"),
+    ("model.zzz=1", "The key model.zzz is unknown; allowed are: vocab_size, "),
+    ("extends=x", "The key extends is unknown"),
+    ("train.compute_dtype=bfloat1", "must be one of 'float32', 'bfloat16' (did you mean 'bfloat16'?)"),
+    ("train.remat=[full]", "train.remat is ['full'], but must be one of"),
+    ("model.layer_pattern=[full, slidng]", "model.layer_pattern[1] is 'slidng'"),
+    ("model.layer_pattern=full", "model.layer_pattern is 'full', but must be a list"),
+    ("data.suffixes=[.py, 3]", "data.suffixes[1] is 3 (a whole number), but must be text"),
+    ("train.steps=true", "train.steps is True (true or false), but must be a whole number"),
+    ("train.steps=1.0", "train.steps is 1.0 (a number), but must be a whole number"),
+    ("train.steps=many", "train.steps is 'many' (text), but must be a whole number"),
+    ("train.steps=null", "train.steps is None (nothing), but must be a whole number"),
+    ("train.steps=", "train.steps is None (nothing), but must be a whole number"),
+    ("train.steps=[1]", "train.steps is [1] (a list), but must be a whole number"),
+    ("model.sliding_window=x", "model.sliding_window is 'x' (text), but must be a whole number"),
+    ("model.attention_bias=1", "model.attention_bias is 1 (a whole number), but must be true or false"),
+    ("model.attention_bias='true'", "model.attention_bias is 'true' (text), but must be true or false"),
+    ("run_dir=3", "run_dir is 3 (a whole number), but must be text"),
+    ("run_dir=2024-01-01", "but must be text"),
+    ("optimizer.clip_norm=fast", "optimizer.clip_norm is 'fast' (text), but must be a finite number"),
+    ("optimizer.clip_norm=true", "optimizer.clip_norm is True (true or false), but must be a finite number"),
+    ("optimizer.clip_norm=.inf", "but must be a finite number"),
+    ("optimizer.clip_norm=.nan", "but must be a finite number"),
+    ("optimizer.clip_norm='nan'", "but must be a finite number"),
+    ("optimizer.clip_norm=null", "optimizer.clip_norm is None (nothing), but must be a finite number"),
+    ("model=3", "model is 3, but must be a section with keys"),
+    ("data=null", "data is None, but must be a section with keys"),
+    ("train.steps.more=1", "train.steps is {'more': 1} (a section), but must be a whole number"),
+    ("train.steps", "is not of the form section.key=value"),
+    ("=5", "is not of the form section.key=value"),
+    ("train.steps=[1", "The value of the override 'train.steps=[1' is not YAML"),
+    ("data.context=65", "data.context is 65, but must be at most model.max_positions (64)"),
+])  # fmt: skip
+def test_a_wrong_override_is_named(base, override, said):
+    assert said in refused(base, override)
+
+
+@pytest.mark.parametrize("override", [
+    "model={1: 2}",  # a key that is no text
+    "run_dir=2024-99-99",  # YAML takes it for a date
+    "seed=0x_",  # YAML takes it for a number
+    "optimizer.clip_norm=1" + 400 * "0",  # more than a float holds
+    "train={steps: 1, steps: 2}",  # a key given twice
+])  # fmt: skip
+def test_an_override_yaml_stumbles_over_is_refused_too(base, override):
+    refused(base, override)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("train: {steps: 1}\ntrain: {steps: 2}\n", "The key 'train' is given twice, again on line 2"),
+    ("train:\n  steps: 1\n  seed: 3\n  steps: 2\n", "The key 'steps' is given twice, again on line 4"),
+    ("- 1\n", "holds a a list, but must hold keys and values"),
+    ("just text\n", "but must hold keys and values"),
+    ("train: [\n", "is not YAML"),
+    ("1: 2\n", "The key 1 on line 1 is not a name"),
+    ("train:\n  yes: 2\n", "The key True on line 2 is not a name"),
+    ("run_dir: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+    ("seed: 3\n", "The key model is missing and has no default"),
+    ("", "The key model is missing and has no default"),
+    ("model: {hidden_size: 8}\n", "The key model.vocab_size is missing and has no default"),
+])  # fmt: skip
+def test_a_wrong_file_is_named(tmp_path, text, said):
+    assert said in refused(written(tmp_path, text))
+
+
+@pytest.mark.parametrize("text", ["run_dir: 2024-99-99\n", "seed: 0x_\n"])
+def test_a_file_yaml_stumbles_over_is_refused_too(base, tmp_path, text):
+    assert "run.yaml" in refused(written(tmp_path, f"extends: {base}\n{text}"))
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    assert "nothing.yaml cannot be read: No such file" in refused(tmp_path / "nothing.yaml")
+    assert "cannot be read: Is a directory" in refused(tmp_path)
+    path = tmp_path / "latin.yaml"
+    path.write_bytes("run_dir: caf\xe9\n".encode("latin-1"))
+    assert "is not UTF-8 text" in refused(path)
+
+
+def test_the_tree_is_plain_and_in_the_order_of_the_fields():
+    tree = to_dict(SMALL)
+    assert list(tree) == [field.name for field in dataclasses.fields(Config)]
+    assert tree["model"]["layer_pattern"] == ["full"]
+    assert tree["optimizer"]["muon"] == dataclasses.asdict(SMALL.optimizer.muon)

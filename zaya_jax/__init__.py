@@ -1,0 +1,49 @@
+"""ZAYA1 in JAX: pretrain, extend, fine-tune, inspect, evaluate and export.
+
+Names are imported when first used, so that `import zaya_jax` costs nothing and leaves jax unimported.
+
+Shape suffixes used throughout the code:
+  b batch, s sequence, d residual width, h query heads, k key/value heads, n = h + k heads of the convolution,
+  g = h / k queries a key head, c channels of a head, e experts, f expert width, r router width,
+  v vocabulary, l layers, t tokens (b and s flattened), w rows of the convolution's tail.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zaya_jax.checkpoint.hf import load_pretrained as load_pretrained
+    from zaya_jax.checkpoint.hf import save_pretrained as save_pretrained
+    from zaya_jax.config import Config as Config
+    from zaya_jax.config import load_config as load_config
+    from zaya_jax.generate.decode import generate as generate
+    from zaya_jax.model.zaya import ModelOutput as ModelOutput
+    from zaya_jax.model.zaya import Zaya as Zaya
+    from zaya_jax.model.zaya import logits as logits
+    from zaya_jax.train.loop import TrainResult as TrainResult
+    from zaya_jax.train.loop import train as train
+
+_HOMES = {
+    "Config": "zaya_jax.config",
+    "ModelOutput": "zaya_jax.model.zaya",
+    "TrainResult": "zaya_jax.train.loop",
+    "Zaya": "zaya_jax.model.zaya",
+    "generate": "zaya_jax.generate.decode",
+    "load_config": "zaya_jax.config",
+    "load_pretrained": "zaya_jax.checkpoint.hf",
+    "logits": "zaya_jax.model.zaya",
+    "save_pretrained": "zaya_jax.checkpoint.hf",
+    "train": "zaya_jax.train.loop",
+}
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"zaya_jax has no attribute {name!r}; it has {', '.join(_HOMES)}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})  # a room that was imported stands in both

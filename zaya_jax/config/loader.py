@@ -1,0 +1,206 @@
+"""YAML to `Config`: `extends`, `a.b=c` overrides, and errors that name the key and the nearest spelling."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zaya_jax.config.schema import Config
+from zaya_jax.errors import InputError
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration.
+
+    Args:
+      path: a YAML file. Its key `extends` names another, relative to it, whose values it overrides.
+      overrides: `section.key=value`, the value in YAML, applied last.
+
+    Returns:
+      The checked configuration.
+
+    Raises:
+      InputError: the file is missing or is not YAML; a key is unknown or given twice; a value has the
+        wrong type or cannot be.
+    """
+    tree = _read(Path(path), ())
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key:
+            raise InputError(f"The override {override!r} is not of the form section.key=value.")
+        value = _parse(text, f"The value of the override {override!r}")
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        tree = _merge(tree, value)
+    config = _build(Config, tree, "")
+    config.check()
+    return config
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The resolved tree as plain dicts and lists, in the order of the fields."""
+    result = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            value = to_dict(value)
+        elif isinstance(value, tuple):
+            value = list(value)
+        result[field.name] = value
+    return result
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved tree as YAML that `load_config` reads back to an equal configuration."""
+    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes floats so that YAML reads them back as floats (1.0e-05, where Python writes 1e-05)."""
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+_Dumper.add_representer(float, _represent_float)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses a key given twice, which YAML itself would silently take the last of."""
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node, deep=deep)
+        if not isinstance(key, str):
+            raise InputError(f"The key {key!r} on line {key_node.start_mark.line + 1} is not a name.")
+        if key in seen:
+            raise InputError(f"The key {key!r} is given twice, again on line {key_node.start_mark.line + 1}.")
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def _parse(text: str, what: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except InputError as error:
+        raise InputError(f"{what} cannot be used. {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date or number that is none is a ValueError
+        raise InputError(f"{what} is not YAML: {_one_line(error)}.") from error
+
+
+def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in readers:
+        raise InputError(f"The configuration {path} extends itself.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"The configuration {path} is not UTF-8 text.") from error
+    tree = _parse(text, f"The configuration {path}")
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise InputError(f"The configuration {path} holds a {_kind(tree)}, but must hold keys and values.")
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise InputError(f"extends in {path} is {base!r}, but must be the path of a configuration.")
+    return _merge(_read(path.parent / base, (*readers, path.resolve())), tree)
+
+
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _build(cls: type, tree: Any, where: str) -> Any:
+    if not isinstance(tree, dict):
+        raise InputError(f"{where or 'The configuration'} is {tree!r}, but must be a section with keys.")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    for key in tree:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1)
+            hint = f"did you mean {_join(where, near[0])}? Allowed" if near else "allowed"
+            raise InputError(f"The key {_join(where, key)} is unknown; {hint} are: {', '.join(fields)}.")
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for name, field in fields.items():
+        if name in tree:
+            values[name] = _convert(hints[name], tree[name], _join(where, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise InputError(f"The key {_join(where, name)} is missing and has no default.")
+    return cls(**values)
+
+
+def _convert(hint: Any, value: Any, where: str) -> Any:
+    """`value` as the type `hint`, or an error that names the key."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, where)
+    if origin is types.UnionType:  # only `X | None` is used
+        return None if value is None else _convert(args[0], value, where)
+    if origin is typing.Literal:
+        if value not in args:
+            near = difflib.get_close_matches(str(value), args, n=1)
+            hint_text = f" (did you mean {near[0]!r}?)" if near else ""
+            raise InputError(f"{where} is {value!r}, but must be one of {', '.join(map(repr, args))}{hint_text}.")
+        return value
+    if origin is tuple:
+        if not isinstance(value, list):
+            raise InputError(f"{where} is {value!r}, but must be a list.")
+        return tuple(_convert(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if hint is float:
+        return _float(value, where)
+    if type(value) is not hint:  # `True` is an int to isinstance, so types are compared
+        raise InputError(f"{where} is {value!r} ({_kind(value)}), but must be {_NAMES[hint]}.")
+    return value
+
+
+def _float(value: Any, where: str) -> float:
+    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), so text that is a number is taken as the number.
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except (ValueError, OverflowError):
+            pass
+        else:
+            if math.isfinite(number):
+                return number
+    raise InputError(f"{where} is {value!r} ({_kind(value)}), but must be a finite number.")
+
+
+_NAMES = {int: "a whole number", str: "text", bool: "true or false"}
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
+             dict: "a section", type(None): "nothing"}  # fmt: skip
+    return names.get(type(value), type(value).__name__)
+
+
+def _join(where: str, key: str) -> str:
+    return f"{where}.{key}" if where else key
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())

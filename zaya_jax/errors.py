@@ -1,0 +1,13 @@
+"""The one error a person can cause: bad input, told in a full sentence."""
+
+
+class InputError(ValueError):
+    """Something given to the program is wrong: a key, a file, a folder or a value.
+
+    The message is a full sentence that names what is wrong and says what is allowed. Commands print it
+    and exit with status 2; nothing has been compiled or overwritten by then.
+    """
+
+
+class RunStopped(RuntimeError):
+    """A run that cannot go on: what happened and what can be done, in a full sentence."""
