@@ -1,0 +1,1 @@
+"""Kernels: arrays in, arrays out. Reached only through `zaya_jax.ops`."""

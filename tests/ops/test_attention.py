@@ -1,0 +1,134 @@
+"""The blockwise attention equals a dense softmax, and holds no square of the sequence."""
+
+import functools
+import itertools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import blocks_of, jit, packed_rows, seeds
+from zaya_jax.ops.attention import attention
+
+
+def dense(q, k, v, query_segments, key_segments, offset, window):
+    """Softmax over all visible keys at once; a query that sees none gets zero."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, groups, 2), jnp.repeat(v, groups, 2)
+    scores = jnp.einsum("bshc,bthc->bhst", q, k) / np.sqrt(q.shape[-1])
+    query, key = offset + jnp.arange(q.shape[1])[:, None], jnp.arange(k.shape[1])
+    seen = key <= query
+    if window is not None:
+        seen &= query - key < window
+    seen = seen & (query_segments[:, :, None] == key_segments[:, None]) & (query_segments[:, :, None] > 0)
+    seen = seen[:, None]
+    p = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+    return jnp.einsum("bhst,bthc->bshc", jnp.where(seen, p, 0), v)
+
+
+# (queries, keys, query heads, key heads, window): lengths on and off the blocks of 8, all ratios, decode's shapes
+SHAPES = {
+    "one_block": (5, 5, 2, 2, None),
+    "ragged": (19, 19, 4, 2, None),
+    "window": (24, 24, 3, 1, 5),
+    "window_over_blocks": (27, 27, 2, 1, 11),
+    "window_of_one": (17, 17, 2, 2, 1),
+    "more_keys": (6, 29, 4, 1, None),
+    "more_keys_window": (9, 26, 2, 1, 7),
+    "one_query": (1, 21, 4, 2, None),
+}
+
+
+@functools.cache
+def compiled(function, window):
+    def call(q, k, v, query_segments, key_segments, offset, cotangent):
+        out, back = jax.vjp(lambda q, k, v: function(q, k, v, query_segments, key_segments, offset, window), q, k, v)
+        return out, back(cotangent)
+
+    return jit(call)
+
+
+def ours(q, k, v, query_segments, key_segments, offset, window):
+    return attention(q, k, v, query_segments_bs=query_segments, key_segments_bt=key_segments, query_offset=offset,
+                     window=window)  # fmt: skip
+
+
+def draw(seed, s, t, h, k, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    shapes = ((2, s, h, 8), (2, t, k, 8), (2, t, k, 8), (2, s, h, 8))
+    q, key, v, cotangent = (jnp.asarray(rng.normal(0, 2, shape), dtype) for shape in shapes)
+    return q, key, v, cotangent
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@given(data=st.data(), seed=seeds())
+def test_equals_a_dense_softmax(name, data, seed):
+    s, t, h, k, window = SHAPES[name]
+    q, key, v, cotangent = draw(seed, s, t, h, k)
+    key_segments = data.draw(packed_rows(2, t))
+    offset = data.draw(st.integers(0, t - s))
+    query_segments = key_segments[:, offset : offset + s]
+    key_segments = key_segments.copy()
+    key_segments[:, offset + s :] = 0  # not yet written
+    arguments = (q, key, v, query_segments, key_segments, offset, cotangent)
+    out, gradients = compiled(ours, window)(*arguments)
+    expected, expected_gradients = compiled(dense, window)(*arguments)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(gradients, expected_gradients, rtol=1e-4, atol=1e-4)
+    assert not np.any(np.asarray(out)[query_segments == 0]), "padding attends to nothing"
+    assert not np.any(np.asarray(gradients[0])[query_segments == 0])
+    assert not np.any(np.asarray(gradients[1])[key_segments == 0])
+    assert not np.any(np.asarray(gradients[2])[key_segments == 0])
+
+
+def test_without_segments_a_row_is_one_document():
+    q, k, v, _ = draw(0, 10, 10, 4, 2)
+    ones = np.ones((2, 10), np.int32)
+    np.testing.assert_allclose(attention(q, k, v), dense(q, k, v, ones, ones, 0, None), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [60.0, 1e-20])
+def test_large_and_small_scores_stay_finite(scale):
+    q, k, v, cotangent = draw(1, 19, 19, 2, 1)
+    ones = np.ones((2, 19), np.int32)
+    arguments = (q * scale, k, v, ones, ones, 0, cotangent)
+    out, gradients = compiled(ours, None)(*arguments)
+    expected, expected_gradients = compiled(dense, None)(*arguments)
+    chex.assert_tree_all_finite((out, gradients))
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(gradients, expected_gradients, rtol=1e-3, atol=1e-2)
+
+
+def test_bfloat16_keeps_its_dtype_and_sums_in_float32():
+    q, k, v, cotangent = draw(2, 24, 24, 4, 2, jnp.bfloat16)
+    ones = np.ones((2, 24), np.int32)
+    out, gradients = compiled(ours, None)(q, k, v, ones, ones, 0, cotangent)
+    chex.assert_type([out, *gradients], jnp.bfloat16)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    expected, expected_gradients = compiled(dense, None)(*wide, ones, ones, 0, cotangent.astype(jnp.float32))
+    chex.assert_trees_all_close(out.astype(jnp.float32), expected, atol=0.05, rtol=0.05)
+    for x, want in zip(gradients, expected_gradients, strict=True):
+        error = np.linalg.norm(x.astype(jnp.float32) - want) / np.linalg.norm(want)
+        assert error < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 256])
+def test_memory_is_linear_in_the_sequence(window):
+    def loss(q, k, v, segments):
+        return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window).sum()
+
+    with blocks_of(128):
+        bytes_ = []
+        for s in (1024, 2048, 4096):
+            shapes = [jax.ShapeDtypeStruct((1, s, heads, 16), jnp.float32) for heads in (2, 1, 1)]
+            segments = jax.ShapeDtypeStruct((1, s), jnp.int32)
+            compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*shapes, segments).compile()
+            bytes_.append(compiled.memory_analysis().temp_size_in_bytes)
+    assert bytes_[0] > 0
+    for less, more in itertools.pairwise(bytes_):
+        assert more <= 2.2 * less, bytes_
+    assert bytes_[-1] < 4096 * 4096 * 4, "less than a single square of scores"

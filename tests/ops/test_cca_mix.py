@@ -1,0 +1,181 @@
+"""The mix against zaya1.md §1.3 written out token by token, in float64 and with the composed taps."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import jit, packed_rows, seeds
+from zaya_jax.ops import no_halo
+from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix, rotate
+
+B, S, C = 2, 13, 4
+# (k0, k1, query heads, key heads)
+SHAPES = {"released": (2, 2, 4, 2), "long": (4, 3, 3, 1), "one": (1, 1, 2, 2), "depthwise": (3, 1, 2, 1)}
+
+
+def one_document(u, current, delayed, cos, sin, weights, start):
+    """float64 q, k, v of a document that stands alone, by the two convolutions of zaya1.md §1.3."""
+    depthwise, beta, grouped, gamma, temperature = (np.asarray(w, np.float64) for w in weights)
+    k0, k1, num_kv = len(depthwise), len(grouped), len(temperature)
+    s, n, c = u.shape
+    h = n - num_kv
+
+    def depthwise_at(t):  # before the start u is 0, so that the bias alone remains
+        return beta + sum(depthwise[w] * u[t - (k0 - 1 - w)] for w in range(k0) if t - (k0 - 1 - w) >= 0)
+
+    z = np.stack([
+        gamma + sum(np.einsum("nx,nxc->nc", depthwise_at(t - (k1 - 1 - w)), grouped[w]) for w in range(k1))
+        for t in range(s)
+    ])  # fmt: skip
+    q_mean = 0.5 * (u[:, :h] + np.repeat(u[:, h:], h // num_kv, 1))
+    k_mean = q_mean.reshape(s, num_kv, h // num_kv, c).mean(2)
+
+    def unit(x):
+        return x * np.sqrt(c) / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    def turn(x):
+        r = 2 * cos.shape[-1]
+        rotated = np.concatenate([-x[..., r // 2 : r], x[..., : r // 2]], -1)  # rotate_half
+        cos2, sin2 = (np.concatenate([a, a], -1)[:, None] for a in (cos, sin))
+        return np.concatenate([x[..., :r] * cos2 + rotated * sin2, x[..., r:]], -1)
+
+    q = turn(unit(z[:, :h] + q_mean))
+    k = turn(unit(z[:, h:] + k_mean) * temperature[:, None])
+    v = np.concatenate([current, np.concatenate([[start], delayed[:-1]])], -1)
+    return q, k, v.reshape(s, num_kv, c)
+
+
+def draw(seed, name):
+    k0, k1, h, kv = SHAPES[name]
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return rng.normal(0, 1, shape).astype(np.float32)
+
+    n = h + kv
+    weights = MixWeights(normal(k0, n, C), normal(n, C), normal(k1, n, C, C), normal(n, C), normal(kv))
+    x = kv * C // 2
+    angle = rng.uniform(0, 6, (B, S, 1)).astype(np.float32)
+    return normal(B, S, n, C), normal(B, S, x), normal(B, S, x), (np.cos(angle), np.sin(angle)), weights, normal(x)
+
+
+@functools.cache
+def whole(name):
+    k0, k1, _, _ = SHAPES[name]
+
+    def call(u, current, delayed, segments, rotary, weights, start):
+        return cca_mix(
+            u, current, delayed, no_halo(u, delayed, segments, k0 + k1 - 2), segments, rotary, weights, start
+        )
+
+    return jit(call)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@given(data=st.data(), seed=seeds())
+def test_equals_each_document_alone(name, data, seed):
+    u, current, delayed, rotary, weights, start = draw(seed, name)
+    segments = data.draw(packed_rows(B, S))
+    q, k, v = whole(name)(u, current, delayed, segments, rotary, weights, start if seed % 2 else np.zeros_like(start))
+    for row in range(B):
+        for number in np.unique(segments[row][segments[row] > 0]):
+            at = np.flatnonzero(segments[row] == number)
+            parts = [np.asarray(x[row, at], np.float64) for x in (u, current, delayed, *rotary)]
+            expected = one_document(*parts, weights, start if seed % 2 else np.zeros_like(start))
+            for ours, theirs in zip((q, k, v), expected, strict=True):
+                np.testing.assert_allclose(ours[row, at], theirs, rtol=2e-3, atol=2e-4)
+
+
+@given(seed=seeds())
+def test_two_taps_and_two_compose_into_three(seed):
+    """A2, A1, A0 and b of zaya1.md §1.3 give the same, the first tokens included."""
+    u, current, delayed, rotary, weights, start = draw(seed, "released")
+    (d0, d1), beta, (w0, w1), gamma, temperature = weights
+    a2, a1, a0 = d0[:, :, None] * w0, d1[:, :, None] * w0 + d0[:, :, None] * w1, d1[:, :, None] * w1
+    bias = np.einsum("nx,nxc->nc", beta, w0 + w1) + gamma
+    before = np.pad(u, ((0, 0), (2, 0), (0, 0), (0, 0)))
+    z = sum(np.einsum("bsnx,nxc->bsnc", before[:, i : i + S], a) for i, a in enumerate((a2, a1, a0))) + bias
+
+    ones = np.ones((B, S), np.int32)
+    q, k, _ = whole("released")(u, current, delayed, ones, rotary, weights, start)
+    q_mean = 0.5 * (u[:, :, :4] + np.repeat(u[:, :, 4:], 2, 2))
+    mean = np.concatenate([q_mean, q_mean.reshape(B, S, 2, 2, C).mean(3)], 2)
+    expected = z + mean
+    expected *= C**0.5 / np.linalg.norm(expected, axis=-1, keepdims=True)
+    expected[:, :, 4:] *= temperature[:, None]
+    expected = np.swapaxes(rotate(np.swapaxes(expected, 1, 2), *rotary), 1, 2)
+    np.testing.assert_allclose(np.concatenate([q, k], 2), expected, rtol=2e-3, atol=2e-4)
+
+
+def test_lengths_are_the_root_of_the_width_and_keys_carry_the_temperature():
+    u, current, delayed, rotary, weights, start = draw(3, "long")
+    q, k, _ = whole("long")(u, current, delayed, np.ones((B, S), np.int32), rotary, weights, start)
+    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), C**0.5, rtol=1e-5)
+    expected = np.broadcast_to(C**0.5 * np.abs(weights.temperature_k), (B, S, 1))
+    np.testing.assert_allclose(np.linalg.norm(k, axis=-1), expected, rtol=1e-5)
+
+
+def test_values_are_this_tokens_and_the_one_befores():
+    u, current, delayed, rotary, weights, start = draw(4, "released")
+    segments = np.array([[1] * 5 + [2] * 8, [0] * 2 + [7] + [8] * 10], np.int32)
+    _, _, v = whole("released")(u, current, delayed, segments, rotary, weights, start)
+    assert v.shape == (B, S, 2, C)
+    np.testing.assert_array_equal(v[:, :, 0], current)  # two heads: the first is current, the second delayed
+    np.testing.assert_array_equal(v[0, 1:5, 1], delayed[0, :4])
+    np.testing.assert_array_equal(v[0, 5, 1], start)
+    np.testing.assert_array_equal(v[0, 6:, 1], delayed[0, 5:12])
+    np.testing.assert_array_equal(v[1, 2, 1], start)
+    np.testing.assert_array_equal(v[1, 3, 1], start)
+    _, _, v = whole("released")(u, current, delayed, segments, rotary, weights, None)
+    assert not np.any(v[0, [0, 5], 1]), "zero where the projection has no bias"
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@given(data=st.data(), seed=seeds())
+def test_a_halo_stands_for_the_rows_before(name, data, seed):
+    k0, k1, _, _ = SHAPES[name]
+    u, current, delayed, rotary, weights, start = draw(seed, name)
+    segments = data.draw(packed_rows(B, S))
+    expected = whole(name)(u, current, delayed, segments, rotary, weights, start)
+    cut, rows = 6, k0 + k1 - 2
+    halo = Halo(u[:, cut - rows : cut], segments[:, cut - max(rows, 1) : cut], delayed[:, cut - 1 : cut])
+    tail = piece(u[:, cut:], current[:, cut:], delayed[:, cut:], halo, segments[:, cut:],
+                 tuple(x[:, cut:] for x in rotary), weights, start)  # fmt: skip
+    real = segments[:, cut:] > 0
+    for ours, theirs in zip(tail, expected, strict=True):
+        np.testing.assert_allclose(np.asarray(ours)[real], np.asarray(theirs[:, cut:])[real], rtol=1e-4, atol=1e-5)
+
+
+piece = jit(cca_mix)
+
+
+def test_a_head_of_zeros_has_a_finite_gradient():
+    _, current, delayed, rotary, weights, start = draw(5, "released")
+    zero = jax.tree.map(np.zeros_like, weights)
+    segments = np.ones((B, S), np.int32)
+
+    def loss(u, weights):
+        q, k, _ = cca_mix(u, current, delayed, no_halo(u, delayed, segments, 2), segments, rotary, weights, start)
+        return q.sum() + k.sum()
+
+    value, gradients = jit(jax.value_and_grad(loss, argnums=(0, 1)))(jnp.zeros((B, S, 6, C)), zero)
+    assert value == 0
+    chex.assert_tree_all_finite(gradients)
+
+
+@given(seed=seeds())
+def test_rotation_keeps_lengths_and_leaves_the_rest(seed):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(1, 2, 3, 8)).astype(np.float32)
+    angle = rng.uniform(-9, 9, (1, 3, 3)).astype(np.float32)
+    out = rotate(x, np.cos(angle), np.sin(angle))
+    np.testing.assert_array_equal(out[..., 6:], x[..., 6:])
+    for pair in range(3):  # channels pair + 0 and pair + 3 turn as one complex number
+        turned = (x[..., pair] + 1j * x[..., pair + 3]) * np.exp(1j * angle[:, None, :, pair])
+        np.testing.assert_allclose(out[..., pair] + 1j * out[..., pair + 3], turned, rtol=1e-4, atol=1e-5)

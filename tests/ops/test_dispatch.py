@@ -1,0 +1,104 @@
+"""Dispatch against every token through every expert, masked afterwards."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import jit, seeds
+from zaya_jax.ops.dispatch import dispatch_experts, permute
+from zaya_jax.ops.target import Target
+
+TARGETS = {"reference": Target("cpu", "any"), "xla": Target("cuda", "any")}
+T, D, F, E = 21, 6, 5, 4
+every_target = pytest.mark.parametrize("name", TARGETS)
+
+
+def one_hot(h, expert, weight, gate_up, down):
+    """All experts on all tokens, kept where chosen; classes from e on are chosen by none."""
+    both = jnp.einsum("td,edf->etf", h, gate_up)
+    out = jnp.einsum("etf,efd->etd", jax.nn.silu(both[..., :F]) * both[..., F:], down)
+    return jnp.einsum("etd,te,t->td", out, jax.nn.one_hot(expert, E), weight)
+
+
+@functools.cache
+def compiled(name):
+    function = one_hot if name == "one_hot" else functools.partial(dispatch_experts, target=TARGETS[name])
+
+    def call(h, expert, weight, gate_up, down, cotangent):
+        out, back = jax.vjp(lambda h, w, g, d: function(h, expert, w, g, d), h, weight, gate_up, down)
+        return out, back(cotangent)
+
+    return jit(call)
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    shapes = ((T, D), (E, D, 2 * F), (E, F, D), (T, D))
+    h, gate_up, down, cotangent = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+    return h, jnp.asarray(rng.uniform(0.1, 1, T), jnp.float32), gate_up, down, cotangent
+
+
+@st.composite
+def choices(draw):
+    """Classes of the tokens, of a few allowed ones: so experts stay empty, get all, or all is skipped."""
+    allowed = draw(st.lists(st.integers(0, E + 1), min_size=1, max_size=4))
+    return np.array([draw(st.sampled_from(allowed)) for _ in range(T)], np.int32)
+
+
+def check(name, expert, seed):
+    h, weight, gate_up, down, cotangent = draw(seed)
+    ours = compiled(name)(h, expert, weight, gate_up, down, cotangent)
+    theirs = compiled("one_hot")(h, expert, weight, gate_up, down, cotangent)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    out, (dh, dweight, dgate_up, ddown) = ours
+    past = expert >= E
+    for array in (out, dh, dweight):
+        assert not np.any(np.asarray(array)[past]), "skip and padding give nothing and get no gradient"
+    for e in set(range(E)) - set(expert.tolist()):
+        assert not np.any(dgate_up[e])
+        assert not np.any(ddown[e])
+
+
+@every_target
+@given(expert=choices(), seed=seeds())
+def test_equals_the_one_hot_form(name, expert, seed):
+    check(name, expert, seed)
+
+
+@every_target
+@pytest.mark.parametrize("only", range(E + 2))
+def test_all_tokens_of_one_class(name, only):
+    check(name, np.full(T, only, np.int32), only)
+
+
+@given(seed=seeds())
+def test_the_order_of_tokens_does_not_matter(seed):
+    h, weight, gate_up, down, cotangent = draw(seed)
+    rng = np.random.default_rng(seed)
+    expert, order = rng.integers(0, E + 1, T).astype(np.int32), rng.permutation(T)
+    out, _ = compiled("reference")(h, expert, weight, gate_up, down, cotangent)
+    moved, _ = compiled("reference")(h[order], expert[order], weight[order], gate_up, down, cotangent[order])
+    np.testing.assert_allclose(moved, out[order], rtol=1e-5, atol=1e-6)
+
+
+@given(seed=seeds())
+def test_permute_and_its_gradient_undo_each_other(seed):
+    rng = np.random.default_rng(seed)
+    x, cotangent = rng.normal(size=(2, 7, 3)).astype(np.float32)
+    order = rng.permutation(7)
+    out, back = jax.vjp(lambda x: permute(x, order, np.argsort(order)), x)
+    np.testing.assert_array_equal(out, x[order])
+    np.testing.assert_array_equal(back(cotangent)[0][order], cotangent)
+
+
+def test_bfloat16_stays_bfloat16():
+    h, weight, gate_up, down, cotangent = (x.astype(jnp.bfloat16) for x in draw(1))
+    expert = (np.arange(T) % (E + 1)).astype(np.int32)
+    out, gradients = compiled("reference")(h, expert, weight.astype(jnp.float32), gate_up, down, cotangent)
+    chex.assert_type([out, *gradients], [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16])

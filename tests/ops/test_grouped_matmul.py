@@ -1,0 +1,100 @@
+"""Both grouped products against one product a row, whatever the split."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import jit, seeds
+from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.target import Target
+
+TARGETS = {"reference": Target("cpu", "any"), "xla": Target("cuda", "any")}
+T, P, Q, E = 29, 6, 10, 4
+every_target = pytest.mark.parametrize("name", TARGETS)
+
+
+@functools.cache
+def compiled(name):
+    def call(x, w, sizes, cotangent):
+        out, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, target=TARGETS[name]), x, w)
+        return out, *back(cotangent)
+
+    return jit(call)
+
+
+@st.composite
+def splits(draw):
+    """Rows of each group: any, many groups empty, all rows one group's, none at all."""
+    cuts = sorted(draw(st.lists(st.sampled_from([0, 1, 7, 8, 9, 16, 20, T]), min_size=E, max_size=E)))
+    return np.diff([0, *cuts]).astype(np.int32)
+
+
+def dense(x, w, sizes, cotangent):
+    """float64 product, and both gradients, row by row."""
+    x, w, cotangent = (np.asarray(a, np.float64) for a in (x, w, cotangent))
+    out, dx, dw = np.zeros((T, Q)), np.zeros_like(x), np.zeros_like(w)
+    for row, e in enumerate(np.repeat(np.arange(E), sizes)):
+        out[row] = x[row] @ w[e]
+        dx[row] = w[e] @ cotangent[row]
+        dw[e] += np.outer(x[row], cotangent[row])
+    return out, dx, dw
+
+
+def draw(seed, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in ((T, P), (E, P, Q), (T, Q)))
+
+
+@every_target
+@given(sizes=splits(), seed=seeds())
+def test_each_row_meets_its_own_matrix(name, sizes, seed):
+    x, w, cotangent = draw(seed)
+    ours = compiled(name)(x, w, sizes, cotangent)
+    chex.assert_trees_all_close(ours, dense(x, w, sizes, cotangent), rtol=1e-4, atol=1e-4)
+    for array in ours[:2]:
+        assert not np.any(array[sizes.sum() :]), "rows past the groups are zero, and so is their gradient"
+    for e in np.flatnonzero(sizes == 0):
+        assert not np.any(ours[2][e]), "a matrix no row meets has no gradient"
+
+
+@every_target
+@pytest.mark.parametrize("sizes", [[0] * 4, [T, 0, 0, 0], [0, 0, 0, T], [8, 8, 8, 5], [0, 9, 0, 20], [1, 1, 1, 1]])
+def test_splits_at_the_edges(name, sizes):
+    x, w, cotangent = draw(1)
+    sizes = np.array(sizes, np.int32)
+    ours = compiled(name)(x, w, sizes, cotangent)
+    chex.assert_trees_all_close(ours, dense(x, w, sizes, cotangent), rtol=1e-4, atol=1e-4)
+
+
+@every_target
+def test_rows_past_the_groups_may_hold_anything(name):
+    x, w, cotangent = draw(2)
+    sizes = np.array([3, 0, 9, 5], np.int32)
+    dirty = compiled(name)(x.at[17:].set(1e30), w, sizes, cotangent.at[17:].set(1e30))
+    chex.assert_trees_all_close(dirty, compiled(name)(x, w, sizes, cotangent), rtol=1e-6)
+
+
+@every_target
+def test_bfloat16_is_summed_in_float32(name):
+    x, w, cotangent = draw(3, jnp.bfloat16)
+    sizes = np.array([9, 0, 11, 6], np.int32)
+    ours = compiled(name)(x, w, sizes, cotangent)
+    chex.assert_type(list(ours), jnp.bfloat16)
+    for array, want in zip(ours, dense(x, w, sizes, cotangent), strict=True):
+        np.testing.assert_allclose(np.asarray(array, np.float64), want, rtol=2**-7, atol=2**-7)
+
+
+def test_a_cpu_takes_the_reference_and_a_gpu_the_ragged_product():
+    def primitives(name):
+        return str(
+            jax.make_jaxpr(functools.partial(grouped_matmul, target=TARGETS[name]))(*draw(0)[:2], np.zeros(4, int))
+        )
+
+    assert "ragged_dot" in primitives("xla")
+    assert "ragged_dot" not in primitives("reference")

@@ -1,0 +1,56 @@
+"""Operations with more than one implementation, and the record through which the model reaches them.
+
+`Ops` is the one seam between the model and everything that changes how it runs: kernels and parallelism
+put other callables into it. Those of `LOCAL` do nothing collective.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.ops.attention import attention
+from zaya_jax.ops.cca_mix import Halo, cca_mix
+from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.ops.norm import rms_norm
+
+
+def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
+    """The halo where the sequence is whole: zeros, of no document."""
+    b = u_bsnc.shape[0]
+    # At least one row of segments, since the value shift looks one token back whatever the kernels.
+    return Halo(
+        jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype),
+        jnp.zeros((b, max(rows, 1)), segments_bs.dtype),
+        jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype),
+    )
+
+
+def _same(layer: Any) -> Any:
+    return layer
+
+
+@dataclasses.dataclass(frozen=True)
+class Ops:
+    """What the model calls.
+
+    Attributes:
+      attention: `ops.attention.attention`.
+      cca_mix: `ops.cca_mix.cca_mix`.
+      rms_norm: `ops.norm.rms_norm`.
+      experts: `ops.dispatch.dispatch_experts`.
+      halo: rows of the convolution and of the delayed value before this piece of the sequence.
+      gather_layer: from a layer's parameters as stored to those it computes with.
+    """
+
+    attention: Callable[..., jax.Array] = attention
+    cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix
+    rms_norm: Callable[..., jax.Array] = rms_norm
+    experts: Callable[..., jax.Array] = dispatch_experts
+    halo: Callable[..., Halo] = no_halo
+    gather_layer: Callable = _same
+
+
+LOCAL = Ops()

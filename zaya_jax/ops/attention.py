@@ -1,0 +1,190 @@
+"""Causal grouped-query attention over packed sequences: the blockwise reference.
+
+One pass over key blocks with an online softmax, forward and backward, so that memory is linear in the
+sequence: no array of the size queries × keys exists. Blocks that causality or the window hides are not
+visited.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from zaya_jax.ops.names import PRODUCT
+
+HIDDEN = -1e30  # finite, so that a row without a visible key gives 0 and not NaN
+QUERY_BLOCK = 256
+KEY_BLOCK = 128
+
+
+def attention(
+    q_bshc: jax.Array,
+    k_btkc: jax.Array,
+    v_btkc: jax.Array,
+    *,
+    query_segments_bs: jax.Array | None = None,
+    key_segments_bt: jax.Array | None = None,
+    query_offset: jax.Array | int = 0,
+    window: int | None = None,
+) -> jax.Array:
+    """Attention of every query to the keys before it in its own document (zaya1.md §1.3).
+
+    Args:
+      q_bshc: queries, float; the scale 1/√c is applied here.
+      k_btkc: keys, of which h / k queries share one.
+      v_btkc: values.
+      query_segments_bs: int32 document of each query; 0 is padding, which attends to nothing.
+      key_segments_bt: int32 document of each key. Both or neither are given; without them all
+        tokens of a row are one document.
+      query_offset: index among the keys of the first query; key j is visible to query i when
+        j <= query_offset + i.
+      window: where given, only the last `window` keys are visible, the query's own included.
+
+    Returns:
+      [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
+    """
+    if query_segments_bs is None or key_segments_bt is None:
+        query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
+        key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
+    b, s, h, c = q_bshc.shape
+    _, t, k, _ = k_btkc.shape
+    q_block, k_block = min(QUERY_BLOCK, s), min(KEY_BLOCK, t)
+    s_pad, t_pad = -s % q_block, -t % k_block
+    q_bkgsc = q_bshc.reshape(b, s, k, h // k, c).transpose(0, 2, 3, 1, 4)
+    q_bkgsc = jnp.pad(q_bkgsc, ((0, 0), (0, 0), (0, 0), (0, s_pad), (0, 0)))
+    k_bktc = jnp.pad(k_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
+    v_bktc = jnp.pad(v_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
+    query_segments_bs = jnp.pad(query_segments_bs, ((0, 0), (0, s_pad)))
+    key_segments_bt = jnp.pad(key_segments_bt, ((0, 0), (0, t_pad)))
+    blocks = (q_block, k_block, window, s, t)
+    o_bkgsc: jax.Array = _blockwise(blocks, q_bkgsc, k_bktc, v_bktc, query_segments_bs, key_segments_bt,
+                         jnp.asarray(query_offset, jnp.int32))  # fmt: skip
+    return o_bkgsc[:, :, :, :s].transpose(0, 3, 1, 2, 4).reshape(b, s, h, c)
+
+
+Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window, queries, keys
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+               offset: jax.Array) -> jax.Array:  # fmt: skip
+    return _forward(blocks, q, k, v, q_seg, k_seg, offset)[0]
+
+
+def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key blocks [low, high) of which a query of the block starting at `first_query` may see a key."""
+    q_block, k_block, window, _, t = blocks
+    high = jnp.minimum((first_query + q_block + k_block - 1) // k_block, -(-t // k_block))
+    low = jnp.zeros_like(high) if window is None else jnp.maximum(first_query - window + 1, 0) // k_block
+    return low, high
+
+
+def _visible(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array,
+             first_key: jax.Array) -> jax.Array:  # fmt: skip
+    """Whether a query of one block sees a key of another, bool [b, 1, 1, x, y]."""
+    q_block, k_block, window, _, _ = blocks
+    query = first_query + jnp.arange(q_block)[:, None]
+    key = first_key + jnp.arange(k_block)[None, :]
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    seen = seen & (q_seg[:, :, None] == k_seg[:, None, :]) & (q_seg[:, :, None] != 0)
+    return seen[:, None, None]
+
+
+def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+             offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    q_block, k_block, _, _, _ = blocks
+    b, kv, g, s, c = q.shape
+    scale = c**-0.5
+
+    def per_query_block(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        first = index * q_block
+        q_blk = _slice(q, first, q_block, 3) * scale
+        q_seg_blk = _slice(q_seg, first, q_block, 1)
+
+        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            high, total, acc = state
+            start = j * k_block
+            scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
+                                preferred_element_type=jnp.float32)  # fmt: skip
+            seen = _visible(blocks, q_seg_blk, _slice(k_seg, start, k_block, 1), first + offset, start)
+            scores = jnp.where(seen, scores, HIDDEN)
+            new_high = jnp.maximum(high, scores.max(-1))
+            p = jnp.where(seen, jnp.exp(scores - new_high[..., None]), 0.0)
+            keep = jnp.exp(high - new_high)
+            update = jnp.einsum("bkgxy,bkyc->bkgxc", p.astype(v.dtype), _slice(v, start, k_block, 2),
+                                preferred_element_type=jnp.float32)  # fmt: skip
+            return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update
+
+        state = (
+            jnp.full((b, kv, g, q_block), HIDDEN, jnp.float32),
+            jnp.zeros((b, kv, g, q_block), jnp.float32),
+            jnp.zeros((b, kv, g, q_block, c), jnp.float32),
+        )
+        low, high = _key_range(blocks, first + offset)
+        top, total, acc = jax.lax.fori_loop(low, high, per_key_block, state)
+        safe = jnp.where(total == 0, 1.0, total)
+        return None, ((acc / safe[..., None]).astype(q.dtype), top + jnp.log(safe))
+
+    _, (o, lse) = jax.lax.scan(per_query_block, None, jnp.arange(s // q_block))
+    o = checkpoint_name(jnp.moveaxis(o, 0, 3).reshape(b, kv, g, s, c), PRODUCT)
+    lse = checkpoint_name(jnp.moveaxis(lse, 0, 3).reshape(b, kv, g, s), PRODUCT)
+    return o, (q, k, v, q_seg, k_seg, offset, o, lse)
+
+
+def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+    q_block, k_block, _, _, _ = blocks
+    q, k, v, q_seg, k_seg, offset, o, lse = saved
+    b, kv, g, s, c = q.shape
+    scale = c**-0.5
+    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+
+    def per_query_block(state: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
+        first = index * q_block
+        q_blk = _slice(q, first, q_block, 3) * scale
+        do_blk = _slice(do, first, q_block, 3)
+        lse_blk = _slice(lse, first, q_block, 3)[:, :, None]
+        delta_blk = _slice(delta, first, q_block, 3)[:, :, None]
+        q_seg_blk = _slice(q_seg, first, q_block, 1)
+
+        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq, dk, dv = state
+            start = j * k_block
+            k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
+            seen = _visible(blocks, q_seg_blk, _slice(k_seg, start, k_block, 1), first + offset, start)
+            # Scores stand keys first, so that of the three products that follow only dq transposes them.
+            scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=jnp.float32)
+            p = jnp.where(seen.transpose(0, 1, 4, 2, 3), jnp.exp(scores - lse_blk), 0.0)
+            dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=jnp.float32)
+            ds = (p * (dp - delta_blk)).astype(q.dtype)
+            dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=jnp.float32)
+            dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=jnp.float32)
+            dq = dq + jnp.einsum("bkygx,bkyc->bkgxc", ds, k_blk, preferred_element_type=jnp.float32)
+            return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start)
+
+        low, high = _key_range(blocks, first + offset)
+        dq = jnp.zeros((b, kv, g, q_block, c), jnp.float32)
+        dq, dk, dv = jax.lax.fori_loop(low, high, per_key_block, (dq, *state))
+        return (dk, dv), (dq * scale).astype(q.dtype)
+
+    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    (dk, dv), dq = jax.lax.scan(per_query_block, zeros, jnp.arange(s // q_block))
+    dq = jnp.moveaxis(dq, 0, 3).reshape(b, kv, g, s, c)
+    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (q_seg, k_seg, offset)]
+    return (dq, dk.astype(k.dtype), dv.astype(v.dtype), *no_gradient)
+
+
+def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    old = _slice(total, start, part.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
+
+
+_blockwise.defvjp(_forward, _backward)
