@@ -1,0 +1,11 @@
+"""Small blocks for the whole room, so that tiny shapes visit several."""
+
+import pytest
+
+from tests.helpers import blocks_of
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_blocks():
+    with blocks_of(8):
+        yield

@@ -1,0 +1,82 @@
+"""The decode state's shapes and bookkeeping; that decoding equals the whole sequence stands in test_zaya.py."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import VARIANTS, tiny_config
+from zaya_jax.model import arithmetic
+from zaya_jax.model.cache import LayerCache, advance, halo, init_cache, tail_rows
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_an_empty_cache_has_the_sizes_arithmetic_says(variant, dtype):
+    config = tiny_config(variant)
+    cache = init_cache(config, 3, 16, dtype)
+    assert cache.capacity == 16
+    assert len(cache.layers) == len(config.period)
+    chex.assert_trees_all_equal(cache, jax.tree.map(jnp.zeros_like, cache))
+    for layer in cache.layers:
+        chex.assert_shape(layer.k_btkc, (config.num_groups, 3, 16, config.num_kv_heads, config.head_dim))
+        chex.assert_type([layer.k_btkc, layer.v_btkc, layer.u_bwnc, layer.delayed_b1x], [dtype, dtype, float, float])
+    per_token = sum(x.k_btkc.nbytes + x.v_btkc.nbytes for x in cache.layers)
+    assert per_token == 3 * 16 * arithmetic.cache_bytes_per_token(config, jnp.dtype(dtype).itemsize)
+    state = sum(x.u_bwnc.nbytes + x.delayed_b1x.nbytes for x in cache.layers)
+    assert state == 3 * arithmetic.cache_state_bytes(config)
+
+
+def test_layers_have_buffers_of_their_own():
+    cache = init_cache(tiny_config("sliding"), 1, 8)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(cache.layers)]
+    assert len(set(pointers)) == len(pointers), "so that they can be donated"
+
+
+def filled(rows):
+    rng = np.random.default_rng(0)
+    return LayerCache(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in
+                        ((2, 9, 1, 4), (2, 9, 1, 4), (2, rows, 3, 4), (2, 1, 2))))  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+@pytest.mark.parametrize("new", [1, 2, 4])
+def test_advance_writes_new_tokens_and_keeps_the_last_rows(rows, new):
+    rng = np.random.default_rng(1)
+    before = filled(rows)
+    k, v = rng.normal(size=(2, 2, new, 1, 4)).astype(np.float32)
+    u, delayed = rng.normal(size=(2, new, 3, 4)).astype(np.float32), rng.normal(size=(2, new, 2)).astype(np.float32)
+    after = advance(before, k, v, u, delayed, jnp.asarray(3))
+    for old, written, now in ((before.k_btkc, k, after.k_btkc), (before.v_btkc, v, after.v_btkc)):
+        np.testing.assert_array_equal(now[:, 3 : 3 + new], written)
+        np.testing.assert_array_equal(now[:, :3], old[:, :3])
+        np.testing.assert_array_equal(now[:, 3 + new :], old[:, 3 + new :])
+    seen = np.concatenate([before.u_bwnc, u], 1)
+    np.testing.assert_array_equal(after.u_bwnc, seen[:, seen.shape[1] - rows :])
+    np.testing.assert_array_equal(after.delayed_b1x, delayed[:, -1:])
+
+
+def test_the_tail_stays_float32():
+    low = jnp.ones((2, 1, 3, 4), jnp.bfloat16)
+    after = advance(filled(2), low[:, :, :1], low[:, :, :1], low, low[:, :, 0, :2], jnp.asarray(0))
+    chex.assert_type(list(after), jnp.float32)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_the_halo_holds_the_documents_of_its_rows(rows):
+    segments = jnp.asarray([[1, 1, 2, 2, 3, 0, 0, 0, 0], [0, 4, 4, 4, 4, 0, 0, 0, 0]])
+    layer = filled(rows)
+    width = max(rows, 1)  # the value shift looks one token back whatever the kernels
+    for length in (0, 1, 2, 5):
+        found = halo(layer, segments, jnp.asarray(length))
+        expected = np.pad(segments, ((0, 0), (width, 0)))[:, length : length + width]
+        np.testing.assert_array_equal(found.segments_bw, expected)
+        np.testing.assert_array_equal(found.u_bwnc, layer.u_bwnc)
+        np.testing.assert_array_equal(found.delayed_b1x, layer.delayed_b1x)
+
+
+def test_tail_rows_are_what_the_convolutions_look_back():
+    assert tail_rows(tiny_config("plain")) == 2
+    assert tail_rows(tiny_config("biased")) == 5
+    assert tail_rows(tiny_config("kernel_one")) == 0

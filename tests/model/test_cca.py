@@ -1,0 +1,158 @@
+"""CCA as a whole layer, against zaya1.md §1.3 in float64, with the composed taps."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.helpers import jit, seeds, tiny_config
+from zaya_jax.model.cca import CCA, Context
+from zaya_jax.model.layers import rotary_table
+from zaya_jax.ops import Ops
+from zaya_jax.ops.attention import attention
+
+B, S = 2, 11
+CONFIGS = {"plain": tiny_config(), "biased": tiny_config(attention_bias=True, num_query_heads=6, rotary_fraction=0.25)}
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+@functools.cache
+def layer(name, seed=0):
+    """A layer with nothing at its neutral start."""
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(functools.partial(CCA, CONFIGS[name], "full"), jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), jnp.float32), shapes)
+
+
+@functools.cache
+def program(name):
+    """(layer, h) → output and the queries, keys and values that attention was given."""
+    config = CONFIGS[name]
+
+    def call(cca, h):
+        seen = []
+
+        def spy(q, k, v, **more):
+            seen.extend((q, k, v))
+            return attention(q, k, v, **more)
+
+        positions = jnp.broadcast_to(jnp.arange(S), (B, S))
+        rotary = {"full": rotary_table(positions, config.rotary_size, config.rope_base)}
+        out, cache = cca(h, Context(jnp.ones((B, S), jnp.int32), rotary), None, Ops(attention=spy))
+        assert cache is None
+        return out, *seen
+
+    return jit(call)
+
+
+def draw(config, seed):
+    return np.random.default_rng(seed).normal(size=(B, S, config.hidden_size)).astype(np.float32)
+
+
+def wide(variable):
+    return np.asarray(variable[...], np.float64)
+
+
+def projections(cca, h):
+    """u of the packed heads, and both halves of the value."""
+    config = cca.config
+    bias = wide(cca.projection_bias) if config.attention_bias else np.zeros(config.query_size + 2 * config.kv_size)
+    kernels = np.concatenate([wide(w) for w in (cca.query, cca.key, cca.value_current, cca.value_delayed)], 1)
+    qk, half = config.query_size + config.kv_size, config.kv_size // 2
+    u, current, delayed = np.split(h.astype(np.float64) @ kernels + bias, [qk, qk + half], -1)
+    return u.reshape(B, S, -1, config.head_dim), current, delayed, bias[qk + half :]
+
+
+def convolved(cca, u):
+    """z_t = A2 u_{t−2} + A1 u_{t−1} + A0 u_t + b, u before the start 0."""
+    (d0, d1), (w0, w1) = wide(cca.depthwise), wide(cca.grouped)
+    taps = (d0[..., None] * w0, d1[..., None] * w0 + d0[..., None] * w1, d1[..., None] * w1)
+    b = np.einsum("nx,nxc->nc", wide(cca.depthwise_bias), w0 + w1) + wide(cca.grouped_bias)
+    padded = np.pad(u, ((0, 0), (2, 0), (0, 0), (0, 0)))
+    return sum(np.einsum("bsnx,nxc->bsnc", padded[:, i : i + S], tap) for i, tap in enumerate(taps)) + b
+
+
+def reference(cca, h):
+    config = cca.config
+    num_query, num_kv, c = config.num_query_heads, config.num_kv_heads, config.head_dim
+    groups = num_query // num_kv
+    u, current, delayed, start = projections(cca, h)
+    z = convolved(cca, u)
+    q_mean = 0.5 * (u[:, :, :num_query] + np.repeat(u[:, :, num_query:], groups, 2))
+    k_mean = q_mean.reshape(B, S, num_kv, groups, c).mean(3)
+
+    def unit(x):
+        return x * np.sqrt(c) / np.linalg.norm(x, axis=-1, keepdims=True)
+
+    size = config.rotary_size
+    angle = np.arange(S)[:, None] * config.rope_base ** (-np.arange(0, size, 2) / size)
+
+    def turn(x):
+        pairs = (x[..., : size // 2] + 1j * x[..., size // 2 : size]) * np.exp(1j * angle)[:, None]
+        return np.concatenate([pairs.real, pairs.imag, x[..., size:]], -1)
+
+    q = turn(unit(z[:, :, :num_query] + q_mean))
+    k = turn(unit(z[:, :, num_query:] + k_mean) * wide(cca.temperature)[:, None])
+    before = np.concatenate([np.broadcast_to(start, (B, 1, delayed.shape[-1])), delayed[:, :-1]], 1)
+    v = np.concatenate([current, before], -1).reshape(B, S, num_kv, c)
+    scores = np.einsum("bshc,bthc->bhst", q, np.repeat(k, groups, 2)) / np.sqrt(c)
+    scores = np.where(np.tri(S, dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    out = np.einsum("bhst,bthc->bshc", p / p.sum(-1, keepdims=True), np.repeat(v, groups, 2))
+    bias = wide(cca.output_bias) if config.attention_bias else 0
+    return out.reshape(B, S, -1) @ wide(cca.output) + bias, q, k, v
+
+
+@every_config
+@given(seed=seeds())
+def test_equals_the_formulas(name, seed):
+    h = draw(CONFIGS[name], seed)
+    ours, theirs = program(name)(layer(name), h), reference(layer(name), h)
+    for array, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(array, expected, rtol=5e-3, atol=1e-3)
+
+
+@every_config
+def test_the_intermediate_before_the_start_is_the_depthwise_bias(name):
+    """At the first token: were each convolution padded with zeros by itself, the queries would differ."""
+    cca, h = layer(name), draw(CONFIGS[name], 1)
+    u, *_ = projections(cca, h)
+    num_query = CONFIGS[name].num_query_heads
+    w0, w1 = wide(cca.grouped)
+    y = wide(cca.depthwise)[1] * u[:, 0] + wide(cca.depthwise_bias)
+
+    def queries(before):
+        z = np.einsum("nx,nxc->nc", before, w0) + np.einsum("bnx,nxc->bnc", y, w1) + wide(cca.grouped_bias)
+        x = z[:, :num_query] + 0.5 * (u[:, 0, :num_query] + np.repeat(u[:, 0, num_query:], num_query // 2, 1))
+        return x / np.linalg.norm(x, axis=-1, keepdims=True) * CONFIGS[name].head_dim ** 0.5
+
+    ours = program(name)(cca, h)[1][:, 0]  # position 0 is not rotated
+    beta = wide(cca.depthwise_bias)
+    np.testing.assert_allclose(ours, queries(beta), rtol=1e-3, atol=1e-4)
+    assert np.abs(ours - queries(0 * beta)).max() > 0.05
+
+
+@every_config
+@given(seed=seeds())
+def test_queries_and_keys_have_fixed_lengths(name, seed):
+    config = CONFIGS[name]
+    _, q, k, _ = program(name)(layer(name), draw(config, seed))
+    root = config.head_dim**0.5
+    np.testing.assert_allclose(np.linalg.norm(q, axis=-1), root, rtol=1e-4)
+    expected = np.broadcast_to(root * np.abs(layer(name).temperature[...]), (B, S, config.num_kv_heads))
+    np.testing.assert_allclose(np.linalg.norm(k, axis=-1), expected, rtol=1e-4)
+
+
+@every_config
+def test_half_of_the_value_comes_one_token_late(name):
+    cca, h = layer(name), draw(CONFIGS[name], 2)
+    _, current, delayed, start = projections(cca, h)
+    v = program(name)(cca, h)[3].reshape(B, S, -1)
+    half = CONFIGS[name].kv_size // 2
+    np.testing.assert_allclose(v[..., :half], current, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(v[:, 1:, half:], delayed[:, :-1], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(v[:, 0, half:], np.broadcast_to(start, (B, half)), rtol=1e-6)
+    assert np.any(start) == CONFIGS[name].attention_bias

@@ -1,0 +1,79 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import packed_rows, seeds
+from zaya_jax.model.layers import (
+    MATRIX_ROLES,
+    ROLES,
+    ResidualScaling,
+    RMSNorm,
+    matrix,
+    param,
+    rotary_table,
+    segment_positions,
+)
+from zaya_jax.ops import LOCAL
+
+
+@given(data=st.data())
+def test_positions_count_from_the_start_of_each_document(data):
+    segments = data.draw(packed_rows(2, 12))
+    positions = segment_positions(jnp.asarray(segments))
+    chex.assert_type(positions, jnp.int32)
+    for row, ours in zip(segments, positions, strict=True):
+        for number in np.unique(row[row > 0]):
+            np.testing.assert_array_equal(ours[row == number], np.arange((row == number).sum()))
+
+
+def test_a_run_is_a_document_though_its_id_came_before():
+    np.testing.assert_array_equal(segment_positions(jnp.asarray([[1, 1, 2, 1, 1, 0, 0]])), [[0, 1, 0, 0, 1, 0, 1]])
+
+
+def test_rotary_tables_are_cosines_of_positions_times_inverse_frequencies():
+    positions = np.array([[0, 1, 7, 5000]])
+    cos, sin = rotary_table(jnp.asarray(positions), 8, 1.0e4)
+    angle = positions[..., None] * 1.0e4 ** (-np.arange(4) / 4)
+    chex.assert_type([cos, sin], jnp.float32)
+    np.testing.assert_allclose(cos, np.cos(angle), atol=2e-3)  # 5000 radians in fp32 are known to 1e-3
+    np.testing.assert_allclose(sin, np.sin(angle), atol=2e-3)
+    np.testing.assert_allclose(cos[:, :3], np.cos(angle[:, :3]), atol=1e-5)
+    assert rotary_table(jnp.asarray(positions), 0, 1.0e4)[0].shape == (1, 4, 0)
+
+
+@given(seed=seeds())
+def test_residual_scaling_adds_before_it_scales(seed):
+    rng = np.random.default_rng(seed)
+    drawn = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.float32), ResidualScaling(6))
+    out, stream = (jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32) for _ in range(2))
+    expected = (out + drawn.hidden_bias[...]) * drawn.hidden_scale[...]
+    expected += (stream + drawn.residual_bias[...]) * drawn.residual_scale[...]
+    np.testing.assert_allclose(drawn(out, stream), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_residual_scaling_starts_as_a_plain_sum_and_the_stream_stays_float32():
+    out, stream = jnp.full((1, 1, 4), 0.5, jnp.bfloat16), jnp.full((1, 1, 4), 1024.25)
+    merged = ResidualScaling(4)(out, stream)
+    chex.assert_type(merged, jnp.float32)
+    np.testing.assert_array_equal(merged, 1024.75)
+
+
+def test_a_norm_has_its_weight_and_epsilon():
+    norm = RMSNorm(4, 0.5)
+    np.testing.assert_array_equal(norm.weight[...], 1)
+    x = jnp.asarray([[1.0, -1.0, 1.0, 1.0]])
+    np.testing.assert_allclose(norm(x, jnp.float32, LOCAL), x / 1.5**0.5, rtol=1e-6)
+
+
+def test_a_parameter_carries_its_role():
+    assert param(jnp.zeros(2), "scale").get_metadata()["role"] == "scale"
+    assert set(MATRIX_ROLES) < set(ROLES)
+
+
+def test_a_matrix_keeps_the_variance_of_its_input():
+    x = matrix(jax.random.key(0), (2, 400, 100))
+    chex.assert_type(x, jnp.float32)
+    assert abs(np.std(x) * 400**0.5 - 1) < 0.02

@@ -1,0 +1,91 @@
+"""The chunked loss against logits that all exist at once."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+
+from tests.helpers import blocks_of, jit, seeds
+from zaya_jax.model.loss import chunked_loss
+
+T, D, V = 13, 6, 23
+
+
+def dense(hidden, head, bias, targets, weights):
+    z = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T + (0 if bias is None else bias)
+    return -(jnp.take_along_axis(jax.nn.log_softmax(z), targets[:, None], 1)[:, 0] * weights).sum()
+
+
+@functools.cache
+def compiled(function, biased):
+    if biased:
+        return jit(jax.value_and_grad(function, argnums=(0, 1, 2)))
+    return jit(
+        jax.value_and_grad(lambda h, w, targets, weights: function(h, w, None, targets, weights), argnums=(0, 1))
+    )
+
+
+def draw(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    hidden, head = (jnp.asarray(rng.normal(size=shape), dtype) for shape in ((T, D), (V, D)))
+    weights = rng.choice([0, 0, 0.5, 1, 2], T).astype(np.float32)
+    return hidden, head, jnp.asarray(rng.normal(size=V), jnp.float32), rng.integers(0, V, T).astype(np.int32), weights
+
+
+@given(seed=seeds())
+def test_equals_the_dense_loss(seed):
+    hidden, head, bias, targets, weights = draw(seed)
+    for arguments in ((hidden, head, bias, targets, weights), (hidden, head, targets, weights)):
+        biased = len(arguments) == 5
+        ours = compiled(chunked_loss, biased)(*arguments)
+        chex.assert_trees_all_close(ours, compiled(dense, biased)(*arguments), rtol=1e-4, atol=1e-5)
+        assert not np.any(ours[1][0][weights == 0]), "a token of weight zero has no gradient"
+
+
+@pytest.mark.parametrize("size", [1, 4, 13, 64])
+def test_any_size_of_chunk_gives_the_same(size):
+    arguments = draw(1)
+    expected = compiled(dense, True)(*arguments)
+    with blocks_of(size):
+        ours = jax.jit(jax.value_and_grad(chunked_loss, argnums=(0, 1, 2)))(*arguments)
+        alone = chunked_loss(*arguments)  # forward only, which evaluation uses
+    chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
+
+
+def test_the_logits_of_all_tokens_never_exist():
+    with blocks_of(4):
+        jaxpr = str(jax.make_jaxpr(jax.value_and_grad(chunked_loss, argnums=(0, 1, 2)))(*draw(0)))
+    assert f"4,{V}]" in jaxpr
+    for rows in (T, 16):
+        assert f"[{rows},{V}]" not in jaxpr
+
+
+def test_the_gradient_is_scaled_by_what_comes_after():
+    hidden, head, bias, targets, weights = draw(2)
+    gradient = compiled(chunked_loss, True)(hidden, head, bias, targets, weights)[1]
+    tripled = jax.grad(lambda *a: 3 * chunked_loss(*a, targets, weights), argnums=(0, 1, 2))(hidden, head, bias)
+    chex.assert_trees_all_close(tripled, jax.tree.map(lambda x: 3 * x, gradient), rtol=1e-5, atol=1e-6)
+
+
+def test_bfloat16_hidden_with_a_float32_head():
+    hidden, head, bias, targets, weights = draw(3)
+    low = hidden.astype(jnp.bfloat16)
+    loss, gradient = compiled(chunked_loss, True)(low, head, bias, targets, weights)
+    chex.assert_type([loss, *gradient], [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32])
+    expected, wide = compiled(dense, True)(hidden, head, bias, targets, weights)
+    np.testing.assert_allclose(loss, expected, rtol=0.02)
+    for ours, theirs in zip(gradient, wide, strict=True):
+        assert np.linalg.norm(ours.astype(jnp.float32) - theirs) < 0.03 * np.linalg.norm(theirs)
+
+
+def test_large_logits_stay_finite():
+    hidden, head, bias, targets, weights = draw(4)
+    loss, gradient = compiled(chunked_loss, True)(1e4 * hidden, head, bias, targets, weights)
+    chex.assert_tree_all_finite((loss, gradient))
+    expected, theirs = compiled(dense, True)(1e4 * hidden, head, bias, targets, weights)
+    chex.assert_trees_all_close((loss, gradient), (expected, theirs), rtol=1e-4, atol=1e-2)

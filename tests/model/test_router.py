@@ -1,0 +1,130 @@
+"""The router: what it chooses, with what weight, and what it hands on."""
+
+import functools
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+
+from tests.helpers import jit, seeds, tiny_config
+from zaya_jax.model.router import Router
+from zaya_jax.ops import LOCAL
+
+CONFIG = tiny_config()
+E, R = CONFIG.num_experts, CONFIG.router_size
+SHAPE = (2, 9)
+
+
+@functools.cache
+def router(seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = jax.eval_shape(functools.partial(Router, CONFIG), jax.random.key(0))
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.7, x.shape), jnp.float32), shapes)
+
+
+def with_bias(bias, seed=0):
+    drawn = router(seed)
+    leaves, tree = jax.tree.flatten(drawn)
+    return jax.tree.unflatten(tree, [jnp.asarray(bias, jnp.float32) if x.shape == (E + 1,) else x for x in leaves])
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    h = rng.normal(size=(*SHAPE, CONFIG.hidden_size)).astype(np.float32)
+    return h, rng.normal(size=(*SHAPE, R)).astype(np.float32)
+
+
+route = jit(lambda router, h, state: router(h, state, LOCAL))
+probabilities = jit(lambda router, h, state: router.probabilities(h, state, LOCAL)[0])
+
+
+def gelu(x):
+    return 0.5 * x * (1 + np.vectorize(math.erf)(x / 2**0.5))
+
+
+def reference(router, h, state):
+    """zaya1.md §1.4 in float64: probabilities and the state handed on."""
+    names = ("down", "down_bias", "state_scale", "hidden1", "hidden1_bias", "hidden2", "hidden2_bias", "output")
+    w = {name: np.asarray(getattr(router, name)[...], np.float64) for name in names}
+    r = h.astype(np.float64) @ w["down"] + w["down_bias"] + state * w["state_scale"]
+    t = r / np.sqrt((r**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * np.asarray(router.norm.weight[...], np.float64)
+    t = gelu(t @ w["hidden1"] + w["hidden1_bias"])
+    z = gelu(t @ w["hidden2"] + w["hidden2_bias"]) @ w["output"]
+    p = np.exp(z - z.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True), r
+
+
+@given(seed=seeds())
+def test_the_weight_is_the_unbiased_probability_of_the_class_the_bias_chose(seed):
+    h, state = draw(seed)
+    bias = np.random.default_rng(seed).normal(0, 0.3, E + 1)
+    expected, handed_on = reference(router(), h, state)
+    routing = route(with_bias(bias), h, state)
+    chex.assert_type([routing.expert_bs, routing.weight_bs, routing.state_bsr], [jnp.int32, jnp.float32, jnp.float32])
+    np.testing.assert_allclose(probabilities(with_bias(bias), h, state), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(routing.state_bsr, handed_on, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(routing.expert_bs, (expected + bias).argmax(-1))
+    weight = np.take_along_axis(expected, np.asarray(routing.expert_bs)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(routing.weight_bs, np.where(routing.expert_bs == E, 0, weight), rtol=1e-4, atol=1e-5)
+
+
+def test_skipped_tokens_weigh_nothing():
+    h, state = draw(1)
+    routing = route(with_bias([0] * E + [3]), h, state)
+    assert (routing.expert_bs == E).all()
+    assert not np.any(routing.weight_bs)
+    gradient = jit(jax.grad(lambda h: with_bias([0] * E + [3])(h, state, LOCAL).weight_bs.sum()))(h)
+    assert not np.any(gradient)
+
+
+def test_skip_cannot_win_from_where_it_starts():
+    h, state = draw(2)
+    assert (route(with_bias([0] * E + [-1]), h, state).expert_bs < E).all()
+
+
+def test_ties_go_to_the_lowest_class():
+    h, state = draw(3)
+    flat = jax.tree.map(jnp.zeros_like, router())  # all probabilities are 1 / (e + 1)
+    assert not np.any(route(flat, h, state).expert_bs)
+    leaves, tree = jax.tree.flatten(flat)
+    bias = jnp.asarray([-1.0, 0.5, 0.0, 0.5, 0.5])
+    tied = jax.tree.unflatten(tree, [bias if x.shape == (E + 1,) else x for x in leaves])
+    assert (route(tied, h, state).expert_bs == 1).all()
+
+
+def test_the_loss_does_not_move_the_balancing_bias():
+    h, state = draw(4)
+
+    def loss(router):
+        out = router(h, state, LOCAL)
+        return out.weight_bs.sum() + (out.state_bsr**2).sum()
+
+    gradient = jit(jax.grad(loss))(with_bias([0.1] * E + [-1]))
+    assert not np.any(gradient.balancing_bias[...])
+    for name in ("down", "down_bias", "state_scale", "hidden1", "hidden2", "output"):
+        assert np.any(getattr(gradient, name)[...]), name
+
+
+def test_the_state_is_summed_along_the_depth():
+    """r_l = down_l + γ_l · r_{l−1}: after two layers, the first one's part is scaled by the second's γ alone."""
+    h, zero = draw(5)[0], np.zeros((*SHAPE, R), np.float32)
+    first, second = router(1), router(2)
+    one = route(first, h, zero).state_bsr
+    two = route(second, h, one).state_bsr
+    alone = route(second, h, zero).state_bsr
+    np.testing.assert_allclose(two, alone + second.state_scale[...] * one, rtol=1e-4, atol=1e-5)
+    expected = h.astype(np.float64) @ np.asarray(first.down[...], np.float64) + first.down_bias[...]
+    np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_and_state_are_float32_in_bfloat16():
+    h, state = draw(6)
+    routing = route(router(), h.astype(jnp.bfloat16), state)
+    chex.assert_type([routing.weight_bs, routing.state_bsr], jnp.float32)
+    p = probabilities(router(), h.astype(jnp.bfloat16), state)
+    chex.assert_type(p, jnp.float32)
+    np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
+    assert np.abs(p - reference(router(), h, state)[0]).max() < 0.1

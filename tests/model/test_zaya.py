@@ -1,0 +1,358 @@
+"""What the whole model must be: causal, blind between documents, deaf to padding, the same in every way to run it."""
+
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import (
+    VARIANTS,
+    abstract_model,
+    assert_trees_close,
+    jit,
+    packed_rows,
+    random_model,
+    random_values,
+    seeds,
+    tiny_config,
+)
+from zaya_jax.errors import InputError
+from zaya_jax.model import tree
+from zaya_jax.model.cache import init_cache
+from zaya_jax.model.cca import Context
+from zaya_jax.model.layers import MATRIX_ROLES, rotary_table, segment_positions
+from zaya_jax.model.loss import chunked_loss
+from zaya_jax.model.zaya import Zaya, head, logits
+from zaya_jax.ops import LOCAL
+
+ROWS, LENGTH = 6, 20
+DIFFERENTIATED = ("plain", "biased", "sliding")
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+every_gradient = pytest.mark.parametrize("variant", DIFFERENTIATED)
+
+
+@functools.cache
+def run(variant: str, remat: str = "none"):
+    """(values, tokens, segments, targets, weights) → ((loss, (hidden, counts)), gradients), compiled."""
+    empty = abstract_model(tiny_config(variant))
+
+    def loss(params, biases, tokens, segments, targets, weights):
+        model = tree.with_values(empty, {**params, **biases})
+        out = model(tokens, segments, remat=remat)
+        bias = model.head_bias[...] if model.config.head_bias else None
+        hidden = out.hidden_bsd.reshape(ROWS * LENGTH, -1)
+        total = chunked_loss(hidden, model.embedding[...], bias, targets.reshape(-1), weights.reshape(-1))
+        return total, (out.hidden_bsd, out.stats.expert_counts_le)
+
+    compiled = jit(jax.value_and_grad(loss, has_aux=True))
+
+    def call(values, tokens, segments, targets, weights):
+        params = {name: x for name, x in values.items() if "balancing_bias" not in name}
+        biases = {name: x for name, x in values.items() if "balancing_bias" in name}
+        return compiled(params, biases, tokens, segments, targets, weights)
+
+    return call
+
+
+@functools.cache
+def forward(variant: str):
+    """(values, tokens, segments) → (hidden, counts), by the same program as `run` where there is one."""
+    if variant not in DIFFERENTIATED:
+        empty = abstract_model(tiny_config(variant))
+
+        def compute(values, tokens, segments):
+            out = tree.with_values(empty, values)(tokens, segments)
+            return out.hidden_bsd, out.stats.expert_counts_le
+
+        return jit(compute)
+    zeros = np.zeros((ROWS, LENGTH))
+
+    def call(values, tokens, segments):
+        (_, out), _ = run(variant)(values, tokens, segments, zeros.astype(np.int32), zeros.astype(np.float32))
+        return out
+
+    return call
+
+
+def draw_tokens(config, seed, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, config.vocab_size, (2, rows, LENGTH)).astype(np.int32)
+
+
+def weigh(segments):
+    """A weight for each real token, so that none of their losses can stand for another's."""
+    return np.where(segments > 0, 0.1 + np.arange(segments.size).reshape(segments.shape) % 7, 0).astype(np.float32)
+
+
+def documents(segments):
+    """(row, tokens' places) of each document."""
+    return [(r, np.flatnonzero(row == number)) for r, row in enumerate(segments) for number in np.unique(row[row > 0])]
+
+
+@every_variant
+@given(data=st.data(), seed=seeds(), at=st.integers(0, LENGTH - 1))
+def test_a_token_changes_nothing_before_it(variant, data, seed, at):
+    config = tiny_config(variant)
+    values = random_values(config)
+    first, other = draw_tokens(config, seed)
+    segments = data.draw(packed_rows(ROWS, LENGTH)) if seed % 2 else np.ones((ROWS, LENGTH), np.int32)
+    second = first.copy()
+    second[:, at] = np.where(other[:, at] == first[:, at], (first[:, at] + 1) % config.vocab_size, other[:, at])
+    hidden1, _ = forward(variant)(values, first, segments)
+    hidden2, _ = forward(variant)(values, second, segments)
+    np.testing.assert_array_equal(hidden1[:, :at], hidden2[:, :at])
+    assert (np.abs(hidden1[:, at] - hidden2[:, at]).max(-1) > 0).all(), "the change shows where it is made"
+
+
+@every_gradient
+@settings(max_examples=6)
+@given(data=st.data(), seed=seeds())
+def test_packed_documents_are_the_same_documents_alone(variant, data, seed):
+    config = tiny_config(variant)
+    values = random_values(config)
+    segments = np.zeros((ROWS, LENGTH), np.int32)
+    segments[:2] = data.draw(packed_rows(2, LENGTH))
+    for row, places in documents(segments)[ROWS:]:
+        segments[row, places] = 0  # only as many documents as there are rows to put them into
+    tokens, targets = draw_tokens(config, seed)
+    weights = weigh(segments)
+
+    alone = {name: np.zeros_like(x) for name, x in (("segments", segments), ("weights", weights))}
+    alone["tokens"], alone["targets"] = draw_tokens(config, seed + 1)
+    for new, (row, places) in enumerate(documents(segments)):
+        for name, source in (("tokens", tokens), ("targets", targets), ("weights", weights)):
+            alone[name][new, : len(places)] = source[row, places]
+        alone["segments"][new, : len(places)] = 1
+    (loss1, (hidden1, counts1)), gradient1 = run(variant)(values, tokens, segments, targets, weights)
+    (loss2, (hidden2, counts2)), gradient2 = run(variant)(
+        values, alone["tokens"], alone["segments"], alone["targets"], alone["weights"]
+    )
+    for new, (row, places) in enumerate(documents(segments)):
+        np.testing.assert_allclose(hidden1[row, places], hidden2[new, : len(places)], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(counts1, counts2)
+    np.testing.assert_allclose(loss1, loss2, rtol=1e-5)
+    if documents(segments):
+        assert_trees_close(gradient1, gradient2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_document_with_padding_is_that_document_without(size):
+    config = tiny_config("biased")
+    model = random_model(config)
+    tokens = draw_tokens(config, 5)[0]
+    segments = np.zeros((ROWS, LENGTH), np.int32)
+    segments[:, 4 : 4 + size] = 3
+    hidden, counts = forward("biased")(random_values(config), tokens, segments)
+    whole = jit(lambda model, tokens: model(tokens))(model, tokens[:, 4 : 4 + size])
+    np.testing.assert_allclose(hidden[:, 4 : 4 + size], whole.hidden_bsd, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(counts, whole.stats.expert_counts_le)
+
+
+@every_gradient
+@settings(max_examples=6)
+@given(data=st.data(), seed=seeds())
+def test_what_stands_in_padding_changes_nothing(variant, data, seed):
+    config = tiny_config(variant)
+    values = random_values(config)
+    segments = data.draw(packed_rows(ROWS, LENGTH))
+    (tokens, targets), (others, other_targets) = draw_tokens(config, seed), draw_tokens(config, seed + 1)
+    real, weights = segments > 0, weigh(segments)
+    (loss1, (hidden1, counts1)), gradient1 = run(variant)(values, tokens, segments, targets, weights)
+    (loss2, (hidden2, counts2)), gradient2 = run(variant)(
+        values, np.where(real, tokens, others), segments, np.where(real, targets, other_targets), weights
+    )
+    np.testing.assert_array_equal(np.asarray(hidden1)[real], np.asarray(hidden2)[real])
+    np.testing.assert_array_equal(loss1, loss2)
+    np.testing.assert_array_equal(counts1, counts2)
+    np.testing.assert_array_equal(counts1.sum(-1), [real.sum()] * config.num_layers)
+    if real.any():
+        assert_trees_close(gradient1, gradient2, rtol=1e-6)
+
+
+@given(seed=seeds())
+def test_counts_are_of_the_tokens_and_the_skip_class_comes_last(seed):
+    config = tiny_config("sliding")
+    tokens = draw_tokens(config, seed)[0]
+    _, counts = forward("sliding")(random_values(config), tokens, np.ones((ROWS, LENGTH), np.int32))
+    chex.assert_shape(counts, (config.num_layers, config.num_experts + 1))
+    chex.assert_type(counts, jnp.int32)
+    np.testing.assert_array_equal(counts.sum(-1), ROWS * LENGTH)
+    # Layers 0 and 1 are of the first group, whose skip bias is −1; after it skip wins now and then.
+    assert (counts[:2, -1] == 0).all()
+    assert counts[2:, -1].sum() > 0
+
+
+@pytest.mark.parametrize("variant", ["plain", "sliding"])
+def test_the_scan_is_a_loop_over_the_blocks(variant):
+    config = tiny_config(variant)
+    model = random_model(config)
+    tokens = draw_tokens(config, 3)[0]
+    segments = np.repeat([[2] * 9 + [1] * 8 + [0] * 3], ROWS, 0).astype(np.int32)
+
+    @jit
+    def loop(model, tokens, segments):
+        bases = {"full": config.rope_base, "sliding": config.sliding_rope_base}
+        positions = segment_positions(segments)
+        rotary = {kind: rotary_table(positions, config.rotary_size, base) for kind, base in bases.items()}
+        x = (model.embedding[...][tokens] + model.input_bias[...]) * model.input_scale[...]
+        state = jnp.zeros((ROWS, LENGTH, config.router_size))
+        counts = []
+        for layer in range(config.num_layers):
+            group, position = divmod(layer, len(config.period))
+            block = jax.tree.map(lambda a, group=group: a[group], model.blocks[position])
+            x, state, count, _ = block(x, state, Context(jnp.asarray(segments), rotary), None, LOCAL)
+            counts.append(count)
+        return model.norm(x, jnp.float32, LOCAL), jnp.stack(counts)
+
+    hidden, counts = loop(model, tokens, segments)
+    scanned, scanned_counts = forward(variant)(random_values(config), tokens, segments)
+    np.testing.assert_allclose(scanned, hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(scanned_counts, counts)
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_recomputation_changes_nothing(remat):
+    config = tiny_config("plain")
+    values = random_values(config)
+    tokens, targets = draw_tokens(config, 11)
+    segments = np.ones((ROWS, LENGTH), np.int32)
+    plain = run("plain")(values, tokens, segments, targets, weigh(segments))
+    again = run("plain", remat)(values, tokens, segments, targets, weigh(segments))
+    chex.assert_trees_all_close(again[0], plain[0], rtol=1e-5, atol=1e-6)
+    assert_trees_close(again[1], plain[1], rtol=1e-5)
+
+
+@every_variant
+@settings(max_examples=5)
+@given(data=st.data(), seed=seeds())
+def test_decoding_is_the_whole_sequence_at_every_position(variant, data, seed):
+    config = tiny_config(variant)
+    values = random_values(config)
+    tokens = draw_tokens(config, seed)[0]
+    segments = data.draw(packed_rows(ROWS, LENGTH))
+    hidden, counts = forward(variant)(values, tokens, segments)
+    cache = init_cache(config, ROWS, LENGTH + 3)
+    parts, part_counts, start = [], 0, 0
+    for size in (4, 1, 1, 4, 1, 4, 1, 4):
+        end = start + size
+        out = step(variant)(values, tokens[:, start:end], segments[:, start:end], cache)
+        cache = out.cache
+        parts.append(out.hidden_bsd)
+        part_counts = part_counts + out.stats.expert_counts_le
+        start = end
+        assert int(cache.length) == end
+    assert start == LENGTH
+    real = segments > 0
+    np.testing.assert_allclose(np.concatenate(parts, 1)[real], np.asarray(hidden)[real], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(part_counts, counts)
+
+
+@functools.cache
+def step(variant: str):
+    empty = abstract_model(tiny_config(variant))
+    return jit(lambda values, tokens, segments, cache: tree.with_values(empty, values)(tokens, segments, cache=cache))
+
+
+def test_a_document_may_stand_anywhere():
+    config = tiny_config("plain")
+    values, tokens = random_values(config), draw_tokens(config, 8)[0]
+    model = random_model(config)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+    at = jit(lambda model, positions: model(tokens, None, positions).hidden_bsd)
+    hidden, _ = forward("plain")(values, tokens, np.ones_like(tokens))
+    np.testing.assert_allclose(at(model, positions), hidden, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(at(model, positions + 31), hidden, rtol=1e-3, atol=1e-4)
+    assert np.abs(at(model, 5 * positions) - hidden).max() > 1e-2, "distances between tokens do matter"
+
+
+def test_tokens_outside_every_document_have_finite_states():
+    config = tiny_config("plain")
+    tokens, targets = draw_tokens(config, 9)
+    nothing = np.zeros((ROWS, LENGTH), np.int32)
+    (loss, (hidden, counts)), gradient = run("plain")(random_values(config), tokens, nothing, targets, weigh(nothing))
+    assert loss == 0
+    assert counts.sum() == 0
+    chex.assert_tree_all_finite((hidden, gradient))
+    for name, x in gradient.items():
+        assert not np.any(x), name
+
+
+def test_a_sequence_longer_than_allowed_is_refused():
+    config = tiny_config("plain", max_positions=8)
+    model = random_model(config)
+    for call in (
+        lambda: model(jnp.zeros((1, 9), jnp.int32)),
+        lambda: model(jnp.zeros((1, 1), jnp.int32), cache=init_cache(config, 1, 9)),
+    ):
+        with pytest.raises(InputError, match=r"9 tokens long.*model\.max_positions.*8"):
+            call()
+    jax.eval_shape(lambda model: model(jnp.zeros((1, 8), jnp.int32)).hidden_bsd, model)
+
+
+def test_logits_are_of_the_tied_head():
+    config = tiny_config("biased")
+    model = random_model(config)
+    tokens = draw_tokens(config, 4)[0]
+    segments = np.ones_like(tokens)
+    hidden, _ = forward("biased")(random_values(config), tokens, segments)
+    expected = np.asarray(hidden, np.float64) @ np.asarray(model.embedding[...], np.float64).T + model.head_bias[...]
+    out = jit(logits)(model, tokens, segments)
+    chex.assert_type(out, jnp.float32)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(head(model, hidden), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bfloat16_computes_close_to_float32():
+    config = tiny_config("plain", num_layers=1, num_experts=1)  # one expert: rounding cannot send a token elsewhere
+    values = random_values(config)
+    values = {name: x.at[..., 0].add(2.0) if "balancing" in name else x for name, x in values.items()}
+    empty = abstract_model(config)
+    params = {name: x for name, x in values.items() if "balancing" not in name}
+    low = {**values, **tree.cast_for_compute(params, tree.roles(empty), jnp.bfloat16)}
+    tokens = draw_tokens(config, 6)[0]
+    call = jit(lambda values: tree.with_values(empty, values)(tokens).hidden_bsd)
+    low_hidden, hidden = call(low), call(values)
+    chex.assert_type([low_hidden, hidden], [jnp.bfloat16, jnp.float32])
+    error = np.linalg.norm(low_hidden.astype(jnp.float32) - hidden) / np.linalg.norm(hidden)
+    assert 1e-5 < error < 0.03
+
+
+def test_parameters_start_as_documented():
+    config = dataclasses.replace(
+        tiny_config("biased", num_layers=3), vocab_size=400, hidden_size=64, init_std=0.05, num_kv_heads=2
+    )
+    draw = jit(functools.partial(Zaya, config))
+    model = draw(jax.random.key(1))
+    roles = tree.roles(model)
+    for name, x in tree.parameters(model).items():
+        chex.assert_type(x, jnp.float32)
+        if roles[name] in (*MATRIX_ROLES, "embedding"):
+            std = 0.05 if name == "embedding" else x.shape[-2] ** -0.5
+            assert abs(np.std(x) / std - 1) < 5 / np.sqrt(2 * x.size), name
+            assert abs(np.mean(x)) < 5 * std / np.sqrt(x.size), name
+        elif roles[name] == "convolution":
+            taps, channels = (4, 1) if name.endswith("depthwise") else (3, config.head_dim)
+            bound = (taps * channels) ** -0.5
+            assert 0.9 * bound < np.abs(x).max() <= bound, name
+            assert abs(np.std(x) / (bound / 3**0.5) - 1) < 0.2, name
+        else:
+            assert np.all(x == (0 if roles[name] == "bias" else 1)), name
+    layers = tree.parameters(model)["blocks.0.attention.query"]
+    chex.assert_axis_dimension(layers, 0, 3)
+    assert np.abs(np.corrcoef(layers.reshape(3, -1)) - np.eye(3)).max() < 0.1, "no two layers are drawn alike"
+    for bias in tree.balancing_biases(model).values():
+        np.testing.assert_array_equal(bias, [[0] * config.num_experts + [-1]] * 3)
+    again = draw(jax.random.key(1))
+    chex.assert_trees_all_equal(tree.parameters(model), tree.parameters(again))
+
+
+def test_patterns_of_one_kind_of_layer_share_a_program():
+    sliding = tiny_config("sliding", layer_pattern=("sliding", "sliding"))
+    assert (len(sliding.period), sliding.num_groups) == (1, 4)
+    assert len(abstract_model(sliding).blocks) == 1

@@ -1,0 +1,1 @@
+"""The ZAYA1 model and what it knows of itself."""

@@ -1,0 +1,82 @@
+"""Decode state: keys and values, the convolution's tail and the delayed value of every layer."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.cca_mix import Halo
+
+
+class LayerCache(NamedTuple):
+    """State of one layer; in `Cache` every leaf has a leading axis over the groups of the layer scan.
+
+    The convolution's tail and the delayed value are fp32 whatever the model computes in (zaya1.md §1.3).
+    """
+
+    k_btkc: jax.Array
+    v_btkc: jax.Array
+    u_bwnc: jax.Array
+    delayed_b1x: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """State of the whole model after `length` tokens.
+
+    Attributes:
+      layers: one entry a position in the period of the layer pattern, leaves [groups, …].
+      segments_bt: int32 document of each cached token, 0 where there is none yet.
+      length: int32, tokens in the cache, the same for every row.
+    """
+
+    layers: tuple[LayerCache, ...]
+    segments_bt: jax.Array
+    length: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the cache can hold."""
+        return self.segments_bt.shape[1]
+
+
+def tail_rows(config: ModelConfig) -> int:
+    """Tokens before the current one that the two convolutions see."""
+    return config.depthwise_kernel + config.grouped_kernel - 2
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike = jnp.float32) -> Cache:
+    """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
+    heads = config.num_query_heads + config.num_kv_heads
+    kv = (config.num_groups, batch, capacity, config.num_kv_heads, config.head_dim)
+    layer = LayerCache(
+        jnp.zeros(kv, dtype),
+        jnp.zeros(kv, dtype),
+        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), jnp.float32),
+        jnp.zeros((config.num_groups, batch, 1, config.kv_size // 2), jnp.float32),
+    )
+    return Cache(
+        tuple(jax.tree.map(jnp.copy, layer) for _ in config.period),  # own buffers, so that they can be donated
+        jnp.zeros((batch, capacity), jnp.int32),
+        jnp.zeros((), jnp.int32),
+    )
+
+
+def halo(layer: LayerCache, cache_segments_bt: jax.Array, length: jax.Array) -> Halo:
+    """What the cache knows of the tokens before the next one."""
+    rows = max(layer.u_bwnc.shape[1], 1)
+    padded = jnp.pad(cache_segments_bt, ((0, 0), (rows, 0)))
+    return Halo(layer.u_bwnc, jax.lax.dynamic_slice_in_dim(padded, length, rows, 1), layer.delayed_b1x)
+
+
+def advance(layer: LayerCache, k_bskc: jax.Array, v_bskc: jax.Array, u_bsnc: jax.Array, delayed_bsx: jax.Array,
+            length: jax.Array) -> LayerCache:  # fmt: skip
+    """`layer` with the new tokens written from index `length` on."""
+    k = jax.lax.dynamic_update_slice_in_dim(layer.k_btkc, k_bskc.astype(layer.k_btkc.dtype), length, 1)
+    v = jax.lax.dynamic_update_slice_in_dim(layer.v_btkc, v_bskc.astype(layer.v_btkc.dtype), length, 1)
+    rows = layer.u_bwnc.shape[1]
+    tail = jnp.concatenate([layer.u_bwnc, u_bsnc.astype(jnp.float32)], 1)
+    return LayerCache(k, v, tail[:, tail.shape[1] - rows :], delayed_bsx[:, -1:].astype(jnp.float32))

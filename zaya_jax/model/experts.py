@@ -1,0 +1,47 @@
+"""The mixture: a router and e SwiGLU experts, one a token, none dropped (zaya1.md §1.4)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.model.layers import matrix, param
+from zaya_jax.model.router import Router
+from zaya_jax.ops import Ops
+
+
+class Experts(nnx.Module):
+    """Matrices of all experts of a layer, stacked."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        e, d, f = config.num_experts, config.hidden_size, config.expert_size
+        key_up, key_down = jax.random.split(key)
+        self.gate_up = param(matrix(key_up, (e, d, 2 * f)), "expert")
+        self.down = param(matrix(key_down, (e, f, d)), "expert")
+
+
+class MixtureOfExperts(nnx.Module):
+    """Router and experts."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        key_router, key_experts = jax.random.split(key)
+        self.router = Router(config, key_router)
+        self.experts = Experts(config, key_experts)
+
+    def __call__(
+        self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The experts' output, the router's state for the next layer, and int32 tokens each class got.
+
+        Padding goes through no expert and is not counted.
+        """
+        b, s, d = h_bsd.shape
+        routing = self.router(h_bsd, state_bsr, ops)
+        gate_up, down = self.experts.gate_up[...], self.experts.down[...]
+        num_experts = gate_up.shape[0]
+        real = segments_bs != 0
+        counts = jnp.zeros(num_experts + 1, jnp.int32).at[routing.expert_bs].add(real.astype(jnp.int32))
+        expert_bs = jnp.where(real, routing.expert_bs, num_experts)
+        out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1),
+                             gate_up.astype(h_bsd.dtype), down.astype(h_bsd.dtype))  # fmt: skip
+        return out_td.reshape(b, s, d), routing.state_bsr, counts

@@ -1,0 +1,102 @@
+"""Cross-entropy of the tied head, in chunks of tokens: the logits of a whole sequence never exist.
+
+The head is a third and more of a model's arithmetic and its logits are the largest array there would be
+(zaya1.md §1.1), so the gradient is made where the logits are: the forward rule of the `custom_vjp` returns
+dh and dW already, and the backward pass only scales them. It must therefore stand outside every
+`jax.checkpoint`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+CHUNK = 512  # tokens
+
+
+@jax.custom_vjp
+def chunked_loss(
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array
+) -> jax.Array:
+    """Sum over tokens of weight times cross-entropy of `hidden_td @ head_vd.T + bias_v`.
+
+    Args:
+      hidden_td: after the final norm, in the compute dtype.
+      head_vd: the tied head, in any float dtype; it is cast to that of `hidden_td`.
+      bias_v: of the head, or None.
+      targets_t: int32 class of each token.
+      weights_t: fp32; 0 takes a token out.
+
+    Returns:
+      fp32 scalar, in nats. Differentiable in `hidden_td`, `head_vd` and `bias_v`.
+    """
+    return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
+
+
+def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Each array [t, …] as [chunks, chunk, …], zeros at the end."""
+    t = arrays[0].shape[0]
+    chunk = min(CHUNK, t)
+    pad = -t % chunk
+    return tuple(jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))).reshape(-1, chunk, *a.shape[1:]) for a in arrays)
+
+
+def _chunk_logits(h_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None) -> jax.Array:
+    z_tv = jnp.einsum("td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=jnp.float32)
+    return z_tv if bias_v is None else z_tv + bias_v.astype(jnp.float32)
+
+
+def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:
+    lse_t = jax.nn.logsumexp(z_tv, axis=-1)
+    right_t = jnp.take_along_axis(z_tv, targets_t[:, None], axis=-1)[:, 0]
+    return (weights_t * (lse_t - right_t)).sum(), lse_t
+
+
+def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
+          weights_t: jax.Array) -> jax.Array:  # fmt: skip
+    def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        h, targets, weights = chunk
+        return total + _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)[0], None
+
+    zero = jnp.zeros((), jnp.float32)
+    return jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))[0]
+
+
+def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
+             weights_t: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    v, d = head_vd.shape
+    dtype = hidden_td.dtype
+
+    def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+        total, dw_dv, db_v = carry
+        h, targets, weights = chunk
+        z = _chunk_logits(h, head_vd, bias_v)
+        loss, lse = _chunk_loss(z, targets, weights)
+        one_hot = jnp.arange(v) == targets[:, None]
+        dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
+        dz_low = dz.astype(dtype)
+        dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=jnp.float32)
+        # Transposed, so that the product's long dimension stays innermost.
+        dw_dv = dw_dv + jnp.einsum("td,tv->dv", h, dz_low, preferred_element_type=jnp.float32)
+        db_v = None if db_v is None else db_v + dz.sum(0)
+        return (total + loss, dw_dv, db_v), dh.astype(dtype)
+
+    start = (jnp.zeros((), jnp.float32), jnp.zeros((d, v), jnp.float32),
+             None if bias_v is None else jnp.zeros(v, jnp.float32))  # fmt: skip
+    (total, dw_dv, db_v), dh = jax.lax.scan(body, start, _chunks(hidden_td, targets_t, weights_t))
+    dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
+    dw_vd = dw_dv.T.astype(head_vd.dtype)
+    db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
+    return total, (dh_td, dw_vd, db_v)
+
+
+def _backward(saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    dh_td, dw_vd, db_v = saved
+    no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
+    no_weights = jnp.zeros(dh_td.shape[:1], jnp.float32)  # weights are data, not a function of the parameters
+    scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
+    return (*scaled, no_targets, no_weights)
+
+
+chunked_loss.defvjp(_forward, _backward)

@@ -1,0 +1,68 @@
+"""The ZAYA1 router: down-projection, depth averaging, a three-layer MLP, biased top-1 (zaya1.md §1.4, §1.5)."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
+from zaya_jax.ops import Ops
+
+SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any expert of bias 0
+
+
+class Routing(NamedTuple):
+    """The router's choice.
+
+    Attributes:
+      expert_bs: int32 class of each token, e is skip.
+      weight_bs: fp32 probability of that class, unbiased and not renormalised; 0 for skip.
+      state_bsr: fp32, what the next layer's router adds to its own projection.
+    """
+
+    expert_bs: jax.Array
+    weight_bs: jax.Array
+    state_bsr: jax.Array
+
+
+class Router(nnx.Module):
+    """Chooses one of e experts or to skip."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        d, r = config.hidden_size, config.router_size
+        keys = jax.random.split(key, 4)
+        self.down = param(matrix(keys[0], (d, r)), "router")
+        self.down_bias = param(jnp.zeros(r), "bias")
+        self.state_scale = param(jnp.ones(r), "scale")  # γ; inert in the first layer, whose incoming state is 0
+        self.norm = RMSNorm(r, config.norm_eps)
+        self.hidden1 = param(matrix(keys[1], (r, r)), "router")
+        self.hidden1_bias = param(jnp.zeros(r), "bias")
+        self.hidden2 = param(matrix(keys[2], (r, r)), "router")
+        self.hidden2_bias = param(jnp.zeros(r), "bias")
+        self.output = param(matrix(keys[3], (r, config.num_experts + 1)), "router")
+        self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
+
+    def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
+        """fp32 softmax over the e + 1 classes, and the state for the next layer."""
+        dtype = h_bsd.dtype
+        state = _linear(h_bsd, self.down, self.down_bias) + state_bsr * self.state_scale[...].astype(jnp.float32)
+        x = self.norm(state, dtype, ops)
+        x = jax.nn.gelu(_linear(x, self.hidden1, self.hidden1_bias), approximate=False).astype(dtype)
+        x = jax.nn.gelu(_linear(x, self.hidden2, self.hidden2_bias), approximate=False).astype(dtype)
+        return jax.nn.softmax(_linear(x, self.output, None), axis=-1), state
+
+    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
+        """Route every token of `h_bsd`; ties go to the lowest class."""
+        probability, state = self.probabilities(h_bsd, state_bsr, ops)
+        biased = jax.lax.stop_gradient(probability) + self.balancing_bias[...]
+        expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
+        weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
+        return Routing(expert, jnp.where(expert == probability.shape[-1] - 1, 0.0, weight), state)
+
+
+def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
+    """x @ kernel + bias, product in the dtype of x, sum in fp32."""
+    out = jnp.matmul(x, kernel[...].astype(x.dtype), preferred_element_type=jnp.float32)
+    return out if bias is None else out + bias[...].astype(jnp.float32)

@@ -1,0 +1,60 @@
+"""A model's parameters as flat dicts by name, which is the form everything outside the model works on."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.model.layers import BalancingBias, Role
+from zaya_jax.model.zaya import Zaya
+
+Arrays = dict[str, jax.Array]
+_LOW_PRECISION: tuple[Role, ...] = ("attention", "router", "expert", "embedding", "convolution")
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+
+
+def _variables(model: Zaya) -> dict[str, nnx.Variable]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_variable)
+    return {_name(path): variable for path, variable in flat}
+
+
+def parameters(model: Zaya) -> Arrays:
+    """What the loss trains, by names such as 'blocks.0.attention.query' (0 the position in the period)."""
+    return {name: v[...] for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+
+
+def balancing_biases(model: Zaya) -> Arrays:
+    """What the load moves, by name."""
+    return {name: v[...] for name, v in _variables(model).items() if isinstance(v, BalancingBias)}
+
+
+def roles(model: Zaya) -> dict[str, Role]:
+    """Role of each parameter, by name."""
+    return {name: v.get_metadata()["role"] for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+
+
+def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
+    """A model like `model` (which may be abstract) holding `values`, one for each of its variables."""
+
+    def fill(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(values[_name(path)])
+
+    return jax.tree_util.tree_map_with_path(fill, model, is_leaf=_is_variable)
+
+
+def cast_for_compute(params: Arrays, roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> Arrays:
+    """Matrices, embedding and convolutions in `dtype`; vectors stay as they are.
+
+    They cost nothing in fp32, and the stream they act on is fp32.
+    """
+    dtype = jnp.dtype(dtype)
+    return {name: x.astype(dtype) if roles[name] in _LOW_PRECISION else x for name, x in params.items()}

@@ -1,0 +1,198 @@
+"""The whole model: embed, scan over blocks, norm (zaya1.md §1.2)."""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.config.schema import AttentionKind, Remat
+from zaya_jax.errors import InputError
+from zaya_jax.model.cache import Cache, LayerCache
+from zaya_jax.model.cca import CCA, Context
+from zaya_jax.model.experts import MixtureOfExperts
+from zaya_jax.model.layers import ResidualScaling, RMSNorm, param, rotary_table, segment_positions
+from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.names import PRODUCT
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Stats(NamedTuple):
+    """`expert_counts_le`, int32 [l, e + 1]: tokens each layer sent to each expert and past them (last)."""
+
+    expert_counts_le: jax.Array
+
+
+class ModelOutput(NamedTuple):
+    """`hidden_bsd` after the final norm, `stats`, and the `cache` where one was given."""
+
+    hidden_bsd: jax.Array
+    stats: Stats
+    cache: Cache | None
+
+
+class Block(nnx.Module):
+    """One layer: CCA, then the mixture, each normed before and merged after."""
+
+    def __init__(self, config: ModelConfig, kind: AttentionKind, key: jax.Array) -> None:
+        key_attention, key_mixture = jax.random.split(key)
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = CCA(config, kind, key_attention)
+        self.attention_merge = ResidualScaling(config.hidden_size)
+        self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixture = MixtureOfExperts(config, key_mixture)
+        self.mixture_merge = ResidualScaling(config.hidden_size)
+
+    def __call__(
+        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, layer: LayerCache | None, ops: Ops
+    ) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache | None]:
+        """The new fp32 stream, the router's state, the tokens of each expert, and the decode state."""
+        dtype = self.attention.query.dtype
+        out, layer = self.attention(self.attention_norm(x_bsd, dtype, ops), context, layer, ops)
+        x_bsd = self.attention_merge(out, x_bsd)
+        h_bsd = self.mixture_norm(x_bsd, dtype, ops)
+        out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
+        return self.mixture_merge(out, x_bsd), state_bsr, counts, layer
+
+
+class Zaya(nnx.Module):
+    """ZAYA1. The parameters of layers stand stacked, one stack a position in the layer pattern's period.
+
+    A module is a pytree, and calling it changes nothing: plain `jax.jit`, `jax.grad` and `jax.vmap` apply.
+    """
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        """Draw fp32 parameters: `layers.matrix` for matrices, N(0, init_std²) for the embedding, ones and zeros."""
+        config.check()
+        key_embed, key_blocks = jax.random.split(key)
+        embedding = config.init_std * jax.random.normal(key_embed, (config.vocab_size, config.hidden_size))
+        self.embedding = param(embedding, "embedding")
+        self.input_scale = param(jnp.ones(config.hidden_size), "scale")
+        self.input_bias = param(jnp.zeros(config.hidden_size), "bias")
+        stacks = []
+        for position, kind in enumerate(config.period):
+            keys = jax.random.split(jax.random.fold_in(key_blocks, position), config.num_groups)
+            # A loop over the layers, since random draws compile slowly and vmap multiplies that.
+            stacks.append(jax.jit(functools.partial(jax.lax.map, functools.partial(Block, config, kind)))(keys))
+        self.blocks = nnx.List(stacks)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if config.head_bias:
+            self.head_bias = param(jnp.zeros(config.vocab_size), "bias")
+        self.config = config
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype the matrices, and so the activations, are in; the stream between layers is fp32."""
+        return self.blocks[0].attention.query.dtype
+
+    def __call__(
+        self,
+        tokens_bs: jax.Array,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        ops: Ops = LOCAL,
+        cache: Cache | None = None,
+        remat: Remat = "none",
+    ) -> ModelOutput:
+        """Run the model.
+
+        Args:
+          tokens_bs: int32 token ids.
+          segment_ids: int32 [b, s], the document of each token: runs of equal ids never see each other, 0
+            is padding. All one document where None.
+          positions: int32 [b, s]; counted from the start of each document where None.
+          ops: how the operations are done.
+          cache: where given, the tokens follow those in it (prefill and decode alike), and the output
+            holds the cache with them; a row's document goes on where the ids are equal.
+          remat: what the backward pass computes again.
+
+        Returns:
+          `hidden_bsd` in the compute dtype, and what goes with it.
+
+        Raises:
+          InputError: the sequence, or the cache, is longer than `config.max_positions`.
+        """
+        config = self.config
+        longest = tokens_bs.shape[1] if cache is None else cache.capacity
+        if longest > config.max_positions:
+            raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
+                             f"{config.max_positions}.")  # fmt: skip
+        if segment_ids is None:
+            segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
+        context, new_cache = self._context(segment_ids, positions, cache)
+        embedded = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(jnp.float32)
+        x_bsd = (embedded + self.input_bias[...].astype(jnp.float32)) * self.input_scale[...].astype(jnp.float32)
+        state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), jnp.float32)
+
+        def one_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:
+            return ops.gather_layer(block)(x, state, context, layer, ops)
+
+        if remat != "none":
+            one_block = jax.checkpoint(one_block, policy=POLICIES[remat], prevent_cse=False)
+
+        def group(carry: tuple, scanned: tuple) -> tuple[tuple, jax.Array]:
+            x, state, layers = carry
+            blocks, index = scanned
+            counts = []
+            for position, block in enumerate(blocks):
+                # A cache is carried and updated in place; scanned, each step would copy the whole stack.
+                layer = None if layers is None else jax.tree.map(lambda a: a[index], layers[position])
+                x, state, count, layer = one_block(block, x, state, layer)
+                counts.append(count)
+                if layers is not None:
+                    stack = jax.tree.map(lambda a, new: a.at[index].set(new), layers[position], layer)
+                    layers = (*layers[:position], stack, *layers[position + 1 :])
+            return (x, state, layers), jnp.stack(counts)
+
+        layers = None if cache is None else cache.layers
+        scanned = (tuple(self.blocks), jnp.arange(config.num_groups))
+        (x_bsd, _, layers), counts = jax.lax.scan(group, (x_bsd, state_bsr, layers), scanned)
+        if new_cache is not None:
+            new_cache = dataclasses.replace(new_cache, layers=layers)
+        stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
+        return ModelOutput(self.norm(x_bsd, self.dtype, ops), stats, new_cache)
+
+    def _context(
+        self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None
+    ) -> tuple[Context, Cache | None]:
+        """What the layers need to know, and the cache with the new tokens' documents written."""
+        config, s = self.config, segments_bs.shape[1]
+        bases: dict[AttentionKind, float] = {"full": config.rope_base, "sliding": config.sliding_rope_base}
+        kinds: set[AttentionKind] = set(config.period)
+
+        def rotary(positions_bs: jax.Array) -> dict[AttentionKind, tuple[jax.Array, jax.Array]]:
+            return {kind: rotary_table(positions_bs, config.rotary_size, bases[kind]) for kind in kinds}
+
+        if cache is None:
+            positions_bs = segment_positions(segments_bs) if positions_bs is None else positions_bs
+            return Context(segments_bs, rotary(positions_bs)), None
+        seen_bt = jax.lax.dynamic_update_slice_in_dim(cache.segments_bt, segments_bs, cache.length, 1)
+        if positions_bs is None:
+            positions_bs = jax.lax.dynamic_slice_in_dim(segment_positions(seen_bt), cache.length, s, 1)
+        context = Context(segments_bs, rotary(positions_bs), cache.segments_bt, seen_bt, cache.length)
+        return context, Cache(cache.layers, seen_bt, cache.length + s)
+
+
+def logits(
+    model: Zaya, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
+) -> jax.Array:
+    """fp32 logits [b, s, v] of the next token; see `Zaya.__call__` for the arguments.
+
+    They take 4·b·s·v bytes: for training use `model.loss.chunked_loss`, which never holds them all.
+    """
+    return head(model, model(tokens_bs, segment_ids, positions).hidden_bsd)
+
+
+def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
+    """fp32 logits of `hidden_bsd` by the tied head."""
+    out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
+                     preferred_element_type=jnp.float32)  # fmt: skip
+    return out + model.head_bias[...].astype(jnp.float32) if model.config.head_bias else out
