@@ -1,0 +1,64 @@
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train_helpers import on_devices
+from zaya_jax.errors import InputError
+from zaya_jax.parallel.mesh import AXES, BATCH_AXES, batch_sharding, batch_spec, check_batch, make_mesh, replicated
+
+
+def test_all_devices_stand_along_data():
+    mesh = make_mesh()
+    assert mesh.axis_names == AXES
+    assert dict(mesh.shape) == {"data": jax.device_count(), "fsdp": 1, "expert": 1, "context": 1}
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
+    assert set(BATCH_AXES) < set(AXES)
+
+
+def test_a_batch_is_split_over_all_axes_but_context():
+    assert batch_spec() == jax.sharding.PartitionSpec(("data", "fsdp", "expert"))
+    assert batch_spec(2) == jax.sharding.PartitionSpec(None, None, ("data", "fsdp", "expert"))
+
+
+def layout() -> dict[str, list]:
+    """Where four devices hold what, and what the meshes of some of them are."""
+    mesh = make_mesh()
+    array = np.arange(2 * 8 * 3).reshape(2, 8, 3)
+
+    def shards(sharding: jax.sharding.NamedSharding) -> list:
+        placed = jax.device_put(array, sharding).addressable_shards
+        return [(shard.device.id, np.array(shard.data)) for shard in placed]
+
+    return {
+        "split": shards(batch_sharding(mesh, leading=1)),
+        "whole": shards(replicated(mesh)),
+        "some": [device.id for device in make_mesh(jax.devices()[1:3]).devices.ravel()],
+        "sizes": [mesh.shape["data"], make_mesh(jax.devices()[1:3]).shape["data"]],
+    }
+
+
+def test_each_device_holds_its_sequences_in_order_or_everything():
+    found = on_devices(4, "tests.parallel.test_mesh:layout")
+    array = np.arange(2 * 8 * 3).reshape(2, 8, 3)
+    assert sorted(device for device, _ in found["split"]) == [0, 1, 2, 3]
+    for device, part in found["split"]:
+        assert np.array_equal(part, array[:, 2 * device : 2 * device + 2])
+    assert len(found["whole"]) == 4
+    assert all(np.array_equal(part, array) for _, part in found["whole"])
+    assert found["some"] == [1, 2]
+    assert found["sizes"] == [4, 2]
+
+
+@given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40))
+def test_a_batch_must_split_evenly_over_its_axes(sizes, sequences):
+    mesh = SimpleNamespace(shape=dict(zip(AXES, sizes, strict=True)))
+    shards = sizes[0] * sizes[1] * sizes[2]
+    if sequences % shards == 0:
+        check_batch(mesh, sequences, "evaluation.batch")
+    else:
+        with pytest.raises(InputError, match=rf"^evaluation\.batch makes {sequences} .* multiple of {shards}, .*\.$"):
+            check_batch(mesh, sequences, "evaluation.batch")

@@ -1,0 +1,1 @@
+"""Muon, AdamW and balancing, by role."""
