@@ -1,0 +1,104 @@
+import re
+import sysconfig
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.config.schema import DataConfig
+from zaya_jax.data.corpus import find_corpus
+from zaya_jax.errors import InputError
+
+
+def config(root, **values):
+    return DataConfig(**{"corpus": str(root), "suffixes": (".txt",), "heldout_fraction": 0.3, **values})
+
+
+def write(root: Path, names) -> Path:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"text of {name}")
+    return root
+
+
+def test_files_are_sorted_and_empty_or_other_ones_left_out(tmp_path):
+    names = [f"{letter}/{i}.txt" for letter in "ba" for i in range(10)]
+    write(tmp_path, [*names, "a/code.py", "tests/kept.txt"])
+    (tmp_path / "a/empty.txt").touch()
+    corpus = find_corpus(config(tmp_path))
+    assert list(corpus.train) == sorted(corpus.train)
+    assert list(corpus.heldout) == sorted(corpus.heldout)
+    assert sorted(corpus.train + corpus.heldout) == sorted([*names, "tests/kept.txt"])
+    assert list(corpus.texts("heldout")) == [f"text of {name}" for name in corpus.heldout]
+    assert corpus.text_bytes("train") == sum(len(text) for text in corpus.texts("train"))
+
+
+def test_the_split_of_a_file_depends_on_its_path_alone(tmp_path):
+    names = [f"{i}.txt" for i in range(40)]
+    few = find_corpus(config(write(tmp_path / "few", names[:20])))
+    many = find_corpus(config(write(tmp_path / "many", names)))
+    assert set(few.heldout) == set(many.heldout) & set(names[:20])
+    assert set(find_corpus(config(tmp_path / "many", heldout_fraction=0.2)).heldout) <= set(many.heldout)
+    # A fixed expectation: the hash must not change between versions, or held-out text would be trained on.
+    assert few.heldout == ("14.txt", "16.txt", "19.txt", "7.txt")
+
+
+def test_the_fraction_is_that_of_the_files(tmp_path):
+    corpus = find_corpus(config(write(tmp_path, [f"{i}.txt" for i in range(400)]), heldout_fraction=0.25))
+    assert 70 <= len(corpus.heldout) <= 130
+
+
+@given(change=st.sampled_from(["none", "text", "name", "new"]))
+def test_digest_follows_content(tmp_path_factory, change):
+    root = write(tmp_path_factory.mktemp("corpus"), [f"{i}.txt" for i in range(8)])
+    before = find_corpus(config(root)).digest()
+    if change == "text":
+        (root / "3.txt").write_text("text of 4.txt")
+    elif change == "name":
+        (root / "3.txt").rename(root / "30.txt")  # keeps its place and its split
+    elif change == "new":
+        (root / "8.txt").write_text("text")
+    assert (find_corpus(config(root)).digest() == before) == (change == "none")
+
+
+def test_stdlib_has_sources_but_no_tests_and_no_installed_packages():
+    corpus = find_corpus(DataConfig())
+    files = corpus.train + corpus.heldout
+    assert corpus.root == Path(sysconfig.get_path("stdlib"))
+    assert {"argparse.py", "json/decoder.py", "unittest/case.py"} <= set(files)
+    assert not [file for file in files if re.search(r"(^|/)(tests?|idle_test|site-packages|dist-packages)/", file)]
+    corpus.digest()  # reads every file: all are UTF-8
+    assert 0.02 < len(corpus.heldout) / len(files) < 0.06
+
+
+def test_missing_folder_is_named(tmp_path):
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'absent'} is not a folder")):
+        find_corpus(config(tmp_path / "absent"))
+
+
+def test_a_folder_without_such_files_is_named(tmp_path):
+    write(tmp_path, ["a.py"])
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path} holds no file that ends in .txt")):
+        find_corpus(config(tmp_path))
+
+
+@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "heldout"), (1 - 1e-9, "train")])
+def test_an_empty_split_is_named(tmp_path, fraction, split):
+    write(tmp_path, ["a.txt", "b.txt"])
+    with pytest.raises(InputError, match=f"The {split} split is empty: of the 2 files"):
+        find_corpus(config(tmp_path, heldout_fraction=fraction))
+
+
+def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):
+    write(tmp_path, [f"{i}.txt" for i in range(10)])
+    (tmp_path / "4.txt").write_bytes(b"good \xff bad")
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / '4.txt'} is not UTF-8: the byte at offset 5")):
+        find_corpus(config(tmp_path)).digest()
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    write(tmp_path, [f"{i}.txt" for i in range(10)])
+    (tmp_path / "link.txt").symlink_to(tmp_path / "absent")
+    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 'link.txt'} cannot be read")):
+        find_corpus(config(tmp_path))
