@@ -1,0 +1,1 @@
+"""State on disk: the run's own checkpoints, and `transformers` folders."""

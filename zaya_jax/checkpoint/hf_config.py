@@ -1,0 +1,135 @@
+"""`config.json` of a `transformers` ZAYA folder to `ModelConfig` and back (zaya1.md §12.1)."""
+
+from typing import Any
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.config.schema import AttentionKind
+from zaya_jax.errors import InputError
+
+_SIZES = {  # ours: theirs
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_query_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "num_experts": "num_experts",
+    "expert_size": "moe_intermediate_size",
+    "router_size": "router_hidden_size",
+    "max_positions": "max_position_embeddings",
+    "depthwise_kernel": "cca_time0",
+    "grouped_kernel": "cca_time1",
+}
+_KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
+_FIXED = {"hidden_act": "silu", "tie_word_embeddings": True, "num_experts_per_tok": 1}
+
+
+def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture a `config.json` describes.
+
+    Raises:
+      InputError: a key is missing or has a value this model has no form of; `where` is named.
+    """
+    if tree.get("model_type") != "zaya":
+        raise InputError(f"{where} has model_type {tree.get('model_type')!r}, but must have 'zaya'.")
+    for key, value in _FIXED.items():
+        if tree.get(key, value) != value:
+            raise InputError(f"{where} has {key} {tree[key]!r}, but only {value!r} is supported.")
+    sizes = {}
+    for ours, theirs in _SIZES.items():
+        if type(tree.get(theirs)) is not int or tree[theirs] < 1:
+            raise InputError(f"{where} has {theirs} {tree.get(theirs)!r}, but must have a positive whole number.")
+        sizes[ours] = tree[theirs]
+    types = _layer_types(tree, sizes["num_layers"], where)
+    bases, fraction = _rope(tree.get("rope_parameters"), types, where)
+    window = tree.get("sliding_window") if "hybrid_sliding" in types else None
+    if window is not None and type(window) is not int:
+        raise InputError(f"{where} has sliding_window {window!r}, but must have a whole number.")
+    config = ModelConfig(
+        **sizes,
+        layer_pattern=tuple(_KINDS[kind] for kind in types),
+        sliding_window=window,
+        rope_base=bases["hybrid"],
+        sliding_rope_base=bases["hybrid_sliding"],
+        rotary_fraction=fraction,
+        attention_bias=_flag(tree, "attention_bias", where),
+        head_bias=_flag(tree, "lm_head_bias", where),
+        norm_eps=_number(tree, "rms_norm_eps", 1e-5, where),
+        init_std=_number(tree, "initializer_range", 0.02, where),
+    )
+    config.check()
+    return config
+
+
+def _flag(tree: dict[str, Any], key: str, where: str) -> bool:
+    value = tree.get(key, False)
+    if type(value) is not bool:
+        raise InputError(f"{where} has {key} {value!r}, but must have true or false.")
+    return value
+
+
+def _number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
+    value = tree.get(key, default)
+    if type(value) not in (int, float):
+        raise InputError(f"{where} has {key} {value!r}, but must have a number.")
+    return float(value)
+
+
+def _layer_types(tree: dict[str, Any], num_layers: int, where: str) -> list[str]:
+    types = tree.get("layer_types")
+    if types is None:
+        types = ["hybrid"] * num_layers
+    if not isinstance(types, list):
+        raise InputError(f"{where} has layer_types {types!r}, but must have a list.")
+    if len(types) != num_layers:
+        raise InputError(f"{where} has {len(types)} layer_types for {num_layers} layers.")
+    for kind in types:
+        if not isinstance(kind, str) or kind not in _KINDS:
+            raise InputError(f"{where} has the layer type {kind!r}, but supported are {', '.join(_KINDS)}.")
+    return types
+
+
+def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, float], float]:
+    """Base of each kind of layer and the rotated fraction, which all kinds share."""
+    bases, fractions = {"hybrid": 5.0e6, "hybrid_sliding": 1.0e4}, []
+    parameters = {} if parameters is None else parameters
+    # A rope_type beside the sections is in the released 8B's file and means nothing (zaya1.md §12.1).
+    known = {*_KINDS, "rope_type"}
+    if not isinstance(parameters, dict) or not known.issuperset(parameters):
+        raise InputError(f"{where} has rope_parameters {parameters!r}, but must have sections {', '.join(_KINDS)}.")
+    for kind in dict.fromkeys(types):
+        given = parameters.get(kind)
+        given = {} if given is None else given
+        if not isinstance(given, dict):
+            raise InputError(f"{where} has rope_parameters {given!r} for {kind}, but must have a section.")
+        if given.get("rope_type", "default") != "default":
+            raise InputError(f"{where} has rope_type {given['rope_type']!r}, but only 'default' is supported.")
+        bases[kind] = _number(given, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
+        fractions.append(_number(given, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
+    if len(set(fractions)) > 1:
+        raise InputError(f"{where} rotates different fractions ({fractions}) in different layers; one is supported.")
+    return bases, fractions[0]
+
+
+def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What `transformers` reads as the same architecture."""
+    theirs = {kind: name for name, kind in _KINDS.items()}
+    pattern = config.period * config.num_groups
+    ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}
+    return {
+        "architectures": ["ZayaForCausalLM"],
+        "model_type": "zaya",
+        "dtype": dtype,
+        **_FIXED,
+        **{name: getattr(config, ours) for ours, name in _SIZES.items()},
+        "layer_types": [theirs[kind] for kind in pattern],
+        "sliding_window": config.sliding_window,
+        "rope_parameters": {
+            theirs[kind]: {"rope_type": "default", "rope_theta": base, "partial_rotary_factor": config.rotary_fraction}
+            for kind, base in ropes.items()
+        },
+        "attention_bias": config.attention_bias,
+        "lm_head_bias": config.head_bias,
+        "rms_norm_eps": config.norm_eps,
+        "initializer_range": config.init_std,
+    }
