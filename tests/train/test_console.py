@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.train.console import ConsoleReport, _clock
+
+
+class Clock:
+    def __init__(self, monkeypatch):
+        self.now = 100.0
+        monkeypatch.setattr("zaya_jax.train.console.time.monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    return Clock(monkeypatch)
+
+
+def make(**changes):
+    options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": 2e6, "bytes_per_token": 4.0, "devices": 2,
+               "device_kind": "cpu"}  # fmt: skip
+    return ConsoleReport(**{**options, **changes})
+
+
+def row(step, **changes):
+    return {
+        "step": step,
+        "loss": 2.772588722239781,
+        "tokens": 100.0,
+        "load_entropy": [0.5, 1.0],
+        "skipped": 0,
+        **changes,
+    }
+
+
+def test_a_line_every_few_steps_and_one_at_the_end(clock, capsys):
+    with make(steps=12) as report:
+        for step in range(1, 13):
+            clock.now += 0.5
+            report.row(row(step))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
+    assert lines[0] == (
+        "step 5/12 | loss 2.773 | 1.000 bits/byte | 200 tokens/s | 0.4 GFLOP/s | load entropy 0.750 | ETA 0:04"
+    )
+    assert lines[2].endswith("| ETA 0:00")
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"),
+    [
+        ("NVIDIA H200", "MFU 50.0 %"),
+        ("gfx942", "MFU 37.8 %"),
+        ("AMD Instinct MI355X", "MFU 21.5 %"),
+        ("new", "GFLOP/s"),
+    ],
+)
+def test_a_known_device_gives_the_share_of_its_peak(clock, capsys, kind, share):
+    report = make(device_kind=kind, flops_per_token=989e12 / 200, log_every=1)
+    clock.now += 0.5
+    report.row(row(1, tokens=100.0))
+    assert share in capsys.readouterr().out
+
+
+def test_what_is_not_training_does_not_count_as_time(clock, capsys):
+    report = make(log_every=2)
+    report.row(row(1))
+    clock.now += 1000
+    report.restart_clock()
+    clock.now += 1
+    report.row(row(2))
+    assert " 100 tokens/s " in capsys.readouterr().out
+
+
+def test_evaluations_and_skipped_steps_are_told(clock, capsys):
+    report = make(log_every=1)
+    clock.now += 1
+    report.row(row(1, heldout_loss=3.14159, skipped=2))
+    out = capsys.readouterr().out
+    assert "| held-out 3.142 |" in out
+    assert out.rstrip().endswith("| skipped 2 in a row")
+    report.row(row(2, loss=float("nan"), tokens=0.0))  # neither a time nor a token passed
+    assert "loss nan" in capsys.readouterr().out
+
+
+def test_text_is_printed_as_it_is_and_never_wrapped(capsys):
+    with make() as report:
+        report.say("[bold]" + "x" * 300)
+    assert capsys.readouterr().out == "[bold]" + "x" * 300 + "\n"
+
+
+@given(st.integers(0, 10**6))
+def test_a_clock_reads_as_clocks_do(seconds):
+    parts = [int(part) for part in _clock(seconds).split(":")]
+    assert len(parts) == (3 if seconds >= 3600 else 2)
+    assert sum(part * 60**power for power, part in enumerate(reversed(parts))) == seconds
+    assert all(part < 60 for part in parts[1:])

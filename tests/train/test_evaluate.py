@@ -1,0 +1,64 @@
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train.test_step import mean_loss
+from tests.train_helpers import CONFIG, change, fast_jit, make_batch, setup
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train.evaluate import HeldoutLoss, evaluate
+from zaya_jax.train.step import make_evaluation_step
+
+
+@given(nats=st.floats(0, 1e9), tokens=st.integers(1, 10**9), text_bytes=st.integers(1, 10**9))
+def test_a_loss_is_spread_over_tokens_or_bytes(nats, tokens, text_bytes):
+    held = HeldoutLoss(nats, tokens)
+    assert held.nats_per_token * tokens == pytest.approx(nats)
+    assert held.bits_per_byte(text_bytes) * text_bytes * math.log(2) == pytest.approx(nats)
+
+
+def test_nothing_held_out_is_no_division_by_zero():
+    assert HeldoutLoss(0.0, 0).nats_per_token == 0
+    assert HeldoutLoss(0.0, 0).bits_per_byte(0) == 0
+
+
+@pytest.fixture(scope="module")
+def step():
+    return fast_jit(make_evaluation_step(CONFIG, setup().blueprint, make_mesh(jax.devices()[:1])))
+
+
+def batch(seed):
+    """The first four rows."""
+    return jax.tree.map(lambda a: a[0], make_batch(seed=seed))
+
+
+def test_batches_add_up_to_the_mean_over_all_their_tokens(step):
+    batches, state = [batch(0), batch(1)], setup().state
+    held = evaluate(step, state, iter(batches), make_mesh(jax.devices()[:1]))
+    together = {name: np.concatenate([b[name] for b in batches])[None] for name in batches[0]}
+    assert held.tokens == together["loss_mask"].sum()
+    expected = fast_jit(mean_loss)(state.params, state.balance, together)
+    assert held.nats_per_token == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_rows_of_padding_add_nothing(step):
+    some = batch(0)
+    for array in some.values():
+        array[2:] = 0
+    held = evaluate(step, setup().state, [some], make_mesh(jax.devices()[:1]))
+    other = batch(0)
+    other["tokens"] = np.where(np.arange(4)[:, None] < 2, other["tokens"], 7)
+    other["segment_ids"], other["loss_mask"] = some["segment_ids"], some["loss_mask"]
+    assert evaluate(step, setup().state, [other], make_mesh(jax.devices()[:1])) == held
+    assert held.tokens == some["loss_mask"].sum()
+    assert evaluate(step, setup().state, [], make_mesh()) == HeldoutLoss(0.0, 0)
+
+
+def test_the_state_is_read_alone(step):
+    state = setup().state
+    later = change(state, {"step": state.step + 50})
+    mesh = make_mesh(jax.devices()[:1])
+    assert evaluate(step, later, [batch(0)], mesh) == evaluate(step, state, [batch(0)], mesh)

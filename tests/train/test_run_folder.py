@@ -1,0 +1,173 @@
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.train_helpers import ROOT, change, small_run, snapshot
+from zaya_jax.config import to_dict, to_yaml
+from zaya_jax.errors import InputError
+from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, claim_run, open_run, write_atomically
+
+FREE = {"run_dir", "train.log_every", "data.cache_dir", "checkpoint.every", "checkpoint.keep", "sample.prompt",
+        "sample.tokens", "sample.temperature"}  # fmt: skip
+
+
+@contextlib.contextmanager
+def claimed(config):
+    """The folder of a run whose corpus was found good."""
+    with open_run(config) as folder:
+        claim_run(folder, config)
+        yield folder
+
+
+def leaves(tree, where=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if value is None:
+        return 3
+    if isinstance(value, int | float):
+        return value + 1
+    return f"{value}x" if isinstance(value, str) else (*value, "x")
+
+
+@pytest.fixture
+def config(tmp_path):
+    return small_run(tmp_path)
+
+
+@pytest.fixture
+def begun(config):
+    """The folder of a run that has done something."""
+    with claimed(config) as folder:
+        (folder / METRICS).write_text('{"step": 1}\n')
+        (folder / CHECKPOINTS).mkdir()
+    return folder
+
+
+def refused(config, folder, match):
+    before = snapshot(folder)
+    with pytest.raises(InputError, match=match) as caught, claimed(config):
+        pytest.fail("the folder was given out")
+    assert snapshot(folder) == before
+    return str(caught.value)
+
+
+def test_a_new_folder_says_whose_it_is(config):
+    with claimed(config) as folder:
+        assert (folder / CONFIG).read_text() == to_yaml(config)
+    assert not list(folder.glob("*.part"))
+
+
+def test_the_same_configuration_gets_its_folder_again(config, begun):
+    before = snapshot(begun)
+    with claimed(config) as folder:
+        assert folder == begun
+    assert snapshot(begun) == before
+
+
+def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun):
+    keys = dict(leaves(to_dict(config)))
+    assert keys.keys() > FREE
+    for key in keys.keys() - {"run_dir"}:
+        value = tuple(keys[key]) if isinstance(keys[key], list) else keys[key]
+        changed = change(config, {key: other(value)})
+        if key in FREE:
+            with claimed(changed) as folder:
+                assert folder == begun
+        else:
+            message = refused(changed, begun, rf"holds a run of another configuration: {key} was ")
+            old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
+            assert f"was {old!r} and is now {new!r}." in message
+
+
+def test_a_folder_can_be_moved(config, begun, tmp_path):
+    begun.rename(tmp_path / "elsewhere")
+    with claimed(change(config, {"run_dir": str(tmp_path / "elsewhere")})):
+        pass
+
+
+@pytest.mark.parametrize("key", ["model.qk_gain", "train.warp"])
+def test_a_key_that_no_longer_exists_is_named(config, begun, key):
+    section, _, name = key.partition(".")
+    tree = to_dict(config)
+    tree[section][name] = 7
+    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    refused(config, begun, rf"{key} was 7 and is now 'nothing'")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"a list", b"- 1", b"a: [", b"\xff\xfe\xff", b"model: {vocab_size"],
+    ids=lambda c: c.decode("latin1"),
+)
+def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
+    (begun / CONFIG).write_bytes(content)
+    refused(config, begun, r"cannot be read, so it is not known which run|holds a run of another configuration")
+
+
+@pytest.mark.parametrize("name", [METRICS, CHECKPOINTS])
+def test_a_run_without_a_configuration_is_refused(config, begun, name):
+    (begun / CONFIG).unlink()
+    if name == METRICS:
+        (begun / CHECKPOINTS).rmdir()
+    else:
+        (begun / METRICS).unlink()
+    refused(config, begun, f"holds {name} but no {CONFIG}")
+
+
+def test_a_file_in_the_way_is_refused(config, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    refused(config, tmp_path, "run_dir is .* which is a file, but must be a folder")
+    below = change(config, {"run_dir": str(tmp_path / "run" / "below")})
+    refused(below, tmp_path, "run_dir is .* cannot be written to: ")
+
+
+def test_one_process_at_a_time_and_the_next_one_after_a_kill(config):
+    code = (
+        "import sys; from zaya_jax.config import load_config; from zaya_jax.train.run_folder import open_run\n"
+        "with open_run(load_config(sys.argv[1])) as folder: print('open', flush=True); sys.stdin.read()\n"
+    )
+    path = f"{config.run_dir}.yaml"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout.readline() == b"open\n"
+        with pytest.raises(InputError, match="Another process is training in"), claimed(config):
+            pass
+        holder.kill()
+    with claimed(config), pytest.raises(InputError, match="Another process"), claimed(config):
+        pass
+    with claimed(config):
+        pass
+
+
+def test_the_lock_is_let_go_after_an_error(config):
+    with pytest.raises(KeyError), claimed(config):
+        raise KeyError
+    with claimed(config):
+        pass
+
+
+def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_atomically(path, "old")
+    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    monkeypatch.undo()
+    write_atomically(path, "new ☃")
+    assert path.read_text(encoding="utf-8") == "new ☃"
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -1,0 +1,63 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, setup
+from zaya_jax.model.tree import balancing_biases, parameters
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.train.state import init_state, make_blueprint
+
+
+def test_a_blueprint_allocates_nothing_and_names_every_parameter():
+    blueprint = make_blueprint(CONFIG)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(blueprint.model))
+    assert blueprint.roles.keys() == setup().state.params.keys()
+
+
+def test_the_largest_shipped_size_costs_no_memory():
+    big = {"hidden_size": 8192, "num_layers": 80, "vocab_size": 262272, "expert_size": 8192, "num_experts": 64}
+    config = change(CONFIG, {f"model.{name}": value for name, value in big.items()})
+    blueprint = make_blueprint(config)
+    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    assert sum(x.size for x in state.params.values()) > 5e11
+
+
+def test_a_run_starts_at_zero_with_fp32_masters():
+    state = setup().state
+    assert (int(state.step), int(state.skipped)) == (0, 0)
+    assert state.step.dtype == state.skipped.dtype == jnp.int32
+    assert {x.dtype for x in jax.tree.leaves((state.params, state.balance))} == {jnp.dtype("float32")}
+    assert not any(np.any(x) for x in jax.tree.leaves((state.opt_state, state.balance_state)))
+    for bias in state.balance.values():
+        assert np.array_equal(bias, [[0, 0, 0, 0, -1]] * 2)
+
+
+def test_params_and_balance_share_the_model_between_them():
+    def both(key):
+        model = Zaya(CONFIG.model, key)
+        return parameters(model), balancing_biases(model)
+
+    params, balance = jax.eval_shape(both, jax.random.key(0))
+    state = setup().state
+    assert state.params.keys() == params.keys()
+    assert state.balance.keys() == balance.keys()
+    assert not state.params.keys() & state.balance.keys()
+
+
+def test_the_seed_decides_and_the_rest_of_the_run_has_a_key_of_its_own():
+    def start(seed):
+        config = change(CONFIG, {"seed": seed})
+        return fast_jit(lambda: init_state(config, make_blueprint(config)))()
+
+    first, again, other = start(0), start(0), start(1)
+    assert not differing(first, again)
+    matrices = [name for name, x in leaves(first.params).items() if x.std() > 0]
+    assert len(matrices) > 8
+    assert set(matrices) <= set(differing(first.params, other.params))
+    assert differing(first.rng, other.rng)
+    assert differing(first.rng, jax.random.key(0))
+
+
+def test_state_is_a_pytree_with_names():
+    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(setup().state)}
+    assert {".params['embedding']", ".step", ".skipped", ".rng"} <= paths

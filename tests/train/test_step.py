@@ -1,0 +1,362 @@
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
+from zaya_jax.model.tree import with_values
+from zaya_jax.model.zaya import logits
+from zaya_jax.ops import LOCAL
+from zaya_jax.optim.build import load_error
+from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.step import make_evaluation_step, make_train_step
+
+COLLECTIVE = re.compile(
+    r"= [^=]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
+)
+COUNTERS = {".step", ".skipped"}
+
+
+def mean_loss(params, balance, batch, config=CONFIG):
+    """Mean cross-entropy over real tokens, written down plainly."""
+    model = with_values(make_blueprint(config).model, {**params, **balance})
+    flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
+    scores = jax.nn.log_softmax(logits(model, flat["tokens"], flat["segment_ids"]))
+    losses = -jnp.take_along_axis(scores, flat["targets"][..., None], -1)[..., 0]
+    return jnp.where(flat["loss_mask"], losses, 0).sum() / flat["loss_mask"].sum()
+
+
+@functools.cache
+def plain_gradient():
+    """Loss, gradient and its norm of the first batch, by `mean_loss`."""
+    state = setup().state
+    loss, grads = fast_jit(jax.value_and_grad(mean_loss))(state.params, state.balance, make_batch())
+    return float(loss), leaves(grads), float(optax.tree.norm(grads))
+
+
+@functools.cache
+def descent(micro_batches=2, clip=1e9):
+    """One step of plain gradient descent at rate 1, which shows the gradient: its metrics, state and gradient."""
+    config = change(CONFIG, {"train.micro_batches": micro_batches, "optimizer.clip_norm": clip})
+    blueprint = dataclasses.replace(make_blueprint(config), optimizer=optax.scale(-1.0))
+    step = fast_jit(make_train_step(config, blueprint, make_mesh(jax.devices()[:1])))
+    state = dataclasses.replace(setup().state, opt_state=blueprint.optimizer.init(setup().state.params))
+    new, metrics = step(state, make_batch(config))
+    grads = jax.tree.map(lambda old, now: np.array(old) - np.array(now), state.params, new.params)
+    return leaves(metrics), leaves(new), leaves(grads)
+
+
+def assert_close(ours, theirs, rtol=1e-3):
+    """Each leaf within `rtol` of its norm, or of a thousandth of the largest; it is of differences of parameters."""
+    assert ours.keys() == theirs.keys()
+    floor = 1e-3 * max(np.linalg.norm(x) for x in theirs.values())
+    for name, x in theirs.items():
+        assert np.linalg.norm(ours[name] - x) <= rtol * max(np.linalg.norm(x), floor), name
+
+
+@functools.cache
+def first_step():
+    """State and metrics after one step."""
+    return setup().step(setup().state, make_batch())
+
+
+# --- what a step computes --------------------------------------------------------------------------------------
+
+
+def test_the_batch_of_these_tests_has_uneven_micro_batches():
+    mask = make_batch(change(CONFIG, {"train.micro_batches": 4}))["loss_mask"]
+    assert len(set(mask.sum((1, 2)).tolist())) > 2
+
+
+def test_a_step_is_a_pure_function():
+    before, batch = jax.tree.map(jnp.copy, setup().state), make_batch()
+    first, second = (setup().step(setup().state, batch) for _ in range(2))
+    assert not differing(first, second)
+    assert not differing(before, setup().state)
+    assert all(np.array_equal(array, make_batch()[name]) for name, array in batch.items())
+
+
+def test_a_step_counts_itself_and_keeps_its_key():
+    new, metrics = first_step()
+    assert (int(new.step), int(new.skipped), int(metrics["skipped"])) == (1, 0, 0)
+    assert not differing(new.rng, setup().state.rng)
+    assert differing(new.params, setup().state.params) == [f"['{name}']" for name in new.params]  # all are trained
+
+
+def test_loss_and_gradient_are_those_of_the_mean_over_real_tokens():
+    loss, grads, norm = plain_gradient()
+    metrics, _, ours = descent()
+    assert metrics["['loss']"] == pytest.approx(loss, rel=1e-5)
+    assert metrics["['grad_norm']"] == pytest.approx(norm, rel=1e-4)
+    assert metrics["['tokens']"] == make_batch()["loss_mask"].sum()
+    assert_close(ours, grads)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_micro_batches_change_nothing_but_rounding(micro_batches):
+    metrics, new, grads = descent(micro_batches)
+    two_metrics, two_new, two_grads = descent()
+    assert metrics.keys() == two_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(value, two_metrics[name], rtol=1e-5, err_msg=name)
+    assert_close(grads, two_grads)
+    for name in new:
+        if name.startswith((".balance", ".step")):  # from counts, which are exact
+            assert np.array_equal(new[name], two_new[name]), name
+
+
+def test_the_gradient_is_clipped_to_its_norm_and_the_metric_is_not():
+    norm = plain_gradient()[2]
+    clip = 0.25 * norm
+    metrics, _, clipped = descent(clip=clip)
+    assert metrics["['grad_norm']"] == pytest.approx(norm, rel=1e-4)
+    _, _, whole = descent()
+    assert np.sqrt(sum((g**2).sum() for g in clipped.values())) == pytest.approx(clip, rel=1e-4)
+    assert_close({name: 4 * g for name, g in clipped.items()}, whole)
+
+
+def test_the_rate_follows_the_schedule():
+    config = change(CONFIG, {"optimizer.warmup_steps": 4})
+    blueprint = make_blueprint(config)
+    step = jax.make_jaxpr(make_train_step(config, blueprint, make_mesh()), return_shape=True)
+    assert step(setup().state, make_batch())[1][1]["learning_rate"].dtype == jnp.float32
+    state, rates = setup().state, []
+    for at in (0, 50, 99, 200):
+        metrics = setup().step(dataclasses.replace(state, step=jnp.int32(at)), make_batch())[1]
+        rates.append(float(metrics["learning_rate"]) / CONFIG.optimizer.muon.learning_rate)
+    assert rates[0] == pytest.approx(1)
+    assert 0.5 < rates[1] < 0.6
+    assert rates[2:] == pytest.approx([0.05, 0.05])
+
+
+def test_the_loss_falls_on_a_repeated_batch():
+    state, step, losses = setup().state, setup().step, []
+    for _ in range(30):
+        state, metrics = step(state, make_batch())
+        losses.append(float(metrics["loss"]))
+    assert losses[0] == pytest.approx(np.log(CONFIG.model.vocab_size), abs=1)
+    assert losses[-1] < 0.75 * losses[0]
+    assert all(later < earlier for earlier, later in zip(losses[::5], losses[5::5], strict=False))
+
+
+# --- balancing -------------------------------------------------------------------------------------------------
+
+
+def counts_of(state, batch):
+    model = with_values(setup().blueprint.model, {**state.params, **state.balance})
+    flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
+    return np.array(fast_jit(type(model).__call__)(model, flat["tokens"], flat["segment_ids"]).stats.expert_counts_le)
+
+
+def test_biases_move_against_the_load_and_skip_stays_at_minus_one():
+    state, batch = setup().state, make_batch()
+    counts = counts_of(state, batch)
+    new, metrics = first_step()
+    (name,) = new.balance
+    moved = np.array(new.balance[name]) - np.array(state.balance[name])
+    mean = counts[:, :-1].sum(1, keepdims=True) / CONFIG.model.num_experts
+    assert (counts[:, :-1] != mean).any()
+    assert np.array_equal(np.sign(moved[:, :-1]), np.sign(mean - counts[:, :-1]))
+    assert (np.array(new.balance[name])[:, -1] == -1).all()
+    np.testing.assert_allclose(metrics["max_load"], counts[:, :-1].max(1) / mean[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(metrics["skip_rate"], counts[:, -1] / counts.sum(1))
+    np.testing.assert_allclose(metrics["bias_range"], np.ptp(np.array(new.balance[name])[:, :-1], 1))
+    for _ in range(20):
+        new, _ = setup().step(new, batch)
+    assert (np.array(new.balance[name])[:, -1] == -1).all()
+
+
+def test_the_entropy_of_the_load_is_one_where_it_is_even_and_zero_on_one_expert():
+    def entropy_with(bias):
+        state = setup().state
+        balance = {name: jnp.broadcast_to(jnp.array(bias, jnp.float32), b.shape) for name, b in state.balance.items()}
+        return setup().step(dataclasses.replace(state, balance=balance), make_batch())[1]
+
+    collapsed = entropy_with([50, 0, 0, 0, -1])
+    np.testing.assert_allclose(collapsed["load_entropy"], 0, atol=1e-6)
+    np.testing.assert_allclose(collapsed["max_load"], CONFIG.model.num_experts, rtol=1e-6)
+    skipping = entropy_with([0, 0, 0, 0, 50])
+    np.testing.assert_allclose(skipping["skip_rate"], 1)
+    state = setup().state
+    share = counts_of(state, make_batch())[:, :-1] / counts_of(state, make_batch())[:, :-1].sum(1, keepdims=True)
+    expected = -(share * np.log(np.maximum(share, 1e-30))).sum(1) / np.log(CONFIG.model.num_experts)
+    np.testing.assert_allclose(first_step()[1]["load_entropy"], expected, rtol=1e-5)
+
+
+def test_each_layer_gets_its_own_error_whatever_the_layer_pattern():
+    pattern = {"model.layer_pattern": ("full", "sliding"), "model.num_layers": 4, "model.sliding_window": 4}
+    config = change(CONFIG, pattern)
+    blueprint = make_blueprint(config)
+    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    assert sorted(b.shape for b in state.balance.values()) == [(2, 5), (2, 5)]
+    from zaya_jax.train.step import _by_bias
+
+    counts = np.random.default_rng(0).integers(1, 9, (4, 5))
+    dealt = _by_bias(load_error(jnp.array(counts)), state.balance, config)
+    for position in range(2):
+        errors = dealt[f"blocks.{position}.mixture.router.balancing_bias"]
+        for group in range(2):
+            real = counts[group * 2 + position, :-1]
+            np.testing.assert_allclose(errors[group, :-1], real / real.sum() - 0.25, atol=1e-6)
+
+
+# --- steps that are not finite ---------------------------------------------------------------------------------
+
+
+def poisoned(state, value):
+    """A state with `value` in one weight, and what undoes it."""
+    name = "blocks.0.attention.query"
+    x = state.params[name]
+    params = {**state.params, name: x.at[(0,) * x.ndim].set(value)}
+    return dataclasses.replace(state, params=params), lambda state: dataclasses.replace(
+        state, params={**state.params, name: x}
+    )
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
+    started, _ = first_step()  # so that the optimizer has moments to lose
+    state, heal = poisoned(started, value)
+    first, metrics = setup().step(state, make_batch())
+    assert not np.isfinite(metrics["loss"])
+    assert set(differing(state, first)) == COUNTERS
+    assert (int(first.step), int(first.skipped), int(metrics["skipped"])) == (2, 1, 1)
+    second, metrics = setup().step(first, make_batch())
+    assert set(differing(first, second)) == COUNTERS
+    assert (int(second.step), int(second.skipped), int(metrics["skipped"])) == (3, 2, 2)
+    healed = heal(second)
+    good, metrics = setup().step(healed, make_batch())
+    assert np.isfinite(metrics["loss"])
+    assert (int(good.step), int(good.skipped), int(metrics["skipped"])) == (4, 0, 0)
+    moved = {re.match(r"\.\w+", name)[0] for name in differing(healed, good)}
+    assert moved == {".params", ".balance", ".opt_state", ".balance_state", ".step", ".skipped"}
+
+
+@jax.custom_vjp
+def infinite_gradient(x):
+    return x
+
+
+infinite_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.full_like(g, jnp.inf),))
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+    ops = dataclasses.replace(LOCAL, gather_layer=lambda layer: jax.tree.map(infinite_gradient, layer))
+    state = setup().state
+    blueprint = dataclasses.replace(setup().blueprint, optimizer=optax.scale(-1.0))
+    state = dataclasses.replace(state, opt_state=blueprint.optimizer.init(state.params))
+    new, metrics = fast_jit(make_train_step(CONFIG, blueprint, make_mesh(jax.devices()[:1]), ops))(state, make_batch())
+    assert np.isfinite(metrics["loss"])
+    assert not np.isfinite(metrics["grad_norm"])
+    assert set(differing(state, new)) == COUNTERS
+
+
+def test_a_batch_without_a_real_token_leaves_finite_numbers():
+    batch = make_batch() | {"loss_mask": np.zeros_like(make_batch()["loss_mask"])}
+    new, metrics = setup().step(setup().state, batch)
+    assert float(metrics["loss"]) == 0
+    assert float(metrics["tokens"]) == 0
+    assert all(np.isfinite(x).all() for x in leaves(new).values())
+
+
+# --- precision -------------------------------------------------------------------------------------------------
+
+
+def test_bfloat16_computes_low_and_keeps_everything_else_in_fp32():
+    config = change(CONFIG, {"train.compute_dtype": "bfloat16"})
+    blueprint = make_blueprint(config)
+    step = make_train_step(config, blueprint, make_mesh(jax.devices()[:1]))
+    jaxpr, (new, metrics) = jax.make_jaxpr(step, return_shape=True)(setup().state, make_batch())
+    assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, setup().state)
+    assert {x.dtype for x in jax.tree.leaves((new.params, new.balance))} == {jnp.dtype("float32")}
+    assert metrics["loss"].dtype == jnp.float32
+    products = re.findall(r"\w+:(bf16|f32)\[[\d,]*\] = dot_general", str(jaxpr))
+    assert len(products) > 10
+    evaluation = fast_jit(make_evaluation_step(config, blueprint, make_mesh(jax.devices()[:1])))
+    flat = jax.tree.map(lambda a: a[0], make_batch())
+    sums = evaluation(setup().state.params, setup().state.balance, flat)
+    low, high = float(sums["loss"] / sums["tokens"]), plain_gradient()[0]
+    assert low != pytest.approx(high, rel=1e-6)
+    assert low == pytest.approx(high, rel=1e-2)
+
+
+# --- several devices -------------------------------------------------------------------------------------------
+
+
+def test_one_device_needs_no_collective():
+    text = setup().hlo
+    assert "while(" in text  # it is the program that is looked at
+    assert not COLLECTIVE.search(text)
+
+
+def two_steps(devices):
+    """Metrics and state after two small steps, the loss of an evaluation then, and the step's HLO."""
+    mesh = make_mesh(jax.devices()[:devices])
+    blueprint = make_blueprint(CONFIG)
+    if devices == 1:
+        _, _, state, step, hlo = setup()
+        batch = make_batch()
+    else:
+        state = fast_jit(lambda: init_state(CONFIG, blueprint), out_shardings=replicated(mesh))()
+        batch = jax.device_put(make_batch(), batch_sharding(mesh, leading=1))
+        step = fast_jit(make_train_step(CONFIG, blueprint, mesh)).lower(state, batch).compile()
+        hlo = step.as_text()
+    # Adam's first update of a gradient that is zero but for rounding is as large as any: at small rates it is small.
+    last = jax.device_put(np.int32(CONFIG.train.steps), replicated(mesh))
+    state, _ = step(dataclasses.replace(state, step=last), batch)
+    state, metrics = step(state, batch)
+    evaluation = fast_jit(make_evaluation_step(CONFIG, blueprint, mesh))
+    flat = jax.device_put(jax.tree.map(lambda a: a[0], make_batch()), batch_sharding(mesh))
+    sums = evaluation(state.params, state.balance, flat)
+    return leaves(metrics), leaves(state), leaves(sums), hlo
+
+
+@pytest.fixture(scope="module")
+def four_devices():
+    return on_devices(4, "tests.train.test_step:two_steps", 4)
+
+
+def test_four_devices_give_what_one_gives(four_devices):
+    for one, four in zip(two_steps(1)[:3], four_devices[:3], strict=True):
+        assert one.keys() == four.keys()
+        for name, value in one.items():
+            np.testing.assert_allclose(four[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def computations(text):
+    """Name and text of each computation of an HLO module."""
+    found = {}
+    for block in re.split(r"\n(?=(?:ENTRY )?%[\w.\-]+ \()", text):
+        if match := re.match(r"(?:ENTRY )?%([\w.\-]+) \(", block):
+            found[match[1]] = block
+    return found
+
+
+def inside_loops(found):
+    """Names of the computations that a loop runs, directly or not."""
+    waiting = [name for block in found.values() for name in re.findall(r"(?:body|condition)=%([\w.\-]+)", block)]
+    reached = set()
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [other for other in re.findall(r"%([\w.\-]+)", found[name]) if other in found]
+    return reached
+
+
+def test_devices_talk_only_outside_of_loops(four_devices):
+    found = computations(four_devices[3])
+    looped = inside_loops(found)
+    assert len(looped) > 5
+    talking = {name: COLLECTIVE.findall(block) for name, block in found.items() if COLLECTIVE.search(block)}
+    assert talking
+    assert not talking.keys() & looped
+    kinds = {kind for kinds in talking.values() for kind, _ in kinds}
+    assert kinds == {"all-reduce"}
+    assert sum(map(len, talking.values())) <= len(setup().state.params) + 3  # once a leaf, and the sums

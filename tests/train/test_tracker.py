@@ -1,0 +1,100 @@
+import json
+import math
+import tempfile
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.train.tracker import JsonlTracker, read_rows
+
+
+def row(step):
+    return {"step": step, "loss": 1 / step, "load_entropy": [0.5, step / 7]}
+
+
+def run(path, start, end):
+    """A process that goes on from `start` and ends, for whatever reason, after `end`."""
+    with JsonlTracker(path, start) as tracker:
+        for step in range(start + 1, end + 1):
+            tracker.log(row(step))
+
+
+def test_rows_come_back_as_they_went(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run(path, 0, 5)
+    assert read_rows(path) == [row(step) for step in range(1, 6)]
+    assert len(path.read_text().splitlines()) == 5
+
+
+def test_no_file_is_no_rows(tmp_path):
+    assert read_rows(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_row_outlives_its_process_from_when_it_is_logged(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonlTracker(path, 0) as tracker:
+        tracker.log(row(1))
+        assert read_rows(path) == [row(1)]
+        tracker.sync()
+
+
+@st.composite
+def lives(draw):
+    """Of each process: the checkpoint it starts from (at most what was logged), where it ends, bytes torn off."""
+    found, logged = [], 0
+    for _ in range(draw(st.integers(1, 5))):
+        start = draw(st.integers(0, logged))
+        end = start + draw(st.integers(0, 6))
+        found.append((start, end, draw(st.integers(0, 60))))
+        logged = end
+    return found
+
+
+@given(lives())
+def test_each_step_has_one_row_whatever_was_torn_off_after_the_checkpoint(killed):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        for start, end, torn in killed:
+            run(path, start, end)
+            whole = path.read_bytes()
+            # Rows up to the next start were synced with its checkpoint; anything behind them can be torn.
+            lines = whole.splitlines(keepends=True)
+            after = killed[killed.index((start, end, torn)) + 1][0] if (start, end, torn) != killed[-1] else end
+            safe = sum(map(len, lines[:after]))
+            path.write_bytes(whole[: max(safe, len(whole) - torn)])
+        assert [found["step"] for found in read_rows(path)] == list(range(1, killed[-1][1] + 1))
+        assert path.read_bytes() == b"".join((json.dumps(row(s)) + "\n").encode() for s in range(1, killed[-1][1] + 1))
+
+
+@given(cut=st.integers(0, 400), rest=st.sampled_from([b"", b"\n", b"\0\0\0\0", b'{"st']))
+def test_whole_rows_are_read_before_any_damage(cut, rest):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        run(path, 0, 6)
+        whole = path.read_bytes()[:cut]
+        path.write_bytes(whole + rest)
+        steps = [found["step"] for found in read_rows(path)]
+        complete = whole.count(b"\n")
+        assert steps[:complete] == list(range(1, complete + 1))
+        assert len(steps) <= complete + 1  # the last may lack no more than its newline
+
+
+def test_numbers_survive_to_the_last_bit_and_those_that_are_none_become_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with JsonlTracker(path, 0) as tracker:
+        tracker.log({"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]})
+        tracker.log({"step": 2, "loss": math.nan, "load_entropy": [math.inf, 1.0]})
+    run(path, 2, 2)
+    first, second = read_rows(path)
+    assert first == {"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]}
+    assert math.copysign(1, first["load_entropy"][1]) == -1
+    assert second == {"step": 2, "loss": None, "load_entropy": [None, 1.0]}
+
+
+def test_rows_that_a_run_drops_are_counted(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run(path, 0, 5)
+    for start, dropped in ((5, 0), (3, 2), (0, 3)):
+        with JsonlTracker(path, start) as tracker:
+            assert tracker.dropped == dropped

@@ -1,0 +1,1 @@
+"""Measurements against a named peer, on the same machine in the same run."""

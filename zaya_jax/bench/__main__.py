@@ -1,0 +1,36 @@
+"""`python -m zaya_jax.bench VERB`: measurements that print a ratio against a named peer."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one benchmark; the exit status is 0, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m zaya_jax.bench", description="Measure against a peer.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    step = verbs.add_parser("step", help="forward and backward pass against transformers' zaya, on this machine")
+    step.add_argument("--repeats", type=int, default=7, help="timed passes of each, interleaved (default 7)")
+    step.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
+    step.add_argument("--output", metavar="FILE", help="write the result there as JSON")
+    step.add_argument("--config", metavar="FILE", help="model, batch and context (default: the 52.75M-parameter one)")
+    step.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+    given = parser.parse_args(arguments)
+    try:
+        from zaya_jax.bench.step import bench_step, default_config
+
+        config = load_config(given.config, given.overrides) if given.config else default_config()
+        bench_step(
+            config, ["float32", "bfloat16"] if given.dtype == "both" else [given.dtype], given.repeats, given.output
+        )
+    except InputError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

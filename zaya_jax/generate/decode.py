@@ -1,0 +1,96 @@
+"""Prefill, then one token at a time, all in one compiled function."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.errors import InputError
+from zaya_jax.model.cache import init_cache
+from zaya_jax.model.zaya import Zaya, head
+
+
+def generate(
+    model: Zaya,
+    prompt_tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
+    max_new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    stop_token: int | None = None,
+    key: jax.Array | None = None,
+) -> list[list[int]]:
+    """Continue prompts.
+
+    Args:
+      model: the model.
+      prompt_tokens: one row of token ids a prompt; rows may differ in length.
+      max_new_tokens: tokens added to each at most.
+      temperature: of the softmax sampled from; 0 takes the likeliest token.
+      stop_token: ends a row where it is drawn; it is not part of the result.
+      key: of the draws; needed where `temperature` is above 0.
+
+    Returns:
+      The new tokens of each row.
+
+    Raises:
+      InputError: a prompt is empty or holds a token outside the vocabulary, the tokens do not fit
+        `config.max_positions`, or the key is missing.
+    """
+    rows = [[int(token) for token in row] for row in prompt_tokens]
+    config = model.config
+    if not rows or not all(rows):
+        raise InputError("A prompt is empty; each must hold at least one token.")
+    for row in rows:
+        for token in row:
+            if not 0 <= token < config.vocab_size:
+                raise InputError(f"A prompt holds the token {token}, but the last one is {config.vocab_size - 1}.")
+    if max_new_tokens < 1:
+        raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
+    if not (temperature >= 0 and math.isfinite(temperature)):
+        raise InputError(f"temperature is {temperature}, but must be at least 0 and finite.")
+    if temperature > 0 and key is None:
+        raise InputError("Sampling at a temperature above 0 needs a key, such as jax.random.key(0).")
+    longest = max(map(len, rows))
+    capacity = longest + max_new_tokens
+    if capacity > config.max_positions:
+        raise InputError(f"Prompt and new tokens make {capacity}, but model.max_positions is {config.max_positions}.")
+    tokens, segments = np.zeros((2, len(rows), longest), np.int32)
+    for index, row in enumerate(rows):  # padding stands on the left, so that all rows go on at the same place
+        tokens[index, longest - len(row) :] = row
+        segments[index, longest - len(row) :] = 1
+    key = jax.random.key(0) if key is None else key
+    drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
+                               steps=max_new_tokens, greedy=temperature == 0))  # fmt: skip
+    results = []
+    for row in drawn.tolist():
+        end = row.index(stop_token) if stop_token in row else len(row)
+        results.append(row[:end])
+    return results
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "greedy"))
+def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.Array, temperature: jax.Array, *,
+            steps: int, greedy: bool) -> jax.Array:  # fmt: skip
+    """int32 [b, steps] drawn after each other."""
+    b, s = tokens_bs.shape
+    out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype))
+
+    def draw(hidden_bd: jax.Array, key: jax.Array) -> jax.Array:
+        scores = head(model, hidden_bd)
+        if greedy:
+            return jnp.argmax(scores, -1).astype(jnp.int32)
+        return jax.random.categorical(key, scores / temperature).astype(jnp.int32)
+
+    def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
+        token_b, cache = carry
+        out = model(token_b[:, None], jnp.ones((b, 1), jnp.int32), cache=cache)
+        token_b = draw(out.hidden_bsd[:, 0], key)
+        return (token_b, out.cache), token_b
+
+    keys = jax.random.split(key, steps)
+    first_b = draw(out.hidden_bsd[:, -1], keys[0])
+    _, rest = jax.lax.scan(step, (first_b, out.cache), keys[1:])
+    return jnp.concatenate([first_b[None], rest]).T

@@ -1,0 +1,73 @@
+"""What a person sees while a run goes on: a progress bar on a terminal, and a line now and then."""
+
+import sys
+import time
+from typing import Any, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+# Dense bf16 peak in FLOP/s, by the vendors' data sheets, for the share of it that a step reaches (MFU).
+_PEAKS = {"H100": 989e12, "H200": 989e12, "MI300X": 1307e12, "gfx942": 1307e12, "MI355X": 2300e12, "gfx950": 2300e12}
+
+
+class ConsoleReport:
+    """Prints every `log_every` steps: loss, bits per byte, tokens/s, FLOP/s or MFU, load entropy, ETA."""
+
+    def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: float, bytes_per_token: float,
+                 devices: int, device_kind: str) -> None:  # fmt: skip
+        self._steps, self._log_every = steps, log_every
+        self._flops, self._bytes = flops_per_token, bytes_per_token
+        self._peak = next((peak * devices for name, peak in _PEAKS.items() if name in device_kind), None)
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._bar = Progress(
+            TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+            console=self._console, disable=not self._console.is_terminal, transient=True,
+        )  # fmt: skip
+        self._task = self._bar.add_task("training", total=steps, completed=start)
+        self._tokens, self._since = 0.0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        """Show the bar inside a `with` block."""
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False)
+
+    def restart_clock(self) -> None:
+        """Leave what happened until now (compilation, evaluation, saving) out of the speed."""
+        self._tokens, self._since = 0.0, time.monotonic()
+
+    def row(self, row: dict[str, Any]) -> None:
+        """Take note of one step's metrics, and print them when it is time."""
+        step = row["step"]
+        self._tokens += row["tokens"]
+        self._bar.update(self._task, completed=step)
+        if step % self._log_every and step != self._steps:
+            return
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        speed = self._tokens / seconds
+        bits = row["loss"] / self._bytes / 0.6931471805599453
+        work = speed * self._flops
+        share = f"{work / 1e9:.1f} GFLOP/s" if self._peak is None else f"MFU {100 * work / self._peak:.1f} %"
+        entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
+        left = (self._steps - step) * (row["tokens"] / speed) if speed else 0.0
+        held = f" | held-out {row['heldout_loss']:.3f}" if "heldout_loss" in row else ""
+        skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
+        self.say(
+            f"step {step}/{self._steps} | loss {row['loss']:.3f} | {bits:.3f} bits/byte{held} | "
+            f"{speed:,.0f} tokens/s | {share} | load entropy {entropy:.3f} | ETA {_clock(left)}{skipped}"
+        )
+        self.restart_clock()
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,41 @@
+"""The loss on text the model was not trained on."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zaya_jax.parallel.mesh import batch_sharding
+from zaya_jax.train.state import TrainState
+
+
+class HeldoutLoss(NamedTuple):
+    """Sums over held-out tokens: `nats` of cross-entropy and the number of `tokens` predicted."""
+
+    nats: float
+    tokens: int
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean cross-entropy."""
+        return self.nats / max(self.tokens, 1)
+
+    def bits_per_byte(self, text_bytes: int) -> float:
+        """Cross-entropy spread over the `text_bytes` the tokens stand for."""
+        return self.nats / math.log(2) / max(text_bytes, 1)
+
+
+def evaluate(
+    step: Callable[..., dict[str, jax.Array]], state: TrainState, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh
+) -> HeldoutLoss:
+    """Sum the compiled evaluation `step` over `batches`."""
+    nats, tokens = 0.0, 0
+    placed = (jax.device_put(batch, batch_sharding(mesh)) for batch in batches)
+    sums: list[Any] = [step(state.params, state.balance, batch) for batch in placed]
+    for found in jax.device_get(sums):
+        nats += found["loss"].item()
+        tokens += round(found["tokens"].item())
+    return HeldoutLoss(nats, tokens)

@@ -1,0 +1,93 @@
+"""The folder of a run: whose it is, and that one process at a time writes to it."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from zaya_jax.config import Config, to_dict, to_yaml
+from zaya_jax.errors import InputError
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+# Keys that change nothing of what is computed, and so may differ when a run goes on.
+_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir")
+
+
+@contextmanager
+def open_run(config: Config) -> Iterator[Path]:
+    """The folder `config.run_dir`, made where there is none, locked until the block ends.
+
+    Raises:
+      InputError: another process has it, or it holds a run of another configuration, or files of a run
+        without a configuration; nothing in it is touched then.
+    """
+    folder = Path(config.run_dir).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"run_dir is {config.run_dir!r}, which is a file, but must be a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
+    except OSError as error:
+        raise InputError(f"run_dir is {config.run_dir!r}, which cannot be written to: {error.strerror}.") from error
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"Another process is training in {folder}; choose another run_dir or wait.") from error
+        _compare(folder, config)
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def claim_run(folder: Path, config: Config) -> None:
+    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good."""
+    if not (folder / CONFIG).exists():
+        write_atomically(folder / CONFIG, to_yaml(config))
+
+
+def _compare(folder: Path, config: Config) -> None:
+    path = folder / CONFIG
+    if not path.exists():
+        for name in (METRICS, CHECKPOINTS):
+            if (folder / name).exists():
+                raise InputError(f"{folder} holds {name} but no {CONFIG}, so it is not known which run it is; choose "
+                                 "another run_dir.")  # fmt: skip
+        return
+    try:
+        there = yaml.safe_load(path.read_text(encoding="utf-8"))
+        old = dict(_leaves(there, ""))
+    except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
+        raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
+    new = dict(_leaves(to_dict(config), ""))
+    for key in [*new, *(key for key in old if key not in new)]:
+        if not key.startswith(_FREE) and old.get(key, "nothing") != new.get(key, "nothing"):
+            raise InputError(
+                f"{path.parent} holds a run of another configuration: {key} was {old.get(key, 'nothing')!r} and is now "
+                f"{new.get(key, 'nothing')!r}. Choose another run_dir, or take the old value to go on with that run."
+            )
+
+
+def _leaves(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader sees the old file or the new one, whole."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)

@@ -1,0 +1,121 @@
+"""The training step and the evaluation step: pure functions of state and batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from zaya_jax.config import Config
+from zaya_jax.model.loss import chunked_loss
+from zaya_jax.model.tree import Arrays, cast_for_compute, with_values
+from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.optim.build import load_error
+from zaya_jax.optim.schedule import cosine_with_warmup
+from zaya_jax.parallel.gradient import summed, summed_gradient
+from zaya_jax.train.state import Blueprint, TrainState
+
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: int32 [.., b, s]; loss_mask: bool [.., b, s]
+Metrics = dict[str, jax.Array]
+
+
+def make_local_loss(
+    config: Config, blueprint: Blueprint, ops: Ops = LOCAL
+) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
+    """(params, balance, batch) → the summed loss in nats, and it with what is counted beside it."""
+
+    def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        compute = cast_for_compute(params, blueprint.roles, config.train.compute_dtype)
+        model = with_values(blueprint.model, {**compute, **balance})
+        out = model(batch["tokens"], batch["segment_ids"], ops=ops, remat=config.train.remat)
+        weights = batch["loss_mask"].reshape(-1).astype(jnp.float32)
+        # The head takes the fp32 master, so that its gradient, the largest sum of all, is fp32 throughout.
+        loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
+                            params.get("head_bias"), batch["targets"].reshape(-1), weights)  # fmt: skip
+        return loss, {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
+
+    return local_loss
+
+
+def make_train_step(
+    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops = LOCAL
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """The function (state, batch) → (state, metrics).
+
+    The batch's leaves are [micro-batches, sequences, context]. A step whose loss or gradient is not finite
+    changes nothing but the counters.
+
+    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (Muon's),
+    `tokens`, and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load` (over the mean),
+    `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row.
+    """
+    gradient = summed_gradient(make_local_loss(config, blueprint, ops), mesh)
+    options = config.optimizer
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        sums, grads = gradient(state.params, state.balance, batch)
+        tokens = jnp.maximum(sums["tokens"], 1.0)
+        loss = sums["loss"] / tokens
+        norm = optax.tree.norm(grads) / tokens
+        factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
+        grads = jax.tree.map(lambda g: g * factor, grads)
+        rate = cosine_with_warmup(state.step, steps=config.train.steps, warmup=options.warmup_steps,
+                                  final=options.final_fraction)  # fmt: skip
+        updates, opt_state = blueprint.optimizer.update(grads, state.opt_state, state.params)
+        params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
+        errors = _by_bias(load_error(sums["counts"]), state.balance, config)
+        moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
+        balance = jax.tree.map(jnp.add, state.balance, moves)
+
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        new, old = (params, balance, opt_state, balance_state), (state.params, state.balance, state.opt_state,
+                                                                 state.balance_state)  # fmt: skip
+        params, balance, opt_state, balance_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+        skipped = jnp.where(finite, 0, state.skipped + 1)
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "learning_rate": rate * options.muon.learning_rate,
+            "tokens": sums["tokens"],
+            "skipped": skipped,
+            **_expert_metrics(sums["counts"], balance),
+        }
+        return TrainState(params, balance, opt_state, balance_state, state.step + 1, skipped, state.rng), metrics
+
+    return train_step
+
+
+def make_evaluation_step(
+    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops = LOCAL
+) -> Callable[[Arrays, Arrays, Batch], dict[str, jax.Array]]:
+    """(params, balance, batch with leaves [sequences, context]) → summed `loss` in nats and count of `tokens`."""
+    local_loss = make_local_loss(config, blueprint, ops)
+
+    def sums(state: tuple[Arrays, Arrays], batch: Batch) -> dict[str, jax.Array]:
+        found = local_loss(*state, batch)[1]
+        return {"loss": found["loss"], "tokens": found["tokens"]}
+
+    over_devices = summed(sums, mesh)
+    return lambda params, balance, batch: over_devices((params, balance), batch)
+
+
+def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
+    """Rows of all layers, dealt out to the stacks of balancing biases: layer g·p + i is row g of stack i."""
+    grouped = values_le.reshape(config.model.num_groups, len(config.model.period), -1)
+    return {name: grouped[:, int(name.split(".")[1])] for name in balance}
+
+
+def _expert_metrics(counts_le: jax.Array, balance: Arrays) -> dict[str, Any]:
+    counts = counts_le.astype(jnp.float32)
+    real = counts[:, :-1]
+    share = real / jnp.maximum(real.sum(-1, keepdims=True), 1.0)
+    entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0.0), -1)
+    biases = jnp.concatenate([b[:, :-1] for b in balance.values()])
+    return {
+        "load_entropy": entropy / jnp.log(max(real.shape[1], 2)),
+        "max_load": share.max(-1) * real.shape[1],
+        "skip_rate": counts[:, -1] / jnp.maximum(counts.sum(-1), 1.0),
+        "bias_range": biases.max(-1) - biases.min(-1),
+    }

@@ -1,0 +1,62 @@
+"""`metrics.jsonl`: one row a step, whatever happened to the process in between.
+
+Rows hold nothing that depends on time or machine load, so that two runs of one configuration can be
+compared bitwise.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Self
+
+from zaya_jax.train.run_folder import write_atomically
+
+
+class JsonlTracker:
+    """Appends rows; a run that goes on from step n first drops what stands after n (`dropped` rows)."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        rows = read_rows(path)
+        kept = [row for row in rows if row["step"] <= step]
+        self.dropped = len(rows) - len(kept)
+        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        """Close at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Write one row, null where a number is not finite; it outlives the process from here on."""
+        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring all rows to the disk, so that no checkpoint can be newer than its rows."""
+        os.fsync(self._file.fileno())
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All whole rows; a last one cut off by a kill is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
