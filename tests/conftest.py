@@ -1,0 +1,34 @@
+"""What every test shares: the CPU backend, one compilation cache, and hypothesis profiles."""
+
+import os
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Set before jax is imported, and inherited by the subprocesses that tests start. A value given from outside wins.
+_CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+os.environ.setdefault("MPLBACKEND", "agg")
+
+# Derandomized: a test that passes here passes everywhere, and the soak profile is where new examples are looked for.
+# A first example compiles, so neither is timed.
+_UNTIMED = {"deadline": None, "database": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("quick", derandomize=True, max_examples=10, **_UNTIMED)
+hypothesis.settings.register_profile("soak", derandomize=False, max_examples=200, print_blob=True, **_UNTIMED)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Pick the hypothesis profile before any test module is imported."""
+    soak = bool(os.environ.get("ZAYA_SOAK")) or config.option.markexpr.strip() == "soak"
+    hypothesis.settings.load_profile("soak" if soak else "quick")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave tests/parity unread unless it is selected: it imports torch, which need not be installed."""
+    chosen = config.option.markexpr
+    selected = not chosen or ("parity" in chosen and "not parity" not in chosen)
+    return True if not selected and collection_path == Path(__file__).parent / "parity" else None

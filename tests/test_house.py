@@ -1,0 +1,98 @@
+"""The house rules that a machine can check: floors, file sizes, a test file for each module, nothing of one machine."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "zaya_jax"
+MODULES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
+LONGEST = 450
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL, check=False
+    )
+
+
+@pytest.mark.parametrize("names", ["zaya_jax", "zaya_jax.config", "zaya_jax, zaya_jax.config, zaya_jax.errors"])
+def test_importing_the_light_modules_leaves_jax_and_numpy_unimported(names: str):
+    done = run(
+        sys.executable, "-c", f"import sys, {names}; print(sorted({{'jax', 'jaxlib', 'numpy'}} & set(sys.modules)))"
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_import_contracts_hold():
+    done = run(
+        sys.executable,
+        "-c",
+        "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))",
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_modules_are_found():
+    assert Path("config/schema.py") in MODULES
+
+
+def test_every_module_has_a_test_file():
+    untested = {"__init__.py", "__main__.py"}
+    mirrors = [
+        Path("tests") / module.parent / f"test_{module.name}"
+        for module in MODULES
+        if module.name not in untested and module != Path("errors.py")
+    ]
+    missing = [str(path) for path in mirrors if not (ROOT / path).is_file()]
+    assert not missing, f"These test files are missing: {', '.join(missing)}."
+
+
+def test_no_file_is_too_long_to_hold_one_idea():
+    lengths = {str(path): len((PACKAGE / path).read_text(encoding="utf-8").splitlines()) for path in MODULES}
+    long = {path: lines for path, lines in lengths.items() if lines > LONGEST}
+    assert not long, f"Split these, {LONGEST} lines are the most: {long}."
+
+
+def project_files() -> list[Path]:
+    """Files that are tracked, or would be with the next `git add`; without git, all but hidden ones."""
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed.returncode == 0:
+        paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    else:
+        paths = [p for p in ROOT.rglob("*") if not any(part.startswith(".") for part in p.relative_to(ROOT).parts)]
+    return [path for path in paths if path.is_file()]
+
+
+# Written so that they do not find themselves.
+OF_ONE_MACHINE = re.compile(
+    r"""(extra-)?index[-]url | find[-]links | trusted[-]host | /[r]oot/ | /[t]mp/w\b | /[w]ork/main | /[w]ork/shared
+      | pypi[.]org | pythonhosted[.]org | download[.]pytorch[.]org""",
+    re.VERBOSE,
+)
+
+
+def test_the_pattern_finds_what_it_looks_for():
+    for text in ("--index" + "-url x", "/ro" + "ot/.cache", "/tm" + "p/w/v311", "https://py" + "pi.org/simple"):
+        assert OF_ONE_MACHINE.search(text), text
+    for text in ("the root/leaf", "/tmp/work", "a framework/", "tests/root"):
+        assert not OF_ONE_MACHINE.search(text), text
+
+
+def test_no_file_names_a_machine_path_or_a_registry():
+    found = []
+    for path in project_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # plots and arrays
+        found += [
+            f"{path.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+            for number, line in enumerate(text.splitlines(), 1)
+            if OF_ONE_MACHINE.search(line)
+        ]
+    assert not found, "\n".join(found)

@@ -1,0 +1,228 @@
+"""What a person sees who types something wrong: one sentence, status 2, and everything as it was."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train_helpers import ROOT, Position, compile_once, small_run, snapshot, write_run
+from zaya_jax import main as module
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import CheckpointConfig, load_config, to_dict
+from zaya_jax.data.prepare import prepare
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.main import main
+from zaya_jax.train import loop
+from zaya_jax.train.run_folder import CHECKPOINTS, claim_run, open_run
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    compile_once(monkeypatch)
+
+
+def refused(capsys, folder, *arguments):
+    """The sentence that `main` says; whatever was in `folder` is as it was."""
+    before = snapshot(folder)
+    capsys.readouterr()
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    sentence = err.splitlines()[-1]
+    assert sentence.startswith("Error: ")
+    assert sentence.endswith(".")
+    assert [line for line in err.splitlines()[:-1] if not line.startswith("data: ")] == []
+    assert "Traceback" not in err
+    assert out == ""
+    after = snapshot(folder)
+    assert before == {name: after.get(name, "gone") for name in before}
+    return sentence
+
+
+OVERRIDES = [
+    ("model.hiden_size=3", "The key model.hiden_size is unknown; did you mean model.hidden_size?"),
+    ("trian.steps=3", "The key trian is unknown; did you mean train?"),
+    ("train.steps=many", "train.steps is 'many' (text), but must be a whole number"),
+    ("train.steps=1.5", "train.steps is 1.5 (a number), but must be a whole number"),
+    ("train.steps=0", "train.steps is 0, but must be greater than zero"),
+    ("optimizer.clip_norm=.nan", "optimizer.clip_norm is nan"),
+    ("train.compute_dtype=float61", "train.compute_dtype is 'float61', but must be one of 'float32', 'bfloat16'"),
+    ("model.num_kv_heads=3", "model.num_query_heads is 2, but must be a multiple of model.num_kv_heads (3)"),
+    ("data.context=65", "data.context is 65, but must be at most model.max_positions (64)"),
+    ("train.micro_batches=3", "train.global_batch is 4, but must be a multiple of train.micro_batches (3)"),
+    ("optimizer.warmup_steps=12", "optimizer.warmup_steps is 12, but must be below train.steps (12)"),
+    ("steps", "The override 'steps' is not of the form section.key=value"),
+    ("train=3", "train is 3, but must be a section with keys"),
+    ("model.vocab_size=200", "model.vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
+def test_a_wrong_value_is_named_before_anything_is_made(tmp_path, capsys, override, message):
+    path = write_run(tmp_path)
+    assert message in refused(capsys, tmp_path, "--config", path, override)
+    assert not list((tmp_path / "run").glob("*.jsonl"))
+
+
+def test_a_missing_configuration(tmp_path, capsys):
+    path = tmp_path / "no.yaml"
+    assert f"The configuration {path} cannot be read: No such file" in refused(capsys, tmp_path, "--config", path)
+
+
+def test_a_missing_or_empty_corpus(tmp_path, capsys):
+    path = write_run(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for name, message in (("missing", "is not a folder"), ("empty", "holds no file that ends in .txt")):
+        found = refused(
+            capsys, tmp_path, "--config", path, f"data.corpus={tmp_path / name}", f"run_dir={tmp_path / name}_r"
+        )
+        assert message in found
+        assert name in found
+
+
+def test_a_file_that_is_not_utf8(tmp_path, capsys):
+    path = write_run(tmp_path)
+    bad = tmp_path / "corpus" / "3.txt"
+    bad.write_bytes(b"fine until \xff")
+    found = refused(capsys, tmp_path, "--config", path)
+    assert f"The corpus file {bad} is not UTF-8: the byte at offset 11 cannot be decoded" in found
+
+
+@pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
+def test_a_damaged_shard(tmp_path, capsys, damage):
+    path = write_run(tmp_path)
+    shard = next(prepare(load_config(path)).folder.glob("train-*.arrayrecord"))
+    content = shard.read_bytes()
+    if damage == "missing":
+        shard.unlink()
+    else:
+        shard.write_bytes(content[:-7] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
+    found = refused(capsys, tmp_path, "--config", path)
+    assert f"The data file {shard} " in found
+    assert f"Delete the folder {shard.parent}" in found
+
+
+def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
+    path = write_run(tmp_path)
+    config = load_config(path)
+    with open_run(config) as folder, CheckpointStore(folder / CHECKPOINTS, CheckpointConfig()) as store:
+        claim_run(folder, config)
+        tree = to_dict(config)
+        store.save(3, {"x": 1.0}, Position(), {**tree, "model": {**tree["model"], "hidden_size": 8}})
+    found = refused(capsys, tmp_path, "--config", path)
+    assert f"The checkpoint of step 3 in {config.run_dir} is of another architecture" in found
+
+
+def test_a_folder_of_another_run(tmp_path, capsys):
+    path = write_run(tmp_path)
+    with open_run(load_config(path)) as folder:
+        claim_run(folder, load_config(path))
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+        assert "Another process is training in" in refused(capsys, tmp_path, "--config", path)
+    found = refused(capsys, tmp_path, "--config", path, "seed=3")
+    assert "holds a run of another configuration: seed was 0 and is now 3" in found
+    (folder / "config.yaml").unlink()
+    assert "holds metrics.jsonl but no config.yaml" in refused(capsys, tmp_path, "--config", path)
+
+
+def test_a_file_where_a_folder_should_be(tmp_path, capsys):
+    path = write_run(tmp_path)
+    for key in ("run_dir", "data.cache_dir"):
+        found = refused(capsys, tmp_path, "--config", path, f"run_dir={tmp_path / key}", f"{key}={path}")
+        assert key in found
+        assert str(path) in found
+
+
+def test_a_sample_that_cannot_fit_is_told_before_training(tmp_path, capsys):
+    path = write_run(tmp_path)
+    assert "sample.tokens" in refused(capsys, tmp_path, "--config", path, "sample.tokens=64")
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# --- what goes well, or stops ----------------------------------------------------------------------------------
+
+
+def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
+    path = write_run(tmp_path)
+    before = snapshot(tmp_path)
+    assert main(["--config", str(path), "--print-config", "train.steps=7", "optimizer.adamw.eps=1e-9"]) == 0
+    printed, err = capsys.readouterr()
+    assert err == ""
+    assert snapshot(tmp_path) == before
+    again = tmp_path / "again.yaml"
+    again.write_text(printed)
+    assert load_config(again) == load_config(path, ["train.steps=7", "optimizer.adamw.eps=1e-9"])
+    assert main(["--config", str(again), "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RunStopped("Three steps failed."), 1, "Stopped: Three steps failed.\n"),
+        (InputError("A file is bad."), 2, "Error: A file is bad.\n"),
+        (KeyboardInterrupt(), 130, "Interrupted: the same command goes on from the last checkpoint.\n"),
+    ],
+)
+def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):
+    def stop(config):
+        raise error
+
+    monkeypatch.setattr(loop, "train", stop)
+    assert main(["--config", str(write_run(tmp_path))]) == status
+    assert capsys.readouterr().err == said
+
+
+def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "train", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["--config", str(write_run(tmp_path))])
+
+
+def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("zaya_jax.train.report.generate", lambda *_, **__: [[5, 6]])
+    config = small_run(tmp_path)
+    for _ in range(2):
+        assert main(["--config", str(tmp_path / "run.yaml")]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[-1] == f"Run folder: {config.run_dir}"
+        assert "Held-out loss over" in out
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "zaya_jax.main", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True,
+        timeout=120, check=False,
+    )  # fmt: skip
+
+
+def test_the_process_ends_with_the_status(tmp_path):
+    path = write_run(tmp_path)
+    done = run("--config", path, "model.hiden_size=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: The key model.hiden_size is unknown;")
+    assert done.stderr.count("\n") == 1
+    done = run("--config", path, f"data.corpus={tmp_path / 'missing'}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: data.corpus is ")
+    assert done.stderr.count("\n") == 1
+    assert run().returncode == 2
+    assert "--config" in run("--help").stdout
+
+
+def test_what_is_said_without_training_needs_no_jax(tmp_path):
+    code = (
+        "import sys, zaya_jax.main as m; status = m.main(sys.argv[1:]); "
+        "print(status, sorted({'jax', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    for extra, status in (("--print-config", 0), ("train.steps=no", 2)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, "--config", write_run(tmp_path), extra], cwd=ROOT, capture_output=True,
+            text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.stderr.splitlines()[-1] == f"{status} []"
+
+
+def test_the_module_is_the_command():
+    assert module.__doc__.startswith("Train: `python -m zaya_jax.main --config")
+    assert Path(module.__file__).name == "main.py"

@@ -1,0 +1,123 @@
+"""README.md does what it says: its Python runs, its commands are accepted, what it names exists."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.main import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+IN_A_RUN = {"config.yaml", "metrics.jsonl", "checkpoints/", "loss.png"}
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+# Code in the text, outside of blocks.
+NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
+
+
+def commands(start: str) -> list[list[str]]:
+    """The arguments after `start` of each command, and of each command in the text, that begins so."""
+    found = [shlex.split(line)[len(start.split()) :] for line in [*COMMANDS, *NAMED] if line.startswith(start)]
+    assert found, start
+    return found
+
+
+def config_keys(tree: dict, where: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield where + key
+        if isinstance(value, dict):
+            yield from config_keys(value, f"{where}{key}.")
+
+
+def test_every_command_is_of_a_kind_that_is_checked_here():
+    kinds = ("make ", "python -m zaya_jax.main ", "pip install -e ")
+    assert [line for line in COMMANDS if not line.startswith(kinds)] == []
+
+
+def test_the_python_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    for name in ("configs", "zaya_jax"):  # what it reads, beside which it may write `runs/`
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    assert len(blocks("python")) == 3
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)  # noqa: S102
+    shape, rows = capsys.readouterr().out.splitlines()[:2]
+    assert shape == "(1, 4, 512)"
+    assert len(rows.split(",")) == 8
+    assert 0 < names["result"].heldout.nats_per_token < 20
+    for name in IN_A_RUN:
+        assert (tmp_path / "runs" / "short" / name).exists(), name
+    assert (tmp_path / "runs" / "exported" / "config.json").is_file()
+
+
+@pytest.mark.parametrize("arguments", commands("python -m zaya_jax.main"), ids=" ".join)
+def test_training_commands_are_accepted(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main([*arguments, "--print-config"]) == 0
+    assert "num_experts" in capsys.readouterr().out
+
+
+def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
+    from zaya_jax.bench.__main__ import main as bench
+
+    for arguments in commands("python -m zaya_jax.bench"):
+        with pytest.raises(SystemExit) as stop:
+            bench([*arguments, *(() if "--help" in arguments else ("--help",))])
+        assert stop.value.code == 0
+        assert "--repeats" in capsys.readouterr().out
+
+
+def test_make_targets_exist():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    for (target,) in commands("make "):
+        assert target in targets
+
+
+def test_extras_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    named = {extra for name in [*COMMANDS, *NAMED] for extra in re.findall(r"\.?\[([a-z]+)\]", name)}
+    assert named >= {"cuda", "rocm", "notebooks"}
+    assert named <= set(project["optional-dependencies"])
+
+
+def test_configuration_keys_exist():
+    tree = to_dict(load_config(ROOT / "configs" / "tiny.yaml"))
+    known = set(config_keys(tree))
+    sections = [key for key, value in tree.items() if isinstance(value, dict)]
+    named = [name for name in NAMED if re.fullmatch(rf"({'|'.join(sections)})(\.[a-z0-9_]+)+", name)]
+    assert "train.max_skipped_steps" in named
+    assert [name for name in named if name not in known] == []
+
+
+def test_files_and_links_exist():
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", README)]
+    listed = [
+        line.split()[0] for block in blocks("text") for line in block.splitlines() if line.startswith("zaya_jax/")
+    ]
+    named = [name for name in NAMED if re.fullmatch(r"[\w./]+(\.(py|yaml|toml|md|jsonl|png|svg|ipynb)|/)", name)]
+    assert {"docs/model.svg", "zaya_jax/main.py", "configs/zaya1_8b.yaml"} <= {*links, *listed, *named}
+    paths = {*links, *listed, *named} - IN_A_RUN - {""}
+    assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
+
+
+def test_links_within_the_page_lead_somewhere():
+    headings = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+                for title in re.findall(r"^#+ (.+)$", README, re.MULTILINE)}  # fmt: skip
+    anchors = re.findall(r"\]\(#([^)]+)\)", README)
+    assert anchors
+    assert set(anchors) <= headings
+
+
+def test_it_stays_short():
+    assert len(README.splitlines()) <= 180

@@ -1,0 +1,393 @@
+"""Runs small enough for tests: their configuration, corpus and compiled steps, and the killing of their processes."""
+
+import dataclasses
+import functools
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    TrainConfig,
+    load_config,
+)
+from zaya_jax.parallel.mesh import make_mesh, replicated
+from zaya_jax.train import loop
+from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
+from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint
+from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
+from zaya_jax.train.tracker import read_rows
+
+ROOT = Path(__file__).parent.parent
+MODEL = ModelConfig(
+    vocab_size=300, hidden_size=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, num_experts=4,
+    expert_size=16, router_size=8, max_positions=64, rope_base=1.0e4,
+)  # fmt: skip
+# Its rates fall to a twentieth at the last step, so that a step can be a large or a small one in one compiled function.
+RATES = OptimizerConfig(muon=MuonConfig(learning_rate=0.01), adamw=AdamWConfig(learning_rate=0.01), final_fraction=0.05)
+CONFIG = Config(
+    MODEL, data=DataConfig(context=32), optimizer=RATES, train=TrainConfig(steps=100, global_batch=8, micro_batches=2)
+)
+# Compiles in half the time; enough for what is compared within itself.
+fast_jit = functools.partial(
+    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+)
+
+
+def change(config: Any, changes: dict[str, Any]) -> Any:
+    """`config` with `section.key` replaced."""
+    for key, value in changes.items():
+        section, _, rest = key.partition(".")
+        config = dataclasses.replace(
+            config, **{section: change(getattr(config, section), {rest: value}) if rest else value}
+        )
+    return config
+
+
+# --- one step --------------------------------------------------------------------------------------------------
+
+
+class Setup(NamedTuple):
+    config: Config
+    blueprint: Blueprint
+    state: TrainState
+    step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    hlo: str
+
+
+@functools.cache
+def setup(config: Config = CONFIG) -> Setup:
+    """What one step needs, on one device; the arrays are not donated."""
+    blueprint, mesh = make_blueprint(config), make_mesh(jax.devices()[:1])
+    state = fast_jit(lambda: init_state(config, blueprint), out_shardings=replicated(mesh))()
+    step = fast_jit(make_train_step(config, blueprint, mesh)).lower(state, make_batch(config)).compile()
+    return Setup(config, blueprint, state, step, step.as_text())
+
+
+def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
+    """Packed rows whose counts of real tokens differ widely, and padding; leaves [micro-batches, sequences, s]."""
+    rng = np.random.default_rng(seed)
+    b, s = config.train.global_batch, config.data.context
+    text = rng.integers(0, config.model.vocab_size, (b, s + 1))
+    starts = rng.random((b, s)) < 0.1
+    segments = np.cumsum(starts, -1) + 1
+    mask = ~np.roll(starts, -1, -1)
+    for row in range(b):
+        end = s - row * s // (b + 1)
+        segments[row, end:] = 0
+        mask[row, end - 1 :] = False
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "segment_ids": segments}
+    batch = {name: array.astype(np.int32) for name, array in batch.items()} | {"loss_mask": mask}
+    return {name: micro(array, config.train.micro_batches) for name, array in batch.items()}
+
+
+def micro(array: np.ndarray, count: int) -> np.ndarray:
+    """[sequences, …] as [count, sequences / count, …]."""
+    return array.reshape(count, -1, *array.shape[1:])
+
+
+def leaves(tree: Any) -> dict[str, np.ndarray]:
+    """Copies of all leaves by path, keys as their data."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    found = {}
+    for path, leaf in flat:
+        typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        found[jax.tree_util.keystr(path)] = np.array(jax.random.key_data(leaf) if typed_key else leaf)
+    return found
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """Paths of the leaves that are not bitwise equal."""
+    one, two = leaves(first), leaves(second)
+    assert one.keys() == two.keys()
+    return [name for name in one if one[name].dtype != two[name].dtype or one[name].tobytes() != two[name].tobytes()]
+
+
+def on_devices(count: int, function: str, *arguments: Any) -> Any:
+    """Call `function` ("module:name") in a process that simulates `count` CPU devices; returns what it returns."""
+    code = (
+        "import importlib, pickle, sys\n"
+        "module, name, arguments = pickle.loads(sys.stdin.buffer.read())\n"
+        "result = getattr(importlib.import_module(module), name)(*arguments)\n"
+        "sys.stdout.buffer.write(b'RESULT' + pickle.dumps(result))\n"
+    )
+    module, _, name = function.partition(":")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps((module, name, arguments)), capture_output=True,
+        timeout=300, check=False, env={**os.environ, "JAX_NUM_CPU_DEVICES": str(count)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    return pickle.loads(done.stdout.partition(b"RESULT")[2])  # noqa: S301 (written a moment ago)
+
+
+# --- whole runs ------------------------------------------------------------------------------------------------
+
+WORDS = "the model reads one token then writes another while experts wait for balance".split()  # noqa: SIM905 (a sentence)
+
+
+def write_corpus(root: Path, files: int = 14, seed: int = 0) -> Path:
+    """Text files of made-up sentences."""
+    rng = random.Random(seed)
+    root.mkdir(parents=True, exist_ok=True)
+    for index in range(files):
+        lines = [" ".join(rng.choices(WORDS, k=8)) for _ in range(6 + index % 5)]
+        (root / f"{index}.txt").write_text("\n".join(lines) + ".\n", encoding="utf-8")
+    return root
+
+
+def run_tree(folder: Path, run: str = "run") -> dict[str, Any]:
+    """The configuration of a small run, as in YAML: its corpus, cache and run folder lie in `folder`."""
+    return {
+        "run_dir": str(folder / run),
+        "model": dataclasses.asdict(MODEL) | {"layer_pattern": ["full"]},
+        "data": {"corpus": str(folder / "corpus"), "suffixes": [".txt"], "heldout_fraction": 0.3,
+                 "cache_dir": str(folder / "cache"), "context": 32},
+        "optimizer": {"warmup_steps": 2, "adamw": {"learning_rate": 0.01}, "muon": {"learning_rate": 0.01}},
+        "train": {"steps": 12, "global_batch": 4, "micro_batches": 2, "log_every": 4},
+        "evaluation": {"every": 6, "batches": 1, "batch": 2},
+        "checkpoint": {"every": 5, "keep": 2},
+        "sample": {"prompt": "the model", "tokens": 8},
+    }  # fmt: skip
+
+
+def write_run(folder: Path, run: str = "run") -> Path:
+    """A corpus and a configuration in `folder`; the path of the latter."""
+    write_corpus(folder / "corpus")
+    path = folder / f"{run}.yaml"
+    path.write_text(yaml.safe_dump(run_tree(folder, run)), encoding="utf-8")
+    return path
+
+
+def small_run(folder: Path, *overrides: str, run: str = "run") -> Config:
+    """The configuration of a small run whose corpus has been written."""
+    return load_config(write_run(folder, run), overrides)
+
+
+def snapshot(folder: Path) -> dict[str, bytes | None]:
+    """Every file below `folder` with its content, every folder with None; locks, which hold nothing, left out."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if not path.name.endswith(".lock")
+    }
+
+
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all runs of one shape in this process share their compiled functions and the drawn start.
+
+    What is compiled, and when, is left to the tests that start `python -m zaya_jax.main`.
+    """
+
+    class Jax:
+        jit = staticmethod(_jit)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(jax, name)
+
+    monkeypatch.setattr(loop, "jax", Jax())
+    monkeypatch.setattr(loop, "make_train_step", _train_step)
+    monkeypatch.setattr(loop, "make_evaluation_step", _evaluation_step)
+    monkeypatch.setattr(loop, "init_state", lambda config, _: _start(_same_start(config)))
+
+
+_jit = functools.cache(fast_jit)
+
+
+def _same_step(config: Config) -> Config:
+    """`config` without what no compiled function depends on."""
+    train = dataclasses.replace(config.train, max_skipped_steps=10, log_every=10)
+    data = DataConfig(context=config.data.context)
+    return Config(config.model, optimizer=config.optimizer, train=train, data=data)
+
+
+def _same_start(config: Config) -> Config:
+    return dataclasses.replace(_same_step(config), seed=config.seed)
+
+
+@functools.cache
+def _cached_step(make: Callable, config: Config) -> Callable:
+    return make(config, make_blueprint(config), make_mesh())
+
+
+def _train_step(config: Config, *_: Any) -> Callable:
+    return _cached_step(make_train_step, _same_step(config))
+
+
+def _evaluation_step(config: Config, *_: Any) -> Callable:
+    return _cached_step(make_evaluation_step, _same_step(config))
+
+
+@functools.cache
+def _start_arrays(config: Config) -> TrainState:
+    return fast_jit(lambda: init_state(config, make_blueprint(config)))()
+
+
+def _start(config: Config) -> TrainState:
+    with jax.ensure_compile_time_eval():
+        return _start_arrays(config)
+
+
+# --- killing ---------------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """When a process is killed: `at` a part of the start-up, or of the steps of the run."""
+
+    kind: str  # 'start', 'step' or 'save'
+    at: float
+
+
+def draw_moments(rng: random.Random, count: int) -> list[Moment]:
+    """Moments that spread over the run in order, each kind among them."""
+    kinds = ["start", "step", "save", *rng.choices(["start", "step", "save"], k=count - 3)]
+    rng.shuffle(kinds)
+    return [
+        Moment(kind, rng.random() if kind == "start" else (index + 0.2 + 0.6 * rng.random()) / count)
+        for index, kind in enumerate(kinds)
+    ]
+
+
+def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
+    """Compare a run that is killed `kills` times, and started again with the same command, with one that is not."""
+    rng = random.Random(seed)
+    overrides = {"train.steps": steps, "train.micro_batches": 1, "checkpoint.every": 3, "evaluation.every": 15,
+                 "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
+    alone, killed = (_KilledRun(folder, run, overrides) for run in ("alone", "killed"))
+    alone.finish()
+    for moment in draw_moments(rng, kills):
+        killed.kill(moment, steps, alone.startup, rng)
+    killed.finish()
+
+    rows = (alone.folder / METRICS).read_bytes()
+    assert [row["step"] for row in read_rows(alone.folder / METRICS)] == list(range(1, steps + 1))
+    assert (killed.folder / METRICS).read_bytes() == rows
+    (first, first_data), (second, second_data) = (run.final(steps) for run in (alone, killed))
+    assert not differing(first, second)
+    assert first_data == second_data
+    assert (killed.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
+    assert killed.report() == alone.report()
+    assert not list((killed.folder / CHECKPOINTS).glob("*tmp*"))
+    assert "Going on after step" in killed.log.read_text(encoding="utf-8")  # else the kills came too early to matter
+
+
+class _KilledRun:
+    """The processes of one run."""
+
+    def __init__(self, folder: Path, run: str, overrides: dict[str, Any]) -> None:
+        self.config_path = write_run(folder, run)
+        self.overrides = [
+            f"data.cache_dir={folder / run}_cache",
+            *(f"{key}={value}" for key, value in overrides.items()),
+        ]
+        self.config = load_config(self.config_path, self.overrides)
+        self.folder = Path(self.config.run_dir)
+        self.log = folder / f"{run}.log"
+        self.startup = 0.0  # seconds until the first row
+        # A cache of its own: a kill can leave half an entry behind.
+        self.env = {
+            **os.environ,
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
+            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+        }
+
+    def start(self) -> subprocess.Popen:
+        with self.log.open("a", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "zaya_jax.main", "--config", str(self.config_path), *self.overrides],
+                cwd=ROOT, env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def finish(self) -> None:
+        begun = time.monotonic()
+        with self.start() as process:
+            for _ in _while_alive(process):
+                if not self.startup and self.rows():
+                    self.startup = time.monotonic() - begun
+        assert process.returncode == 0, self.log.read_text(encoding="utf-8")
+
+    def kill(self, moment: Moment, steps: int, startup: float, rng: random.Random) -> None:
+        before, begun = self.rows(), time.monotonic()
+        target = min(max(round(moment.at * steps), before + 1), steps - 2)
+        with self.start() as process:
+            for _ in _while_alive(process):
+                if moment.kind == "start":
+                    if time.monotonic() - begun >= moment.at * startup:
+                        break
+                elif self.rows() >= target and (moment.kind == "step" or self.saving()):
+                    time.sleep(rng.random() * 0.02)
+                    break
+            process.send_signal(signal.SIGKILL)
+        assert process.returncode == -signal.SIGKILL, f"{moment} came too late: {self.log.read_text(encoding='utf-8')}"
+
+    def rows(self) -> int:
+        path = self.folder / METRICS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def saving(self) -> bool:
+        return any((self.folder / CHECKPOINTS).glob("*tmp*"))
+
+    def final(self, steps: int) -> tuple[TrainState, str]:
+        """State and position in the data of the last checkpoint."""
+        return restore(self.config, steps)
+
+    def report(self) -> list[str]:
+        """What a finished run prints at its end, but its folder."""
+        lines = self.log.read_text(encoding="utf-8").splitlines()
+        starts = [index for index, line in enumerate(lines) if line.startswith("Held-out loss")]
+        return [line for line in lines[starts[-1] :] if not line.startswith("Run folder")]
+
+
+def _while_alive(process: subprocess.Popen) -> Iterator[None]:
+    while process.poll() is None:
+        yield
+        time.sleep(0.001)
+
+
+class Position:
+    """Stands for a data iterator: saves a text, and loads it."""
+
+    def __init__(self, text: str = "") -> None:
+        self.text = text
+
+    async def save(self, directory: Any) -> Any:
+        text = self.text
+
+        async def write() -> None:
+            ((await directory.await_creation()) / "data.json").write_text(text)
+
+        return write()
+
+    async def load(self, directory: Path) -> Any:
+        async def read() -> None:
+            self.text = (directory / "data.json").read_text()
+
+        return read()
+
+
+def restore(config: Config, step: int) -> tuple[TrainState, str]:
+    """The state and the position in the data in the checkpoint of `step` of the run of `config`."""
+    abstract = jax.eval_shape(lambda: init_state(config, make_blueprint(config)))
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    position = Position()
+    with CheckpointStore(Path(config.run_dir) / CHECKPOINTS, CheckpointConfig()) as store:
+        return store.restore(step, abstract, position), position.text
