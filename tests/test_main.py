@@ -133,9 +133,9 @@ def test_a_file_where_a_folder_should_be(tmp_path, capsys):
         assert str(path) in found
 
 
-def test_a_sample_that_cannot_fit_is_told_before_training(tmp_path, capsys):
+def test_a_prompt_that_cannot_fit_is_told_before_training(tmp_path, capsys):
     path = write_run(tmp_path)
-    assert "sample.tokens" in refused(capsys, tmp_path, "--config", path, "sample.tokens=64")
+    assert "sample.prompt" in refused(capsys, tmp_path, "--config", path, f"sample.prompt={'x' * 64}")
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 

@@ -71,6 +71,7 @@ def test_sizes_and_rates_are_positive(key, value):
     ({"optimizer.final_fraction": -0.5}, "optimizer.final_fraction"),
     ({"train.micro_batches": 3}, "train.global_batch"),
     ({"sample.prompt": ""}, "sample.prompt"),
+    ({"sample.prompt": "é" * 32}, "sample.prompt"),
     ({"sample.temperature": -1.0}, "sample.temperature"),
     ({"seed": -1}, "seed"),
     ({"seed": 2**31}, "seed"),
@@ -91,6 +92,8 @@ def test_impossible_combinations_are_named(changes, named):
     {"optimizer.warmup_steps": 9},
     {"optimizer.muon.momentum": 0.0},
     {"sample.temperature": 0.0},
+    {"sample.prompt": "x" * 62},
+    {"sample.tokens": 1000},
     {"model.num_kv_heads": 1, "model.num_query_heads": 1},
     {"seed": 2**31 - 1},
 ])  # fmt: skip

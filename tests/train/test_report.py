@@ -43,3 +43,10 @@ def test_a_continuation_is_drawn_from_the_run_and_repeats(finished):
     assert len(first) > len(config.sample.prompt)
     other = dataclasses.replace(result, state=change(result.state, {"rng": jax.random.fold_in(result.state.rng, 1)}))
     assert continuation(config, other) != first
+
+
+@pytest.mark.usefixtures("fast_decode")
+def test_a_continuation_ends_where_positions_do(finished):
+    config, result = finished
+    endless = dataclasses.replace(config, sample=dataclasses.replace(config.sample, tokens=1000))
+    assert len(continuation(endless, result)) > len(continuation(config, result))

@@ -243,7 +243,7 @@ class SampleConfig:
     """The continuation written at the end of a run."""
 
     prompt: str = "def "
-    tokens: int = 96
+    tokens: int = 96  # at most: the text may end before, and so may model.max_positions
     temperature: float = 0.8
 
     def check(self) -> None:
@@ -278,7 +278,7 @@ class Config:
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context,
                 f"at most model.max_positions ({self.model.max_positions})")  # fmt: skip
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it
-        require(prompt + self.sample.tokens <= self.model.max_positions, "sample.tokens", self.sample.tokens,
-                f"such that with sample.prompt it fits model.max_positions ({self.model.max_positions})")  # fmt: skip
+        require(prompt < self.model.max_positions, "sample.prompt", self.sample.prompt,
+                f"a text of at most {self.model.max_positions - 2} bytes (model.max_positions less 2)")  # fmt: skip
         require(self.optimizer.warmup_steps < self.train.steps, "optimizer.warmup_steps",
                 self.optimizer.warmup_steps, f"below train.steps ({self.train.steps})")  # fmt: skip

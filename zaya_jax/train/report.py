@@ -29,6 +29,7 @@ def continuation(config: Config, result: TrainResult) -> str:
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [EOT, *tokenizer.encode(sample.prompt)]
     key = jax.random.fold_in(result.state.rng, config.train.steps)
-    (tokens,) = generate(result.model, [prompt], sample.tokens, temperature=sample.temperature,
+    room = config.model.max_positions - len(prompt)
+    (tokens,) = generate(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
                          stop_token=EOT, key=key)  # fmt: skip
     return sample.prompt + tokenizer.decode(tokens)
