@@ -85,7 +85,7 @@ def test_the_result_says_what_was_measured_and_where(peers, tmp_path, capsys):
     assert results["size"] == f"{total_parameters(CONFIG.model):,} parameters, batch 2 x 32"
     assert results["versions"].keys() == {"jax", "jaxlib", "flax", "torch", "transformers"}
     assert results["hardware"].keys() == {"machine", "cpu", "cpus", "device"}
-    assert results["command"].startswith("python -m zaya_jax.bench ")
+    assert results["command"].startswith("python -m zaya_jax.bench")
     assert results["results"] == {
         dtype: {
             "tokens_per_second": {"ours": 64.0, "peer": 32.0},

@@ -132,14 +132,13 @@ def test_a_finished_run_gives_its_result_again(finished, tmp_path):
     assert snapshot(result.run_dir) == before
 
 
-def test_a_run_killed_before_its_last_picture_draws_it_when_asked_again(finished, tmp_path):
+def test_a_finished_run_whose_picture_is_gone_draws_it_again(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     (tmp_path / "copy" / "loss.png").unlink()
     train(config)
     assert (tmp_path / "copy" / "loss.png").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the picture is drawn after the checkpoint")
 def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(loop, "plot_run", lambda rows, _: drawn.append(len(rows)))

@@ -147,14 +147,14 @@ def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepare
             if looking or saving:
                 settle(step, metrics, evaluate(evaluation, state, watched, mesh) if looking else None)
                 pending = None
+            if looking:  # before the save: what a restart takes for done has its picture
+                plot_run(read_rows(folder / METRICS), folder / PICTURE)
             if saving:
                 tracker.sync()
                 store.save(step, state, batches, to_dict(config))
-            if looking:
-                plot_run(read_rows(folder / METRICS), folder / PICTURE)
             if looking or saving:
                 report.restart_clock()
-    if not (folder / PICTURE).exists():  # the run was killed just before its last one
+    if not (folder / PICTURE).exists():  # a finished run whose picture was removed
         plot_run(read_rows(folder / METRICS), folder / PICTURE)
     return state
 
