@@ -99,7 +99,7 @@ def blocks_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "QUERY_BLOCK", size)
         patch.setattr(attention, "KEY_BLOCK", size)
-        patch.setattr(importlib.import_module("zaya_jax.ops.grouped_matmul"), "ROW_BLOCK", size)
+        patch.setattr(importlib.import_module("zaya_jax.ops.grouped_matmul"), "ROW_BLOCKS", (size, 2 * size))
         patch.setattr(loss, "CHUNK", size)
         jax.clear_caches()
         yield

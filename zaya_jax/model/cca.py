@@ -104,5 +104,5 @@ class CCA(nnx.Module):
         if config.attention_bias:
             packed = packed + self.projection_bias[...].astype(dtype)
             bias = self.projection_bias[...][qk + half :]
-        u_bsnc = packed[..., :qk].reshape(b, s, -1, config.head_dim)
-        return u_bsnc, packed[..., qk : qk + half], packed[..., qk + half :], bias
+        u_bsx, current_bsx, delayed_bsx = jnp.split(packed, [qk, qk + half], axis=-1)
+        return u_bsx.reshape(b, s, -1, config.head_dim), current_bsx, delayed_bsx, bias

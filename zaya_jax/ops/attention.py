@@ -15,9 +15,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.ops.names import PRODUCT
 
-HIDDEN = -1e30  # finite, so that a row without a visible key gives 0 and not NaN
-QUERY_BLOCK = 256
-KEY_BLOCK = 128
+# Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
+# real score, so that a row without a visible key gives 0 and not NaN.
+HIDDEN = -1e30
+FLOOR = -1e20
+QUERY_BLOCK = 128
+KEY_BLOCK = 256
 
 
 def attention(
@@ -82,17 +85,26 @@ def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.A
     return low, high
 
 
-def _visible(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array,
-             first_key: jax.Array) -> jax.Array:  # fmt: skip
-    """Whether a query of one block sees a key of another, bool [b, 1, 1, x, y]."""
+def _mask(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array, index: jax.Array,
+          keys_first: bool = False) -> jax.Array:  # fmt: skip
+    """0 where a query sees a key of key block `index`, HIDDEN elsewhere: fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
+
+    Loops over key blocks carry the mask of their next block. That makes it an array of its own; made where it
+    is used, the compiler would make it again, element by element, in each of its users.
+    """
     q_block, k_block, window, _, _ = blocks
-    query = first_query + jnp.arange(q_block)[:, None]
-    key = first_key + jnp.arange(k_block)[None, :]
+    query = first_query + jnp.arange(q_block)
+    key = index * k_block + jnp.arange(k_block)
+    k_seg = _slice(k_seg, index * k_block, k_block, 1)
+    if keys_first:
+        query, key, q_seg, k_seg = query[None, :], key[:, None], q_seg[:, None, :], k_seg[:, :, None]
+    else:
+        query, key, q_seg, k_seg = query[:, None], key[None, :], q_seg[:, :, None], k_seg[:, None, :]
     seen = key <= query
     if window is not None:
         seen &= key > query - window
-    seen = seen & (q_seg[:, :, None] == k_seg[:, None, :]) & (q_seg[:, :, None] != 0)
-    return seen[:, None, None]
+    mask = jnp.where(seen & (q_seg == k_seg) & (q_seg != 0), 0.0, HIDDEN)
+    return jnp.expand_dims(mask, (1, 3) if keys_first else (1, 2))
 
 
 def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
@@ -110,27 +122,29 @@ def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: ja
         q_blk = _slice(q, first, q_block, 3) * scale
         q_seg_blk = _slice(q_seg, first, q_block, 1)
 
+        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset)
+
         def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            high, total, acc = state
+            high, total, acc, hidden = state
             start = j * k_block
             scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
                                 preferred_element_type=jnp.float32)  # fmt: skip
-            seen = _visible(blocks, q_seg_blk, _slice(k_seg, start, k_block, 1), first + offset, start)
-            scores = jnp.where(seen, scores, HIDDEN)
+            scores = scores + hidden
             new_high = jnp.maximum(high, scores.max(-1))
-            p = jnp.where(seen, jnp.exp(scores - new_high[..., None]), 0.0)
+            p = jnp.exp(scores - new_high[..., None])
             keep = jnp.exp(high - new_high)
             update = jnp.einsum("bkgxy,bkyc->bkgxc", p.astype(v.dtype), _slice(v, start, k_block, 2),
                                 preferred_element_type=jnp.float32)  # fmt: skip
-            return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update
+            return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update, mask(j + 1)
 
+        low, high = _key_range(blocks, first + offset)
         state = (
-            jnp.full((b, kv, g, q_block), HIDDEN, jnp.float32),
+            jnp.full((b, kv, g, q_block), FLOOR, jnp.float32),
             jnp.zeros((b, kv, g, q_block), jnp.float32),
             jnp.zeros((b, kv, g, q_block, c), jnp.float32),
+            mask(low),
         )
-        low, high = _key_range(blocks, first + offset)
-        top, total, acc = jax.lax.fori_loop(low, high, per_key_block, state)
+        top, total, acc, _ = jax.lax.fori_loop(low, high, per_key_block, state)
         safe = jnp.where(total == 0, 1.0, total)
         return None, ((acc / safe[..., None]).astype(q.dtype), top + jnp.log(safe))
 
@@ -146,6 +160,7 @@ def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
     b, kv, g, s, c = q.shape
     scale = c**-0.5
     delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    k_bkct = k.swapaxes(2, 3)
 
     def per_query_block(state: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
         first = index * q_block
@@ -154,26 +169,27 @@ def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
         lse_blk = _slice(lse, first, q_block, 3)[:, :, None]
         delta_blk = _slice(delta, first, q_block, 3)[:, :, None]
         q_seg_blk = _slice(q_seg, first, q_block, 1)
+        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset, keys_first=True)
 
         def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            dq, dk, dv = state
+            dq, dk, dv, hidden = state
             start = j * k_block
             k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
-            seen = _visible(blocks, q_seg_blk, _slice(k_seg, start, k_block, 1), first + offset, start)
-            # Scores stand keys first, so that of the three products that follow only dq transposes them.
+            # Scores stand keys first and dq channels first, so that no product transposes a square of scores.
             scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=jnp.float32)
-            p = jnp.where(seen.transpose(0, 1, 4, 2, 3), jnp.exp(scores - lse_blk), 0.0)
+            p = jnp.exp(scores + hidden - lse_blk)
             dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=jnp.float32)
             ds = (p * (dp - delta_blk)).astype(q.dtype)
             dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=jnp.float32)
             dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=jnp.float32)
-            dq = dq + jnp.einsum("bkygx,bkyc->bkgxc", ds, k_blk, preferred_element_type=jnp.float32)
-            return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start)
+            dq = dq + jnp.einsum("bkcy,bkygx->bkcgx", _slice(k_bkct, start, k_block, 3), ds,
+                                preferred_element_type=jnp.float32)  # fmt: skip
+            return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start), mask(j + 1)
 
         low, high = _key_range(blocks, first + offset)
-        dq = jnp.zeros((b, kv, g, q_block, c), jnp.float32)
-        dq, dk, dv = jax.lax.fori_loop(low, high, per_key_block, (dq, *state))
-        return (dk, dv), (dq * scale).astype(q.dtype)
+        dq = jnp.zeros((b, kv, c, g, q_block), jnp.float32)
+        dq, dk, dv, _ = jax.lax.fori_loop(low, high, per_key_block, (dq, *state, mask(low)))
+        return (dk, dv), (dq * scale).astype(q.dtype).transpose(0, 1, 3, 4, 2)
 
     zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
     (dk, dv), dq = jax.lax.scan(per_query_block, zeros, jnp.arange(s // q_block))

@@ -66,10 +66,10 @@ def cca_mix(
     num_kv = weights.temperature_k.shape[0]
     num_query = u_bsnc.shape[2] - num_kv
     u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
-    q_mean, k_mean = _qk_mean(u_bnsc[:, :num_query], u_bnsc[:, num_query:])
-    z_bnsc = _convolve(u_bnsc, segments_bs, halo, weights)
-    q = _unit(z_bnsc[:, :num_query].astype(jnp.float32) + q_mean)
-    k = _unit(z_bnsc[:, num_query:].astype(jnp.float32) + k_mean)
+    q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
+    q, k = jnp.split(_convolve(u_bnsc, segments_bs, halo, weights), [num_query], axis=1)
+    q = _unit(q.astype(jnp.float32) + q_mean)
+    k = _unit(k.astype(jnp.float32) + k_mean)
     k = k * weights.temperature_k.astype(jnp.float32)[:, None, None]
     q, k = (rotate(x, *rotary).astype(u_bsnc.dtype).transpose(0, 2, 1, 3) for x in (q, k))
     v = _shift_value(current_bsx, delayed_bsx, segments_bs, halo, delayed_start_x)
@@ -120,7 +120,7 @@ def _unit(x: jax.Array) -> jax.Array:
 def rotate(x_bnsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding on the first 2·cos.shape[-1] channels of each head, halves paired (zaya1.md §1.3)."""
     half = cos.shape[-1]
-    first, second, rest = x_bnsc[..., :half], x_bnsc[..., half : 2 * half], x_bnsc[..., 2 * half :]
+    first, second, rest = jnp.split(x_bnsc, [half, 2 * half], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 

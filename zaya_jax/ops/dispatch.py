@@ -46,8 +46,8 @@ def dispatch_experts(
 
 
 def _swiglu(gate_up: jax.Array) -> jax.Array:
-    f = gate_up.shape[-1] // 2
-    return jax.nn.silu(gate_up[:, :f]) * gate_up[:, f:]
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
 
 
 @jax.custom_vjp

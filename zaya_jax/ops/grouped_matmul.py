@@ -9,6 +9,7 @@ class, padding) take part in nothing and come out zero. Two implementations:
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 
 from zaya_jax.ops.target import Target, current_target
 
-ROW_BLOCK = 128
+ROW_BLOCKS = (64, 128, 192, 256)
 
 
 def grouped_matmul(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, target: Target | None = None) -> jax.Array:
@@ -71,14 +72,13 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
     def one_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         w, start, size = group
 
-        def one_block(index: jax.Array, out: jax.Array) -> jax.Array:
-            first, inside = _block(index, start, size, x_tp.shape[0])
+        def one_block(out: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
             part = jnp.einsum(equation, rows, w, preferred_element_type=jnp.float32).astype(out.dtype)
             old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
 
-        return jax.lax.fori_loop(0, _num_blocks(size, x_tp.shape[0]), one_block, out), None
+        return _over_blocks(one_block, out, start, size, x_tp.shape[0]), None
 
     out = jnp.zeros((x_tp.shape[0], width), x_tp.dtype)
     return jax.lax.scan(one_group, out, (w_epq, jnp.cumsum(sizes_e) - sizes_e, sizes_e))[0]
@@ -87,33 +87,38 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
 @jax.jit
 def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
     def one_group(_: None, group: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        start, size = group
-
-        def one_block(index: jax.Array, dw: jax.Array) -> jax.Array:
-            first, inside = _block(index, start, size, x_tp.shape[0])
+        def one_block(dw: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
             dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
             rows_pt = jnp.where(inside[:, None], rows, 0).T
             return dw + jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=jnp.float32)
 
         zeros = jnp.zeros((x_tp.shape[1], dout_tq.shape[1]), jnp.float32)
-        return None, jax.lax.fori_loop(0, _num_blocks(size, x_tp.shape[0]), one_block, zeros)
+        return None, _over_blocks(one_block, zeros, *group, x_tp.shape[0])
 
     return jax.lax.scan(one_group, None, (jnp.cumsum(sizes_e) - sizes_e, sizes_e))[1]
 
 
-def _num_blocks(size: jax.Array, rows: int) -> jax.Array:
-    block = min(ROW_BLOCK, rows)
-    return (size + block - 1) // block
+def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], carry: jax.Array, start: jax.Array,
+                 size: jax.Array, rows: int) -> jax.Array:  # fmt: skip
+    """`body(carry, first row of a block, which of its rows are the group's)` over the rows of a group.
 
-
-def _block(index: jax.Array, start: jax.Array, size: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-    """First row of a group's block, and which of its rows are the block's own.
-
-    The last block of all is moved back so that it ends with the rows; what it covers again is not its own.
+    Blocks of the largest size, then one of the smallest that holds what is left: a product has a fixed price,
+    so that few blocks are cheap, and a row too many has its own.
     """
-    block = min(ROW_BLOCK, rows)
-    wanted = start + index * block
-    first = jnp.minimum(wanted, rows - block)
-    row = first + jnp.arange(block)
-    return first, (row >= wanted) & (row < start + size)
+    blocks = [block for block in ROW_BLOCKS if block <= rows] or [rows]
+    whole = size // blocks[-1]
+    left = size - whole * blocks[-1]
+    for smaller, block in zip([0, *blocks], blocks, strict=False):
+        needed = ((left > smaller) & (left <= block)).astype(jnp.int32)
+        base, count = (0, whole + needed) if block == blocks[-1] else (whole * blocks[-1], needed)
+
+        def one(index: jax.Array, carry: jax.Array, base: Any = base, block: int = block) -> jax.Array:
+            # A block past the end of all rows is moved back; what it covers again is not its own.
+            wanted = start + base + index * block
+            first = jnp.minimum(wanted, rows - block)
+            row = first + jnp.arange(block)
+            return body(carry, first, (row >= wanted) & (row < start + size))
+
+        carry = jax.lax.fori_loop(0, count, one, carry)
+    return carry
