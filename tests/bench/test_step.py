@@ -1,3 +1,4 @@
+import contextlib
 import json
 import sys
 from types import SimpleNamespace
@@ -56,6 +57,10 @@ def test_steps_are_timed_in_turn_after_one_pass_each(monkeypatch):
     assert times == {"ours": [1.0, 1.0], "peer": [3.0, 3.0]}
 
 
+def in_this_process(make, *arguments):
+    return contextlib.nullcontext(make(*arguments))
+
+
 @pytest.fixture
 def peers(monkeypatch):
     """Both sides without torch or compilation: ours takes one second a pass, the peer two."""
@@ -73,6 +78,7 @@ def peers(monkeypatch):
         return maker
 
     monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(bench, "aside", in_this_process)
     monkeypatch.setattr(bench, "our_step", make("ours", 1.0))
     monkeypatch.setattr(bench, "peer_step", make("peer", 2.0))
     return made
@@ -129,6 +135,7 @@ def test_the_command_takes_a_configuration(peers, tmp_path, monkeypatch):
 
 
 def test_the_command_tells_a_missing_peer_in_a_sentence(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "aside", in_this_process)
     monkeypatch.setattr(bench, "our_step", lambda *_: None)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert command.main(["step", "--dtype", "float32"]) == 2

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zaya_jax.bench.aside import aside
 from zaya_jax.bench.peer import peer_step
 from zaya_jax.checkpoint.store import cpu_name
 from zaya_jax.config import Config, DataConfig, ModelConfig, TrainConfig
@@ -26,7 +27,7 @@ from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.state import init_state, make_blueprint
 from zaya_jax.train.step import make_local_loss
 
-SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop spinning
+SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop waiting on the cores
 
 
 def default_config() -> Config:
@@ -51,6 +52,7 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
         raise InputError(f"--repeats is {repeats}, but must be at least 1.")
     if output and not Path(output).resolve().parent.is_dir():
         raise InputError(f"--output is {output!r}, but its folder does not exist.")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
     batch, context, threads = config.train.global_batch, config.data.context, len(os.sched_getaffinity(0))
     tokens_bs = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, context + 1))
     results: dict[str, Any] = {
@@ -65,10 +67,12 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
     }  # fmt: skip
     flops = training_flops_per_token(config.model, context)
     for dtype in dtypes:
-        ours = our_step(config, dtype, tokens_bs)
         device = "cpu" if current_target().platform == "cpu" else "cuda"
-        theirs = peer_step(config.model, dtype, tokens_bs[:, :context], device, threads)
-        times = interleave({"ours": ours, "peer": theirs}, repeats)
+        with (
+            aside(our_step, config, dtype, tokens_bs) as ours,
+            aside(peer_step, config.model, dtype, tokens_bs[:, :context], device, threads) as theirs,
+        ):
+            times = interleave({"ours": ours, "peer": theirs}, repeats)
         speeds = {name: batch * context / statistics.median(seconds) for name, seconds in times.items()}
         ratio = speeds["ours"] / speeds["peer"]
         print(f"{dtype}: ours {speeds['ours']:,.0f} tokens/s ({speeds['ours'] * flops / 1e12:.3g} TFLOP/s), "

@@ -70,21 +70,22 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
 
     def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], jax.Array]:
         total, dw_dv, db_v = carry
-        h, targets, weights = chunk
+        h, h_dt, targets, weights = chunk
         z = _chunk_logits(h, head_vd, bias_v)
         loss, lse = _chunk_loss(z, targets, weights)
         one_hot = jnp.arange(v) == targets[:, None]
         dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
         dz_low = dz.astype(dtype)
         dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=jnp.float32)
-        # Transposed, so that the product's long dimension stays innermost.
-        dw_dv = dw_dv + jnp.einsum("td,tv->dv", h, dz_low, preferred_element_type=jnp.float32)
+        # With the long dimension innermost on both sides and in the result, no operand is transposed.
+        dw_dv = dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=jnp.float32)
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss, dw_dv, db_v), dh.astype(dtype)
 
     start = (jnp.zeros((), jnp.float32), jnp.zeros((d, v), jnp.float32),
              None if bias_v is None else jnp.zeros(v, jnp.float32))  # fmt: skip
-    (total, dw_dv, db_v), dh = jax.lax.scan(body, start, _chunks(hidden_td, targets_t, weights_t))
+    h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
+    (total, dw_dv, db_v), dh = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
     dw_vd = dw_dv.T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)

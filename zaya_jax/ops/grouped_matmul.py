@@ -86,11 +86,12 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
 
 @jax.jit
 def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    x_pt = x_tp.T  # once and for all groups, or each block's product would transpose its own
+
     def one_group(_: None, group: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         def one_block(dw: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
-            rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
+            rows_pt = jnp.where(inside, jax.lax.dynamic_slice_in_dim(x_pt, first, inside.shape[0], 1), 0)
             dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
-            rows_pt = jnp.where(inside[:, None], rows, 0).T
             return dw + jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=jnp.float32)
 
         zeros = jnp.zeros((x_tp.shape[1], dout_tq.shape[1]), jnp.float32)

@@ -1,0 +1,45 @@
+import functools
+import os
+import time
+
+import pytest
+
+from zaya_jax.bench.aside import aside
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+
+
+def test_a_step_is_made_once_and_runs_in_another_process():
+    with aside(functools.partial, os.getpid) as one, aside(functools.partial, os.getpid) as two:
+        assert one() == one()
+        assert len({one(), two(), os.getpid()}) == 3
+
+
+def test_arguments_and_results_pass():
+    with aside(functools.partial, round, 2.625, 1) as step:
+        assert step() == 2.6
+
+
+def test_what_making_raises_is_raised_here():
+    with pytest.raises(InputError, match=r"no_such\.yaml"), aside(load_config, "no_such.yaml"):
+        pytest.fail("nothing was made")
+
+
+def test_what_a_step_raises_is_raised_here():
+    with pytest.raises(ZeroDivisionError), aside(functools.partial, divmod, 1, 0) as step:
+        step()
+
+
+def test_a_process_that_dies_is_told():
+    with pytest.raises(RuntimeError, match="ended with status 3"), aside(functools.partial, os._exit, 3) as step:
+        step()
+
+
+def test_the_process_ends_with_the_block():
+    with aside(functools.partial, os.getpid) as step:
+        pid = step()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):
+            return
+        time.sleep(0.05)
+    pytest.fail("still running")
