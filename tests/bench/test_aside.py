@@ -1,5 +1,6 @@
 import functools
 import os
+import signal
 import time
 
 import pytest
@@ -43,3 +44,11 @@ def test_the_process_ends_with_the_block():
             return
         time.sleep(0.05)
     pytest.fail("still running")
+
+
+def test_a_process_killed_between_two_steps_is_told():
+    with aside(functools.partial, os.getpid) as step:
+        os.kill(step(), signal.SIGKILL)
+        time.sleep(0.5)
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            step()

@@ -89,7 +89,7 @@ def test_the_result_says_what_was_measured_and_where(peers, tmp_path, capsys):
     results = bench_step(CONFIG, ["float32", "bfloat16"], 3, str(path))
     assert json.loads(path.read_text()) == results
     assert results["size"] == f"{total_parameters(CONFIG.model):,} parameters, batch 2 x 32"
-    assert results["versions"].keys() == {"jax", "jaxlib", "flax", "torch", "transformers"}
+    assert results["versions"].keys() == {"python", "zaya-jax", "jax", "jaxlib", "flax", "torch", "transformers"}
     assert results["hardware"].keys() == {"machine", "cpu", "cpus", "device"}
     assert results["command"].startswith("python -m zaya_jax.bench")
     assert results["results"] == {
@@ -146,7 +146,12 @@ def test_the_command_tells_a_missing_peer_in_a_sentence(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "match"),
-    [(["--repeats", "0"], "repeats"), (["--output", "/no/such/folder/out.json"], "/no/such/folder")],
+    [
+        (["--repeats", "0"], "repeats"),
+        (["--output", "/no/such/folder/out.json"], "/no/such/folder"),
+        (["--output", "/tmp"], "'/tmp'"),
+        (["train.global_batch=16"], "train.global_batch=16 overrides a configuration, but none is given"),
+    ],
 )
 def test_what_cannot_be_measured_or_written_is_told_before_measuring(peers, capsys, arguments, match):
     assert command.main(["step", "--dtype", "float32", *arguments]) == 2

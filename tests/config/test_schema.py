@@ -71,6 +71,7 @@ def test_sizes_and_rates_are_positive(key, value):
     ({"optimizer.final_fraction": -0.5}, "optimizer.final_fraction"),
     ({"train.micro_batches": 3}, "train.global_batch"),
     ({"sample.prompt": ""}, "sample.prompt"),
+    ({"sample.prompt": "\ud800"}, "sample.prompt"),
     ({"sample.prompt": "é" * 32}, "sample.prompt"),
     ({"sample.temperature": -1.0}, "sample.temperature"),
     ({"seed": -1}, "seed"),
@@ -146,3 +147,15 @@ def test_an_error_names_key_value_and_what_is_allowed():
 def test_a_whole_section_is_checked_from_the_top():
     with pytest.raises(InputError, match=r"optimizer\.balance\.b1"):
         changed(SMALL, "optimizer", OptimizerConfig(balance=schema.BalanceConfig(b1=2.0))).check()
+
+
+@pytest.mark.parametrize("key", ["run_dir", "data.corpus", "data.cache_dir"])
+@pytest.mark.parametrize("value", ["a\0b", "~no_such_user_here/x", "x" * 5000, "\ud800"])
+def test_what_can_be_no_path_is_named(key, value):
+    with pytest.raises(InputError, match=rf"^{key} is .* can be no path: "):
+        changed(SMALL, key, value).check()
+
+
+@pytest.mark.parametrize("value", ["runs/new", "/no/such/folder", "~", "configs/tiny.yaml/below/a/file"])
+def test_a_path_need_not_exist(value):
+    changed(SMALL, "run_dir", value).check()

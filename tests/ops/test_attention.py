@@ -132,3 +132,9 @@ def test_memory_is_linear_in_the_sequence(window):
     for less, more in itertools.pairwise(bytes_):
         assert more <= 2.2 * less, bytes_
     assert bytes_[-1] < 4096 * 4096 * 4, "less than a single square of scores"
+
+
+def test_segments_of_one_side_alone_are_refused():
+    q, k = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8))
+    with pytest.raises(ValueError, match="together or not at all"):
+        attention(q, k, k, query_segments_bs=jnp.ones((1, 4), jnp.int32))

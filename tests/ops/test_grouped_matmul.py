@@ -98,3 +98,11 @@ def test_a_cpu_takes_the_reference_and_a_gpu_the_ragged_product():
 
     assert "ragged_dot" in primitives("xla")
     assert "ragged_dot" not in primitives("reference")
+
+
+@every_target
+def test_fewer_rows_than_the_smallest_block(name):
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(3, P)).astype(np.float32), rng.normal(size=(2, P, Q)).astype(np.float32)
+    out = grouped_matmul(x, w, jnp.array([1, 1]), target=TARGETS[name])
+    np.testing.assert_allclose(out, [x[0] @ w[0], x[1] @ w[1], np.zeros(Q)], rtol=1e-5, atol=1e-5)

@@ -206,6 +206,24 @@ def test_each_layer_gets_its_own_error_whatever_the_layer_pattern():
             np.testing.assert_allclose(errors[group, :-1], real / real.sum() - 0.25, atol=1e-6)
 
 
+def test_metrics_stand_in_the_order_of_layers_whatever_the_layer_pattern():
+    from zaya_jax.train.step import _expert_metrics
+
+    ranges = np.arange(24.0)  # of layer l: l; twelve positions, of which the names do not sort as numbers
+    stacks = [np.stack([np.zeros(24), ranges, np.full(24, -50)], 1)[position::12] for position in range(12)]
+    balance = {f"blocks.{position}.mixture.router.balancing_bias": jnp.array(b) for position, b in enumerate(stacks)}
+    found = _expert_metrics(jnp.ones((24, 3), jnp.int32), dict(sorted(balance.items())))
+    np.testing.assert_allclose(found["bias_range"], ranges)
+
+
+def test_the_operations_are_those_of_the_device_that_the_mesh_holds(monkeypatch):
+    from zaya_jax.train.step import _ops_on
+
+    mesh = make_mesh()
+    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the mesh says it"))
+    assert _ops_on(mesh).experts.keywords["target"].platform == "cpu"
+
+
 # --- steps that are not finite ---------------------------------------------------------------------------------
 
 

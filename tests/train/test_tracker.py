@@ -3,9 +3,11 @@ import math
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.errors import InputError
 from zaya_jax.train.tracker import JsonlTracker, read_rows
 
 
@@ -98,3 +100,22 @@ def test_rows_that_a_run_drops_are_counted(tmp_path):
     for start, dropped in ((5, 0), (3, 2), (0, 3)):
         with JsonlTracker(path, start) as tracker:
             assert tracker.dropped == dropped
+
+
+@pytest.mark.parametrize(("lines", "missing"), [([], 1), ([1, 2], 3), ([2, 3], 1), ([1, 3], 2), ([1, 1, 2, 3], 2)])
+def test_a_row_missing_before_the_checkpoint_is_told_and_nothing_is_dropped(tmp_path, lines, missing):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row(step)) + "\n" for step in lines))
+    before = path.read_bytes()
+    with pytest.raises(InputError, match=rf"{path}.*step {missing} is missing or damaged"):
+        JsonlTracker(path, 3)
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_row_before_the_checkpoint_is_told(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    run(path, 0, 5)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'{"step": 2', b'{"st\xff": 2'))
+    with pytest.raises(InputError, match="step 2 is missing or damaged"):
+        JsonlTracker(path, 5)

@@ -22,6 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from zaya_jax.bench.step import bench_step, default_config
 
+        if given.overrides and not given.config:
+            raise InputError(f"{given.overrides[0]} overrides a configuration, but none is given: add --config FILE.")
         config = load_config(given.config, given.overrides) if given.config else default_config()
         bench_step(
             config, ["float32", "bfloat16"] if given.dtype == "both" else [given.dtype], given.repeats, given.output

@@ -29,13 +29,13 @@ def aside(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[C
     theirs.close()  # the other process holds it: its end is the pipe's end
 
     def ask() -> Any:
-        ours.send(None)
-        return answer()
+        return answer(ours.send)
 
-    def answer() -> Any:
+    def answer(before: Callable[[None], None] = lambda _: None) -> Any:
         try:
+            before(None)
             result = ours.recv()
-        except EOFError as error:
+        except (EOFError, OSError) as error:
             process.join()
             raise RuntimeError(f"The measured process ended with status {process.exitcode}.") from error
         if isinstance(result, Exception):

@@ -50,8 +50,8 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
     """
     if repeats < 1:
         raise InputError(f"--repeats is {repeats}, but must be at least 1.")
-    if output and not Path(output).resolve().parent.is_dir():
-        raise InputError(f"--output is {output!r}, but its folder does not exist.")
+    if output and (Path(output).is_dir() or not Path(output).resolve().parent.is_dir()):
+        raise InputError(f"--output is {output!r}, but must be a file in a folder that exists.")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
     batch, context, threads = config.train.global_batch, config.data.context, len(os.sched_getaffinity(0))
     tokens_bs = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, context + 1))
@@ -60,7 +60,8 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
         "size": f"{total_parameters(config.model):,} parameters, batch {batch} x {context}",
         "command": " ".join(["python -m zaya_jax.bench", *sys.argv[1:]]),
         "peer": "transformers ZayaForCausalLM (sdpa, default experts)",
-        "versions": {name: _version(name) for name in ("jax", "jaxlib", "flax", "torch", "transformers")},
+        "versions": {"python": platform.python_version()}
+        | {name: _version(name) for name in ("zaya-jax", "jax", "jaxlib", "flax", "torch", "transformers")},
         "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": threads,
                      "device": jax.devices()[0].device_kind},
         "results": {},
@@ -90,7 +91,7 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
 def our_step(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
     """A function that does one forward and backward pass, waits for it, and returns the loss."""
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=dtype))
-    blueprint, mesh = make_blueprint(config), make_mesh()
+    blueprint, mesh = make_blueprint(config), make_mesh(jax.devices()[:1])  # the peer has one device too
     state = jax.jit(lambda: init_state(config, blueprint))()
     gradient = jax.jit(summed_gradient(make_local_loss(config, blueprint), mesh))
     tokens = tokens_bs.astype(np.int32)[None]

@@ -57,7 +57,10 @@ def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
         norm_eps=_number(tree, "rms_norm_eps", 1e-5, where),
         init_std=_number(tree, "initializer_range", 0.02, where),
     )
-    config.check()
+    try:
+        config.check()
+    except InputError as error:
+        raise InputError(f"{where} describes no model that can be: {error}") from error
     return config
 
 

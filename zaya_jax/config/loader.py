@@ -104,6 +104,8 @@ def _parse(text: str, what: str) -> Any:
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    if "\0" in str(path):
+        raise InputError(f"The configuration {str(path)!r} can be no path: it holds a NUL character.")
     if path.resolve() in readers:
         raise InputError(f"The configuration {path} extends itself.")
     try:

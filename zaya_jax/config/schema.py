@@ -5,7 +5,9 @@ stand in its `check`, those that join sections in `Config.check`; all raise `Inp
 """
 
 import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from zaya_jax.errors import InputError
@@ -25,6 +27,16 @@ def _positive(section: str, config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
         require(value > 0, f"{section}.{name}", value, "greater than zero")
+
+
+def _path(key: str, text: str) -> None:
+    """Refuse what can be no path here: a NUL byte, a name too long, the home of a user that is not there."""
+    try:
+        os.lstat(Path(text).expanduser())
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return
+    except (OSError, ValueError, RuntimeError) as error:
+        raise InputError(f"{key} is {text!r}, which can be no path: {error}.") from error
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,8 @@ class DataConfig:
     def check(self) -> None:
         """Raise `InputError` for a context or a fraction that cannot be."""
         _positive("data", self, "context")
+        _path("data.corpus", self.corpus)
+        _path("data.cache_dir", self.cache_dir)
         require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
         require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list of at least one file suffix")
 
@@ -250,6 +264,8 @@ class SampleConfig:
         """Raise `InputError` for a value outside its range."""
         _positive("sample", self, "tokens")
         require(len(self.prompt) > 0, "sample.prompt", self.prompt, "a text of at least one character")
+        require(not any(0xD800 <= ord(c) < 0xE000 for c in self.prompt), "sample.prompt", self.prompt,
+                "a text without lone surrogates")  # fmt: skip
         require(self.temperature >= 0 and math.isfinite(self.temperature), "sample.temperature",
                 self.temperature, "at least 0 (0 takes the likeliest token)")  # fmt: skip
 
@@ -275,6 +291,7 @@ class Config:
             section.check()
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2147483648")
         require(self.run_dir != "", "run_dir", self.run_dir, "the path of a folder")
+        _path("run_dir", self.run_dir)
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context,
                 f"at most model.max_positions ({self.model.max_positions})")  # fmt: skip
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it

@@ -106,25 +106,30 @@ class Zaya(nnx.Module):
 
         Args:
           tokens_bs: int32 token ids.
-          segment_ids: int32 [b, s], the document of each token: runs of equal ids never see each other, 0
-            is padding. All one document where None.
+          segment_ids: int32 [b, s], the document of each token: tokens with other ids never see each other,
+            0 is padding. A document stands in one piece, so no id comes back later in its row. All one
+            document where None.
           positions: int32 [b, s]; counted from the start of each document where None.
           ops: how the operations are done.
           cache: where given, the tokens follow those in it (prefill and decode alike), and the output
-            holds the cache with them; a row's document goes on where the ids are equal.
+            holds the cache with them; a row's document goes on where the ids are equal. The caller sees to it
+            that `cache.length` and the new tokens together fit its capacity.
           remat: what the backward pass computes again.
 
         Returns:
           `hidden_bsd` in the compute dtype, and what goes with it.
 
         Raises:
-          InputError: the sequence, or the cache, is longer than `config.max_positions`.
+          InputError: the sequence, or the cache, is longer than `config.max_positions`, or the sequence is
+            longer than the cache.
         """
         config = self.config
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
         if longest > config.max_positions:
             raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
                              f"{config.max_positions}.")  # fmt: skip
+        if cache is not None and tokens_bs.shape[1] > cache.capacity:
+            raise InputError(f"{tokens_bs.shape[1]} tokens do not fit a cache for {cache.capacity}.")
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache)

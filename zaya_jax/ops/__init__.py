@@ -5,6 +5,7 @@ put other callables into it. Those of `LOCAL` do nothing collective.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from zaya_jax.ops.attention import attention
 from zaya_jax.ops.cca_mix import Halo, cca_mix
 from zaya_jax.ops.dispatch import dispatch_experts
 from zaya_jax.ops.norm import rms_norm
+from zaya_jax.ops.target import Target
 
 
 def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
@@ -54,3 +56,8 @@ class Ops:
 
 
 LOCAL = Ops()
+
+
+def ops_for(target: Target) -> Ops:
+    """`LOCAL`, compiled for `target` whatever the first device of the process is."""
+    return dataclasses.replace(LOCAL, experts=functools.partial(dispatch_experts, target=target))

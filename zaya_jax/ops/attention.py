@@ -49,6 +49,8 @@ def attention(
     Returns:
       [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
     """
+    if (query_segments_bs is None) != (key_segments_bt is None):
+        raise ValueError("Segments of queries and of keys are given together or not at all.")
     if query_segments_bs is None or key_segments_bt is None:
         query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
         key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)

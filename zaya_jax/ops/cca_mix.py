@@ -2,7 +2,7 @@
 
 Both convolutions run along the sequence on the `n = h + k` heads of queries and keys, with no nonlinearity
 between. Seen from a token, everything before the start of its document is u = 0, so the depthwise
-intermediate there is its bias (zaya1.md §1.3, design of masked taps); packing is exact.
+intermediate there is its bias (zaya1.md §1.3); packing is exact.
 """
 
 from typing import NamedTuple

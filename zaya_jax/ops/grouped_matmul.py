@@ -18,7 +18,7 @@ import numpy as np
 
 from zaya_jax.ops.target import Target, current_target
 
-ROW_BLOCKS = (64, 128, 192, 256)
+ROW_BLOCKS = (64, 128, 192, 256, 384)
 
 
 def grouped_matmul(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, target: Target | None = None) -> jax.Array:

@@ -1,6 +1,7 @@
-"""What the program is compiled for; a static value, so that it is part of every jit key."""
+"""What the program is compiled for: a static value, known when it is traced."""
 
 import dataclasses
+from typing import Any
 
 import jax
 
@@ -18,10 +19,14 @@ class Target:
     device_kind: str
 
 
-def current_target() -> Target:
-    """The default device of this process."""
-    device = jax.devices()[0]
+def target_of(device: Any) -> Target:
+    """What `device` is."""
     platform = device.platform
     if platform == "gpu":
         platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     return Target(platform, device.device_kind)
+
+
+def current_target() -> Target:
+    """The first device of this process: what is compiled for where nothing else is said."""
+    return target_of(jax.devices()[0])

@@ -129,7 +129,8 @@ def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepare
             if row["skipped"] >= options.max_skipped_steps:
                 raise RunStopped(
                     f"{row['skipped']} steps in a row, up to step {step}, had a loss or gradient that is not finite. "
-                    "Nothing was learned from them; try a lower learning rate or train.compute_dtype=float32."
+                    "Nothing was learned from them; try a lower learning rate or train.compute_dtype=float32 "
+                    "in a new run_dir."
                 )
 
         pending: tuple[int, Any] | None = None  # the step that may still be running
@@ -148,7 +149,10 @@ def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepare
                 settle(step, metrics, evaluate(evaluation, state, watched, mesh) if looking else None)
                 pending = None
             if looking:  # before the save: what a restart takes for done has its picture
-                plot_run(read_rows(folder / METRICS), folder / PICTURE)
+                try:
+                    plot_run(read_rows(folder / METRICS), folder / PICTURE)
+                except OSError as error:  # a picture is not worth a checkpoint
+                    report.say(f"{folder / PICTURE} cannot be written: {error}.")
             if saving:
                 tracker.sync()
                 store.save(step, state, batches, to_dict(config))

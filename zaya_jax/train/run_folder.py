@@ -41,6 +41,8 @@ def open_run(config: Config) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise InputError(f"Another process is training in {folder}; choose another run_dir or wait.") from error
+        except OSError as error:
+            raise InputError(f"run_dir is {config.run_dir!r}, which cannot be locked: {error.strerror}.") from error
         _compare(folder, config)
         yield folder
     finally:

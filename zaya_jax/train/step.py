@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from zaya_jax.config import Config
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, cast_for_compute, with_values
-from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops import LOCAL, Ops, ops_for
+from zaya_jax.ops.target import target_of
 from zaya_jax.optim.build import load_error
 from zaya_jax.optim.schedule import cosine_with_warmup
 from zaya_jax.parallel.gradient import summed, summed_gradient
@@ -40,7 +41,7 @@ def make_local_loss(
 
 
 def make_train_step(
-    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops = LOCAL
+    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """The function (state, batch) → (state, metrics).
 
@@ -51,7 +52,7 @@ def make_train_step(
     `tokens`, and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load` (over the mean),
     `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row.
     """
-    gradient = summed_gradient(make_local_loss(config, blueprint, ops), mesh)
+    gradient = summed_gradient(make_local_loss(config, blueprint, ops or _ops_on(mesh)), mesh)
     options = config.optimizer
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -88,10 +89,10 @@ def make_train_step(
 
 
 def make_evaluation_step(
-    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops = LOCAL
+    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
 ) -> Callable[[Arrays, Arrays, Batch], dict[str, jax.Array]]:
     """(params, balance, batch with leaves [sequences, context]) → summed `loss` in nats and count of `tokens`."""
-    local_loss = make_local_loss(config, blueprint, ops)
+    local_loss = make_local_loss(config, blueprint, ops or _ops_on(mesh))
 
     def sums(state: tuple[Arrays, Arrays], batch: Batch) -> dict[str, jax.Array]:
         found = local_loss(*state, batch)[1]
@@ -101,10 +102,19 @@ def make_evaluation_step(
     return lambda params, balance, batch: over_devices((params, balance), batch)
 
 
+def _ops_on(mesh: Mesh) -> Ops:
+    return ops_for(target_of(mesh.devices.flat[0]))
+
+
 def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
     """Rows of all layers, dealt out to the stacks of balancing biases: layer g·p + i is row g of stack i."""
     grouped = values_le.reshape(config.model.num_groups, len(config.model.period), -1)
-    return {name: grouped[:, int(name.split(".")[1])] for name in balance}
+    return {name: grouped[:, _stack(name)] for name in balance}
+
+
+def _stack(name: str) -> int:
+    """Which position in the layer pattern's period a leaf `blocks.<position>.…` belongs to."""
+    return int(name.split(".")[1])
 
 
 def _expert_metrics(counts_le: jax.Array, balance: Arrays) -> dict[str, Any]:
@@ -112,7 +122,8 @@ def _expert_metrics(counts_le: jax.Array, balance: Arrays) -> dict[str, Any]:
     real = counts[:, :-1]
     share = real / jnp.maximum(real.sum(-1, keepdims=True), 1.0)
     entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0.0), -1)
-    biases = jnp.concatenate([b[:, :-1] for b in balance.values()])
+    stacks = [balance[name] for name in sorted(balance, key=_stack)]
+    biases = jnp.stack(stacks, 1).reshape(real.shape[0], -1)[:, :-1]  # layer g·p + i is row g of stack i
     return {
         "load_entropy": entropy / jnp.log(max(real.shape[1], 2)),
         "max_load": share.max(-1) * real.shape[1],

@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
+from zaya_jax.errors import InputError
 from zaya_jax.train.run_folder import write_atomically
 
 
@@ -17,8 +18,18 @@ class JsonlTracker:
     """Appends rows; a run that goes on from step n first drops what stands after n (`dropped` rows)."""
 
     def __init__(self, path: Path, step: int) -> None:
+        """Open the file `path` of a run that has done `step` steps.
+
+        Raises:
+          InputError: the row of one of these steps is missing or cannot be read; the file is left as it is.
+        """
         rows = read_rows(path)
         kept = [row for row in rows if row["step"] <= step]
+        for expected in range(1, step + 1):
+            if expected > len(kept) or kept[expected - 1]["step"] != expected:
+                raise InputError(f"{path} should hold a row for each of the {step} steps of the newest checkpoint, but "
+                                 f"that of step {expected} is missing or damaged. Bring the file back, or choose "
+                                 "another run_dir.")  # fmt: skip
         self.dropped = len(rows) - len(kept)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
@@ -50,13 +61,16 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """All whole rows; a last one cut off by a kill is left out."""
+    """The rows up to the first that is cut off (by a kill) or damaged."""
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             break
+        if not isinstance(row, dict) or "step" not in row:
+            break
+        rows.append(row)
     return rows
