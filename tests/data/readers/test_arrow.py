@@ -1,0 +1,100 @@
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.data.readers.arrow import count_pieces, read_arrow
+from zaya_jax.data.readers.inputs import list_units
+from zaya_jax.data.readers.unit import Unit
+from zaya_jax.errors import InputError
+
+texts = st.one_of(st.none(), st.text(st.characters(exclude_categories=["Cs"])))
+
+
+def whole(path):
+    return Unit("arrow", (str(path),), 0, count_pieces(str(path)), path.stat().st_size)
+
+
+@given(
+    batches=st.lists(st.lists(texts, max_size=6), min_size=1, max_size=6),
+    stream=st.booleans(),
+    compression=st.sampled_from([None, "lz4", "zstd"]),
+    unit_bytes=st.integers(1, 3000),
+)
+def test_units_of_any_size_give_every_row_once_in_order(
+    tmp_path_factory, read_all, write_arrow, batches, stream, compression, unit_bytes
+):
+    path = tmp_path_factory.mktemp("arrow") / "a.arrow"
+    write_arrow(path, batches, stream=stream, compression=compression)
+    units = list_units([path], unit_bytes=unit_bytes)
+    assert sum(unit.bytes for unit in units) == path.stat().st_size
+    assert not stream or len(units) == 1
+    rows = list(enumerate((text for batch in batches for text in batch), 1))
+    good = [(n, text) for n, text in rows if text and not text.isspace()]
+    bad = [(n, "empty") for n, text in rows if not text or text.isspace()]
+    assert read_all(units) == (good, bad)
+
+
+def test_a_file_is_cut_by_batches_and_a_stream_is_not(tmp_path, write_arrow):
+    batches = [[f"{i}", f"{i}b"] for i in range(6)]
+    file, stream = (write_arrow(tmp_path / f"{s}.arrow", batches, stream=s) for s in (False, True))
+    assert [(u.start, u.stop) for u in list_units([file], unit_bytes=-(-file.stat().st_size // 3))] == [
+        (0, 2),
+        (2, 4),
+        (4, 6),
+    ]
+    assert [(u.start, u.stop) for u in list_units([stream], unit_bytes=1)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, write_arrow, stream):
+    chats = [[{"role": "user", "content": f"hi {i}"}] for i in range(100)]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    path = write_arrow(tmp_path / "a.arrow", [chats[:30], chats[30:]], stream=stream, kind=kind)
+    found = list(read_arrow(whole(path), "text"))
+    assert [document.value for document in found] == chats
+    assert sum(document.bytes for document in found) == pytest.approx(path.stat().st_size, abs=1000)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, write_arrow, stream):
+    path = write_arrow(tmp_path / "a.arrow", [["one", "caf_", "three"]], stream=stream)
+    path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\xe9"))
+    one, bad, three = read_arrow(whole(path), "text")
+    assert (one.value, three.value) == ("one", "three")
+    assert (bad.line, bad.reason) == (2, "not UTF-8")
+
+
+def test_a_missing_column_is_told_with_those_there_are(tmp_path, write_arrow):
+    path = write_arrow(tmp_path / "a.arrow", [["one"]])
+    with pytest.raises(InputError, match=r"a\.arrow has no column 'body'; its columns are 'id', 'text'\."):
+        list(read_arrow(whole(path), "body"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_damage_is_told_with_the_name_of_the_file(tmp_path, write_arrow, stream):
+    path = write_arrow(tmp_path / "a.arrow", [["one " * 999, "two"], ["three"]], stream=stream)
+    unit, data = whole(path), path.read_bytes()
+    for content in (data[: len(data) // 2], data[:100], b"nonsense and more", b""):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
+            list(read_arrow(unit, "text"))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_offsets_that_point_outside_are_damage(tmp_path, write_arrow, stream):
+    path = write_arrow(tmp_path / "a.arrow", [["a" * 1000, "b" * 1001, "c"]], stream=stream)
+    data = path.read_bytes()
+    offset = (2001).to_bytes(4, "little") + (2002).to_bytes(4, "little")
+    assert data.count(offset) == 1
+    path.write_bytes(data.replace(offset, (2**30).to_bytes(4, "little") + (2002).to_bytes(4, "little")))
+    with pytest.raises(InputError, match=r"The Arrow file .*a\.arrow cannot be read: .+"):
+        list(read_arrow(whole(path), "text"))
+
+
+def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path, write_arrow):
+    path = write_arrow(tmp_path / "a.arrow", [["one"]] * 3, stream=False)
+    unit = whole(path)
+    write_arrow(path, [["one"]], stream=False)
+    with pytest.raises(InputError, match="has 1 record batches, fewer than the 3 it had"):
+        list(read_arrow(unit, "text"))

@@ -1,0 +1,73 @@
+import datetime
+
+import pyarrow as pa
+import pytest
+
+from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.unit import Document, FirstLine
+from zaya_jax.errors import InputError
+
+
+def rows(array, **values):
+    given = {"file": "f", "field": "text", "size": 100, "nth": 5, "first": FirstLine(11), **values}
+    return list(column_documents(array, **given))
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string())]
+)
+def test_texts_of_every_kind_are_documents_and_nulls_are_bad(kind):
+    check_column("f", pa.schema([("text", kind)]), "text")
+    texts = [f"text {i}" for i in range(200)]
+    array = pa.array([*texts, None, " ", *texts], pa.string()).cast(kind)
+    found = rows(array)
+    assert [d.value for d in found if isinstance(d, Document)] == [*texts, *texts]
+    assert [(b.line, b.reason) for b in found if not isinstance(b, Document)] == [(216, "empty"), (217, "empty")]
+    assert [d.line for d in found] == list(range(16, 16 + 402))
+    assert [d.line for d in rows(array[100:300])] == list(range(16, 216))
+
+
+def test_lists_of_structs_become_lists_of_dicts():
+    chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}], [], None]
+    kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+    for each in (kind, pa.large_list(kind.value_type)):
+        check_column("f", pa.schema([("text", each)]), "text")
+        good, *bad = rows(pa.array(chats, each))
+        assert good.value == chats[0]
+        assert [b.reason for b in bad] == ["empty", "empty"]
+
+
+def test_bytes_add_up_to_those_of_the_array():
+    assert sum(d.bytes for d in rows(pa.array(["a"] * 77))) == 100
+
+
+def test_a_text_that_is_not_utf8_is_bad_alone():
+    data = pa.array([b"one", b"caf\xe9", b"three"], pa.binary())
+    one, bad, three = rows(data.view(pa.string()))
+    assert (one.value, three.value) == ("one", "three")
+    assert (bad.line, bad.reason) == (17, "not UTF-8")
+
+
+def test_a_value_that_python_cannot_hold_is_bad_alone():
+    times = pa.array([0, 2**62], pa.int64()).view(pa.timestamp("s"))
+    lists = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), times)
+    good, bad = rows(lists)
+    assert good.value == [datetime.datetime(1970, 1, 1)]
+    assert (bad.line, bad.reason) == (17, "wrong type")
+
+
+def test_a_missing_column_is_told_with_those_there_are():
+    schema = pa.schema([("id", pa.int64()), ("body", pa.string())])
+    with pytest.raises(InputError, match=r"The file f has no column 'text'; its columns are 'id', 'body'\."):
+        check_column("f", schema, "text")
+    assert check_column("f", schema, "body") == 1
+    with pytest.raises(InputError, match=r"The file f has several columns 'a'"):
+        check_column("f", pa.schema([("a", pa.string()), ("a", pa.string())]), "a")
+
+
+@pytest.mark.parametrize(
+    "kind", [pa.int64(), pa.binary(), pa.struct([("a", pa.string())]), pa.map_(pa.string(), pa.string())]
+)
+def test_a_column_that_can_hold_no_document_is_refused_at_once(kind):
+    with pytest.raises(InputError, match=r"The column 'text' of the file f is of type .*, where text and lists are"):
+        check_column("f", pa.schema([("text", kind)]), "text")

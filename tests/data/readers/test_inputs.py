@@ -1,0 +1,187 @@
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from zaya_jax.data.readers.inputs import list_units
+from zaya_jax.data.readers.unit import Unit
+from zaya_jax.errors import InputError
+
+MIB = 2**20
+
+
+def touch(path: Path, content: bytes = b'{"text": "a"}\n') -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def sparse(path: Path, size: int) -> Path:
+    with path.open("wb") as file:
+        file.truncate(size)
+    return path
+
+
+def names(units, root):
+    return [str(Path(file).relative_to(root)) for unit in units for file in unit.files]
+
+
+def test_a_folder_is_walked_in_order_and_what_is_hidden_or_unknown_is_left_out(tmp_path, write_megatron):
+    wanted = ["a.jsonl", "b/1.jsonl.gz", "b/2.ndjson.zst", "b/c/x.txt", "b.ndjson", "d.txt"]
+    for name in [*reversed(wanted), ".hidden.jsonl", ".git/a.txt", "README.md", "b/.a.txt", "_SUCCESS"]:
+        touch(tmp_path / name)
+    write_megatron(tmp_path / "e", [[[1]]])
+    (tmp_path / "link").symlink_to(tmp_path / "b")
+    (tmp_path / "z.txt").symlink_to(tmp_path / "README.md")
+    assert names(list_units([tmp_path]), tmp_path) == [*wanted, "e.bin", "z.txt"]
+    assert names(list_units([tmp_path], suffixes=()), tmp_path) == [
+        name for name in [*wanted, "e.bin"] if not name.endswith(".txt")
+    ]
+
+
+def test_inputs_keep_their_order_and_are_paths_or_strings(tmp_path):
+    files = [touch(tmp_path / name) for name in ("b.jsonl", "a.jsonl", "c/x.jsonl")]
+    assert names(list_units([files[0], str(files[1]), tmp_path / "c"]), tmp_path) == ["b.jsonl", "a.jsonl", "c/x.jsonl"]
+
+
+def test_jsonl_is_cut_at_multiples_of_the_unit(tmp_path):
+    path = touch(tmp_path / "a.jsonl", b"x" * 25)
+    assert list_units([path], unit_bytes=10) == [
+        Unit("jsonl", (str(path),), start, stop, stop - start) for start, stop in ((0, 10), (10, 20), (20, 25))
+    ]
+
+
+def test_texts_fill_units_and_what_lies_between_ends_one(tmp_path):
+    for name, size in (
+        ("a.txt", 4),
+        ("b.txt", 6),
+        ("c.txt", 1),
+        ("d.txt", 99),
+        ("e.txt", 0),
+        ("g.txt", 1),
+        ("h.txt", 1),
+    ):
+        touch(tmp_path / name, b"x" * size)
+    touch(tmp_path / "f.jsonl", b"x" * 3)
+    units = list_units([tmp_path], unit_bytes=10)
+    assert [names([unit], tmp_path) for unit in units] == [
+        ["a.txt", "b.txt"], ["c.txt"], ["d.txt"], ["e.txt"], ["f.jsonl"], ["g.txt", "h.txt"]
+    ]  # fmt: skip
+    assert [(unit.start, unit.stop, unit.bytes) for unit in units] == [
+        (0, 2, 10), (0, 1, 1), (0, 1, 99), (0, 1, 0), (0, 3, 3), (0, 2, 2)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sizes", "largest"),
+    [([20 * MIB], 2 * MIB), ([3 * 2**32, 2**32], 2**34 // 512), ([2**41], 2**30)],
+)
+def test_a_unit_is_a_512th_of_all_input_within_limits(tmp_path, sizes, largest):
+    files = [sparse(tmp_path / f"{i}.jsonl", size) for i, size in enumerate(sizes)]
+    units = list_units(files)
+    assert max(unit.bytes for unit in units) == largest
+    assert sum(unit.bytes for unit in units) == sum(sizes)
+
+
+def test_row_groups_are_shared_out_evenly(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"{i}" for i in range(10)]}), path, row_group_size=1)
+    size = path.stat().st_size
+    assert [(u.start, u.stop) for u in list_units([path], unit_bytes=size // 4 + 1)] == [
+        (0, 2),
+        (2, 5),
+        (5, 7),
+        (7, 10),
+    ]
+    assert len(list_units([path], unit_bytes=1)) == 10
+    assert len(list_units([path])) == 1
+
+
+def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path, write_megatron):
+    path = write_megatron(tmp_path / "v1.2_document", [[[1]]])
+    for given in (path, tmp_path / "v1.2_document.idx", tmp_path / "v1.2_document"):
+        assert list_units([given]) == [Unit("megatron", (str(path),), 0, 1, 2)]
+    for given in (path, tmp_path / "v1.2_document"):
+        with pytest.raises(InputError, match="is given twice"):
+            list_units([given, tmp_path / "v1.2_document.idx"])
+    (tmp_path / "v1.2_document.idx").unlink()
+    for given in (path, tmp_path):
+        with pytest.raises(InputError, match=r"needs .*v1\.2_document\.idx beside it, which is missing"):
+            list_units([given])
+
+
+def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, write_saved, write_arrow, read_all):
+    for split in ("test", "train"):
+        folder = write_saved(tmp_path / "d" / split, [[[f"{split} 1"], [f"{split} 2"]], [[f"{split} 3"]]])
+        write_arrow(folder / "cache-0.arrow", [["cached"]])
+    (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    touch(tmp_path / "d" / "README.txt")
+    for given, splits in (("d", ["train", "test"]), (".", ["train", "test"]), ("d/test", ["test"])):
+        documents, bad = read_all(list_units([tmp_path / given]))
+        assert [text for _, text in documents] == [f"{split} {i}" for split in splits for i in (1, 2, 3)]
+        assert not bad
+    (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
+    with pytest.raises(InputError, match=r"data-00001-of-00002\.arrow cannot be read: No such file"):
+        list_units([tmp_path])
+
+
+def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
+    touch(tmp_path / "a.jsonl")
+    touch(tmp_path / "empty.jsonl", b"")
+    assert names(list_units([tmp_path]), tmp_path) == ["a.jsonl"]
+    touch(tmp_path / "b.parquet", b"")
+    with pytest.raises(InputError, match=r"b\.parquet cannot be read"):
+        list_units([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["gone.jsonl"], r"gone\.jsonl cannot be read: No such file"),
+        (["gone.xyz"], r"gone\.xyz cannot be read: No such file"),
+        (["a.jsonl/b"], "Not a directory"),
+        (["x" * 300], "File name too long"),
+        (
+            ["code.xyz"],
+            r"code\.xyz is unknown; known are \.jsonl, \.jsonl\.gz, .*\.zst, \.parquet, \.arrow, \.bin, \.txt",
+        ),
+        (["empty.jsonl"], r"empty\.jsonl is empty"),
+        (["empty.txt"], r"empty\.txt is empty"),
+        (["none"], r"none holds no file .* known are"),
+        (["hollow"], r"hollow holds no file"),
+        (["broken"], r"away\.jsonl cannot be read: No such file"),
+        (["pipe.jsonl"], r"pipe\.jsonl is neither a file nor a folder"),
+        (["a.jsonl", "./none/../a.jsonl"], r"a\.jsonl is given twice"),
+        (["a.jsonl", "folder", "folder/b.jsonl"], r"b\.jsonl is given twice"),
+        (["rows.parquet"], r"hold no document: .*rows\.parquet"),
+        ([], "must be a list of at least one"),
+    ],
+)
+def test_what_cannot_be_used_is_named(tmp_path, given, message):
+    for name in ("a.jsonl", "code.xyz", "none/code.xyz", "folder/b.jsonl"):
+        touch(tmp_path / name)
+    for name in ("empty.jsonl", "empty.txt", "hollow/empty.jsonl"):
+        touch(tmp_path / name, b"")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken/away.jsonl").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
+    with pytest.raises(InputError, match=message):
+        list_units([f"{tmp_path}/{name}" for name in given])
+
+
+def test_what_permissions_forbid_is_named(tmp_path, monkeypatch):
+    path = touch(tmp_path / "a.jsonl")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read anything
+    with pytest.raises(InputError, match=r"a\.jsonl cannot be read: its permissions forbid it"):
+        list_units([path])
+
+
+def test_one_path_in_place_of_a_list_and_units_of_nothing_are_refused(tmp_path):
+    path = touch(tmp_path / "a.jsonl")
+    with pytest.raises(InputError, match="must be a list"):
+        list_units(str(path))
+    with pytest.raises(InputError, match="unit_bytes is 0, but must be at least 1"):
+        list_units([path], unit_bytes=0)

@@ -1,0 +1,46 @@
+import json
+
+import pytest
+
+from zaya_jax.data.readers.saved import saved_files
+from zaya_jax.errors import InputError
+
+
+def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path, write_saved, write_arrow):
+    folder = write_saved(tmp_path / "saved", [[["a"]], [["b"]], [["c"]]])
+    write_arrow(folder / "cache-0123.arrow", [["cached"]])
+    names = [f"data-0000{i}-of-00003.arrow" for i in (2, 0, 1)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    assert saved_files(folder) == [folder / name for name in names]
+
+
+def test_splits_come_in_the_order_of_the_dict(tmp_path, write_saved):
+    for split in ("test", "train"):
+        write_saved(tmp_path / split, [[[split]]])
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    name = "data-00000-of-00001.arrow"
+    assert saved_files(tmp_path) == [tmp_path / "train" / name, tmp_path / "test" / name]
+
+
+def test_other_folders_are_none(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    assert saved_files(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("state.json", "{", r"state\.json .* is not JSON"),
+        ("state.json", "[" * 100_000, r"state\.json .* is not JSON"),
+        ("state.json", "[]", r"state\.json .* must be an object with a list '_data_files'"),
+        ("state.json", '{"_data_files": ["a.arrow"]}', r"state\.json .* must list names"),
+        ("state.json", '{"_data_files": [{"filename": 3}]}', r"must list names, but lists \[3\]"),
+        ("dataset_dict.json", '{"splits": "train"}', r"dataset_dict\.json .* with a list 'splits'"),
+        ("dataset_dict.json", '{"splits": ["train"]}', r"train/state\.json .* cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_understood_is_named(tmp_path, write_saved, name, content, message):
+    write_saved(tmp_path, [[["a"]]])
+    (tmp_path / name).write_text(content)
+    with pytest.raises(InputError, match=message):
+        saved_files(tmp_path)

@@ -1,0 +1,123 @@
+"""Arrow's IPC formats, memory-mapped: the stream, which `datasets` writes, and the file, which can be split.
+
+A stream has no index of its batches, so it is one unit; `datasets` cuts shards of 500 MB.
+"""
+
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+
+import pyarrow as pa
+
+from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
+from zaya_jax.errors import InputError
+
+_FILE_MAGIC = b"ARROW1"  # a stream begins with the length of its schema
+
+
+def count_pieces(file: str) -> int:
+    """How many pieces the file can be cut into: its record batches, or 1 for a stream.
+
+    Raises:
+      InputError: the file cannot be read or is damaged.
+    """
+    with closing(_map(file)) as source:
+        reader = _reader(file, source)
+        return reader.num_record_batches if isinstance(reader, pa.RecordBatchFileReader) else 1
+
+
+def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
+    """The rows of the unit's record batches; a null is `Bad`.
+
+    Args:
+      unit: a range of record batches, or a stream.
+      field: the column.
+
+    Raises:
+      InputError: the file cannot be read, is damaged, has fewer batches than it had, or has no such column.
+    """
+    [file] = unit.files
+    with closing(_map(file)) as source:
+        index = check_column(file, _reader(file, source).schema, field)
+        reader = _reader(file, source, index)
+        first, nth = FirstLine(), 0
+        if isinstance(reader, pa.RecordBatchFileReader):
+            if reader.num_record_batches < unit.stop:
+                raise InputError(
+                    f"The file {file} has {reader.num_record_batches} record batches, fewer than the {unit.stop} "
+                    "it had; do not change it meanwhile."
+                )
+            first = FirstLine(partial(_row_number, file, index, unit.start)) if unit.start else first
+            arrays = _file_arrays(reader, unit)
+        else:
+            arrays = _stream_arrays(reader, source, unit)
+        for array, size in _checked(file, arrays):
+            yield from column_documents(array, file=file, field=field, size=size, nth=nth, first=first)
+            nth += len(array)
+
+
+def _map(file: str) -> pa.MemoryMappedFile:
+    try:
+        return pa.memory_map(file)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _reader(
+    file: str, source: pa.MemoryMappedFile, index: int | None = None
+) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
+    """A reader of one column or, without `index`, of all."""
+    options = pa.ipc.IpcReadOptions(included_fields=[] if index is None else [index], use_threads=False)
+    try:
+        source.seek(0)
+        is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+        source.seek(0)
+        return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _file_arrays(reader: pa.RecordBatchFileReader, unit: Unit) -> Iterator[tuple[pa.Array, int]]:
+    count = unit.stop - unit.start
+    for i in range(count):
+        yield reader.get_batch(unit.start + i).column(0), part(unit.bytes, count, i, i + 1)
+
+
+def _stream_arrays(
+    reader: pa.RecordBatchStreamReader, source: pa.MemoryMappedFile, unit: Unit
+) -> Iterator[tuple[pa.Array, int]]:
+    before = 0
+    for batch in reader:
+        position = min(source.tell(), unit.bytes)
+        yield batch.column(0), position - before
+        before = position
+
+
+def _checked(file: str, arrays: Iterator[tuple[pa.Array, int]]) -> Iterator[tuple[pa.Array, int]]:
+    """The arrays, each with offsets that lie inside it: what is memory-mapped nobody has looked at."""
+    try:
+        for array, size in arrays:
+            try:
+                array.validate(full=True)
+            except pa.ArrowInvalid as error:
+                if "UTF8" not in str(error):  # that is told row by row
+                    raise
+            yield array, size
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _row_number(file: str, index: int, batch: int) -> int:
+    """The number of a record batch's first row, counted from 1."""
+    with closing(_map(file)) as source:
+        reader = _reader(file, source, index)
+        try:
+            return 1 + sum(reader.get_batch(i).num_rows for i in range(batch))
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: str, error: Exception) -> InputError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
+    return InputError(f"The Arrow file {file} cannot be read: {why}.")

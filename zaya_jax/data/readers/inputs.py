@@ -1,0 +1,188 @@
+"""From files and folders to units of work, the same on every machine."""
+
+import itertools
+import os
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from zaya_jax.data.readers.jsonl import COMPRESSED
+from zaya_jax.data.readers.megatron import index_path, open_index
+from zaya_jax.data.readers.saved import saved_files
+from zaya_jax.data.readers.unit import Format, Unit, part
+from zaya_jax.errors import InputError
+
+ENDINGS: dict[str, Format] = {
+    **{lines + packed: "jsonl" for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED)},
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".bin": "megatron",
+}
+_LEAST_UNIT, _MOST_UNIT, _UNITS = 2 * 2**20, 2**30, 512
+
+
+class _File(NamedTuple):
+    format: Format
+    path: str
+    bytes: int
+
+
+def list_units(
+    inputs: Sequence[str | Path], *, suffixes: tuple[str, ...] = (".txt",), unit_bytes: int | None = None
+) -> list[Unit]:
+    """Cut the inputs into units of work.
+
+    The result depends on nothing but the arguments and the files. Units come in the order of the inputs.
+
+    Args:
+      inputs: files; Megatron datasets by their `.bin`, their `.idx` or what both begin with; folders that
+        `datasets.save_to_disk` wrote; and other folders, of which every file with a known ending is taken, sorted,
+        folders below them included, but hidden files and links to folders left out.
+      suffixes: endings of text files, beside those of `ENDINGS`.
+      unit_bytes: size of a unit; by default a 512th of the input, at least 2 MiB and at most 1 GiB. A compressed
+        file, an Arrow stream, a row group, a text and a Megatron document are never cut.
+
+    Raises:
+      InputError: an input is missing, cannot be read, is empty or given twice, has an unknown ending, or is a
+        folder with nothing to read; or `unit_bytes` is not positive.
+    """
+    if unit_bytes is not None and unit_bytes < 1:
+        raise InputError(f"unit_bytes is {unit_bytes}, but must be at least 1.")
+    if isinstance(inputs, str | Path) or not inputs:
+        raise InputError(f"The inputs are {inputs!r}, but must be a list of at least one file or folder.")
+    files = [file for given in inputs for file in _find(Path(given).expanduser(), suffixes)]
+    _check_distinct(files)
+    if unit_bytes is None:
+        unit_bytes = max(_LEAST_UNIT, min(_MOST_UNIT, sum(file.bytes for file in files) // _UNITS))
+    units = list(_units(files, unit_bytes))
+    if not units:
+        raise InputError(f"The inputs hold no document: {', '.join(map(str, inputs))}.")
+    return units
+
+
+def _find(path: Path, suffixes: tuple[str, ...]) -> list[_File]:
+    if os.path.isdir(path):
+        files = list(_walk(path, suffixes))
+        if not any(file.bytes for file in files):
+            raise InputError(
+                f"The folder {path} holds no file that can be read and is not empty; known are {_known(suffixes)}."
+            )
+        return files
+    if path.name.endswith(".idx"):
+        path = path.with_name(path.name.removesuffix(".idx") + ".bin")
+    elif not os.path.exists(path) and any(os.path.exists(f"{path}{end}") for end in (".bin", ".idx")):
+        path = path.with_name(path.name + ".bin")
+    # A missing file is told as missing, whatever its ending.
+    kind = _format(path.name, suffixes)
+    file = _file(path, kind or "text")
+    if kind is None:
+        raise InputError(f"The ending of the file {path} is unknown; known are {_known(suffixes)}.")
+    if not file.bytes:
+        raise InputError(f"The file {path} is empty; leave it out.")
+    return [file]
+
+
+def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[_File]:
+    saved = saved_files(folder)
+    if saved is not None:
+        yield from (_file(path, "arrow") for path in saved)
+        return
+    try:
+        with os.scandir(folder) as scan:
+            entries = sorted(scan, key=lambda entry: entry.name)
+    except OSError as error:
+        raise InputError(f"The folder {folder} cannot be listed: {error.strerror}.") from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        kind = _format(entry.name, suffixes)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(Path(entry.path), suffixes)
+        elif kind and not (entry.is_symlink() and os.path.isdir(entry.path)):
+            yield _file(Path(entry.path), kind)
+
+
+def _format(name: str, suffixes: tuple[str, ...]) -> Format | None:
+    for ending, kind in ENDINGS.items():
+        if name.endswith(ending):
+            return kind
+    return "text" if name.endswith(suffixes) else None
+
+
+def _known(suffixes: tuple[str, ...]) -> str:
+    return ", ".join([*ENDINGS, *suffixes])
+
+
+def _file(path: Path, kind: Format) -> _File:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise InputError(f"The input {path} cannot be read: {error.strerror}.") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise InputError(f"The input {path} is neither a file nor a folder.")
+    if not os.access(path, os.R_OK):
+        raise InputError(f"The input {path} cannot be read: its permissions forbid it.")
+    if kind == "megatron" and not os.path.exists(index := index_path(str(path))):
+        raise InputError(f"The Megatron file {path} needs {index} beside it, which is missing.")
+    return _File(kind, str(path), status.st_size)
+
+
+def _check_distinct(files: Sequence[_File]) -> None:
+    seen = set()
+    for file in files:
+        path = os.path.abspath(file.path)
+        if path in seen:
+            raise InputError(f"The file {file.path} is given twice; give each file or a folder that holds it, once.")
+        seen.add(path)
+
+
+def _units(files: Sequence[_File], unit_bytes: int) -> Iterator[Unit]:
+    for is_text, run in itertools.groupby(files, lambda file: file.format == "text"):
+        if is_text:
+            yield from _text_units(run, unit_bytes)
+        else:
+            for file in run:
+                yield from _file_units(file, unit_bytes)
+
+
+def _text_units(files: Iterable[_File], unit_bytes: int) -> Iterator[Unit]:
+    paths: list[str] = []
+    size = 0
+    for file in files:
+        if paths and size + file.bytes > unit_bytes:
+            yield Unit("text", tuple(paths), 0, len(paths), size)
+            paths, size = [], 0
+        paths.append(file.path)
+        size += file.bytes
+    yield Unit("text", tuple(paths), 0, len(paths), size)
+
+
+def _file_units(file: _File, unit_bytes: int) -> Iterator[Unit]:
+    if file.format == "jsonl" and not file.path.endswith(COMPRESSED):
+        for start in range(0, file.bytes, unit_bytes):
+            stop = min(start + unit_bytes, file.bytes)
+            yield Unit("jsonl", (file.path,), start, stop, stop - start)
+        return
+    pieces = _pieces(file)
+    count = min(pieces, -(-file.bytes // unit_bytes))  # of about equal size, as row groups and batches are
+    for i in range(count):
+        start, stop = pieces * i // count, pieces * (i + 1) // count
+        yield Unit(file.format, (file.path,), start, stop, part(file.bytes, count, i, i + 1))
+
+
+def _pieces(file: _File) -> int:
+    """Into how many the file can be cut."""
+    match file.format:
+        case "parquet":
+            from zaya_jax.data.readers.parquet import count_row_groups
+
+            return count_row_groups(file.path)
+        case "arrow":
+            from zaya_jax.data.readers.arrow import count_pieces
+
+            return count_pieces(file.path)
+        case "megatron":
+            return open_index(file.path).documents
+        case _:
+            return 1

@@ -1,0 +1,175 @@
+"""JSONL: one JSON object a line, plain or compressed.
+
+Lines are read one at a time, so memory holds a line and not the file. A line ends at a newline byte and nowhere else;
+carriage returns before it are white space to JSON. Blank lines are left out in silence: only the one after the last
+newline is usual, but every tool skips the others too. Numbers may be NaN and Infinity, as Python's json has it.
+"""
+
+import gzip
+import io
+import json
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import IO, Any
+
+from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Reason, Unit, Value
+from zaya_jax.data.readers.values import is_document, refuse
+from zaya_jax.errors import InputError
+
+COMPRESSED = (".gz", ".zst")
+LONGEST_LINE = 2**30  # bytes; more is no JSONL, and would be held in memory whole
+
+_READ_AT_ONCE = 2**20  # bytes
+_COUNTED = 64 * 2**20  # bytes before a unit that are read to number its first line
+
+
+def read_jsonl(unit: Unit, field: str) -> Iterator[Document | Bad]:
+    """What the field holds in each line that starts in the unit.
+
+    Lines are numbered from the file's start; far into a file, where to count them would be to read it all for every
+    unit with a bad line, from the byte that is named beside the file.
+
+    Args:
+      unit: a range of bytes of a plain file, or a compressed file as a whole.
+      field: the key of each object.
+
+    Raises:
+      InputError: the file cannot be read, is damaged, is shorter than it was, or has a line of over 1 GiB.
+    """
+    [file] = unit.files
+    if file.endswith(COMPRESSED):
+        yield from _documents(file, field, _compressed_lines(file), FirstLine())
+        return
+    start = _first_start(unit)
+    lines = _plain_lines(file, start, unit.stop)
+    if start > _COUNTED:
+        yield from _documents(f"{file}[from byte {start}]", field, lines, FirstLine())
+    else:
+        first = FirstLine(partial(_line_number, file, start)) if start else FirstLine()
+        yield from _documents(file, field, lines, first)
+
+
+def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Document | Bad]:
+    for nth, (line, size) in enumerate(lines):
+        if not line or line.isspace():
+            continue
+        value, bad = _parse(line, field)
+        if bad is None:
+            yield Document(value, file, size, nth, first)
+        else:
+            yield Bad(file, first.number + nth, *bad)
+
+
+def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
+    """The field's value, and why it cannot be used if it cannot."""
+    try:
+        tree = json.loads(line.decode("utf-8"))
+        if rb"\u" in line and isinstance(tree, dict):  # only an escape can make half of a surrogate pair
+            json.dumps(tree.get(field), ensure_ascii=False).encode("utf-8")
+    except UnicodeDecodeError as error:
+        return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded")
+    except UnicodeEncodeError:
+        return "", ("not UTF-8", f"{field!r} has an escape that is half of a surrogate pair")
+    except RecursionError:
+        return "", ("invalid JSON", "it is nested too deeply")
+    except ValueError as error:  # bad syntax, or a number of thousands of digits
+        return "", ("invalid JSON", str(error))
+    if not isinstance(tree, dict):
+        return "", ("wrong type", f"the line is of type {type(tree).__name__}, where an object is allowed")
+    if field not in tree:
+        return "", ("no field", f"the object has no key {field!r}")
+    value = tree[field]
+    if not is_document(value):
+        return "", refuse(value, field)
+    return value, None
+
+
+def _first_start(unit: Unit) -> int:
+    """Where the first line that starts in the unit does, or the unit's end where none does."""
+    [file] = unit.files
+    try:
+        with open(file, "rb") as stream:
+            size = stream.seek(0, io.SEEK_END)
+            if size < unit.stop:
+                raise InputError(
+                    f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change it meanwhile."
+                )
+            if unit.start == 0:
+                return 0
+            position = stream.seek(unit.start - 1)  # a newline here ends the line before the unit
+            while tail := stream.readline(min(_READ_AT_ONCE, unit.stop - 1 - position)):
+                position += len(tail)
+                if tail.endswith(b"\n"):
+                    return position
+            return unit.stop
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
+    """Lines that start in a range of bytes, each with its size in the file."""
+    with _open(file) as stream:
+        position = stream.seek(start)
+        while position < stop and (line := _read_line(stream, file)):
+            yield line if position else line.removeprefix(BOM_UTF8), len(line)
+            position += len(line)
+
+
+def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
+    """Lines of a compressed file, each with the bytes of the file that were read for it."""
+    with ExitStack() as stack:
+        raw = stack.enter_context(_open(file, buffering=0))
+        stream = stack.enter_context(closing(_decompress(file, raw)))
+        position = 0
+        while line := _read_line(stream, file):
+            before, position = position, raw.tell()
+            yield line if before else line.removeprefix(BOM_UTF8), position - before
+
+
+def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
+    if file.endswith(".gz"):
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _READ_AT_ONCE)
+    import pyarrow as pa
+
+    stream: Any = pa.CompressedInputStream(raw, "zstd")  # has what BufferedReader asks of a RawIOBase
+    return io.BufferedReader(stream, _READ_AT_ONCE)
+
+
+def _open(file: str, buffering: int = _READ_AT_ONCE) -> IO[bytes]:
+    try:
+        return open(file, "rb", buffering=buffering)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+
+
+def _read_line(stream: IO[bytes], file: str, longest: int = LONGEST_LINE) -> bytes:
+    try:
+        line = stream.readline(longest + 1)
+    except (OSError, EOFError, zlib.error) as error:  # the compressed end too early or hold nonsense
+        raise _unreadable(file, error) from error
+    if len(line) > longest:
+        raise InputError(
+            f"The file {file} has a line of more than {longest} bytes; write JSONL, which has one document a line."
+        )
+    return line
+
+
+def _line_number(file: str, position: int) -> int:
+    """The number of the line that starts there, counted from 1."""
+    number = 1
+    with _open(file) as stream:
+        try:
+            while position > 0 and (block := stream.read(min(_READ_AT_ONCE, position))):
+                number += block.count(b"\n")
+                position -= len(block)
+        except OSError as error:
+            raise _unreadable(file, error) from error
+    return number
+
+
+def _unreadable(file: str, error: Exception) -> InputError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
+    return InputError(f"The file {file} cannot be read: {why}.")

@@ -1,0 +1,156 @@
+r"""Megatron-LM's indexed datasets: token ids in a `.bin`, where each document lies in the `.idx` beside it.
+
+The layout is that of `megatron/core/datasets/indexed_dataset.py`; all of it is little-endian:
+
+    9 bytes  b"MMIDIDX\x00\x00"
+    uint64   version, 1
+    uint8    code of the tokens' dtype
+    uint64   number of sequences
+    uint64   number of document indices, one more than there are documents
+    int32    length of each sequence, in tokens
+    int64    where each sequence begins in the `.bin`, in bytes
+    int64    document indices: document i is sequences indices[i] to indices[i + 1]
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit
+from zaya_jax.errors import InputError
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")
+_DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+
+
+class Index(NamedTuple):
+    """What the header of an `.idx` says, checked against the sizes of both files.
+
+    Attributes:
+      file: path of the `.idx`.
+      dtype: of a token; an integer.
+      sequences: how many there are.
+      documents: how many there are.
+      bin_bytes: size of the `.bin`.
+    """
+
+    file: str
+    dtype: np.dtype
+    sequences: int
+    documents: int
+    bin_bytes: int
+
+
+def index_path(file: str) -> str:
+    """The `.idx` that belongs to a `.bin`."""
+    return file.removesuffix(".bin") + ".idx"
+
+
+def open_index(file: str) -> Index:
+    """Read and check the index's header.
+
+    Args:
+      file: path of the `.bin`.
+
+    Raises:
+      InputError: a file cannot be read, the `.idx` is no such index or its size does not fit its header, or the
+        tokens are not integers.
+    """
+    path = index_path(file)
+    try:
+        bin_bytes, size = os.stat(file).st_size, os.stat(path).st_size
+        with open(path, "rb") as stream:
+            header = stream.read(_HEADER.size)
+    except OSError as error:
+        raise InputError(f"The Megatron file {error.filename or path} cannot be read: {error.strerror}.") from error
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise InputError(f"The file {path} is not a Megatron index: it does not begin with a header of MMIDIDX.")
+    _, version, code, sequences, indices = _HEADER.unpack(header)
+    if version != 1:
+        raise InputError(f"The Megatron index {path} has version {version}; only 1 can be read.")
+    if code not in _DTYPES or np.dtype(_DTYPES[code]).kind == "f":
+        allowed = ", ".join(f"{code} ({np.dtype(t).name})" for code, t in _DTYPES.items() if np.dtype(t).kind != "f")
+        raise InputError(f"The Megatron index {path} has the dtype code {code} for its tokens; allowed are {allowed}.")
+    expected = _HEADER.size + 12 * sequences + 8 * indices
+    if size != expected or not indices:
+        raise InputError(
+            f"The Megatron index {path} has {size} bytes, but its header speaks of {sequences} sequences and {indices} "
+            f"document indices, which take {expected}; the index is damaged."
+        )
+    index = Index(path, np.dtype(_DTYPES[code]), sequences, indices - 1, bin_bytes)
+    ends = [int(_numbers(index, "documents", i, i + 1)[0]) for i in (0, index.documents)]
+    if ends != [0, sequences]:
+        raise InputError(
+            f"The documents of the Megatron index {path} are sequences {ends[0]} to {ends[1]}, but must be "
+            f"0 to {sequences}, all there are."
+        )
+    return index
+
+
+def read_megatron(unit: Unit) -> Iterator[Document | Bad]:
+    """The token ids of each document, all its sequences joined, as an array of its own with the file's dtype.
+
+    Ids are as the file has them: the end-of-document token is in there if it was written, and none is checked
+    against a vocabulary.
+
+    Args:
+      unit: a range of documents.
+
+    Raises:
+      InputError: as `open_index`; or the index points outside the `.bin`, or has fewer documents than it had.
+    """
+    [file] = unit.files
+    index = open_index(file)
+    if index.documents < unit.stop:
+        raise InputError(
+            f"The Megatron index {index.file} has {index.documents} documents, fewer than the {unit.stop} it had; "
+            "do not change it meanwhile."
+        )
+    bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
+    if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
+        raise InputError(
+            f"The Megatron index {index.file} is damaged: its document indices must rise from 0 to {index.sequences}."
+        )
+    begin, end = int(bounds[0]), int(bounds[-1])
+    lengths, pointers = _numbers(index, "lengths", begin, end), _numbers(index, "pointers", begin, end)
+    _check_sequences(index, lengths, pointers, begin)
+    tokens = np.asarray(np.memmap(file, np.uint8, mode="r")) if index.bin_bytes else np.empty(0, np.uint8)
+    first = FirstLine(unit.start + 1)
+    sizes = lengths.astype(np.int64) * index.dtype.itemsize
+    for nth, (low, high) in enumerate(zip(bounds[:-1] - begin, bounds[1:] - begin, strict=True)):
+        size = int(sizes[low:high].sum())
+        if not size:
+            yield Bad(file, first.number + nth, "empty", f"document {first.number + nth} has no tokens")
+            continue
+        places = zip(pointers[low:high].tolist(), sizes[low:high].tolist(), strict=True)
+        ids = np.concatenate([tokens[place : place + length] for place, length in places]).view(index.dtype)
+        yield Document(ids, file, size, nth, first)
+
+
+def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
+    """Part of one of the three arrays of the `.idx`."""
+    lengths_end = _HEADER.size + 4 * index.sequences
+    dtype, offset = {
+        "lengths": ("<i4", _HEADER.size),
+        "pointers": ("<i8", lengths_end),
+        "documents": ("<i8", lengths_end + 8 * index.sequences),
+    }[name]
+    numbers = np.fromfile(index.file, dtype, stop - start, offset=offset + np.dtype(dtype).itemsize * start)
+    if len(numbers) != stop - start:
+        raise InputError(f"The Megatron index {index.file} became shorter; do not change it meanwhile.")
+    return numbers
+
+
+def _check_sequences(index: Index, lengths: np.ndarray, pointers: np.ndarray, begin: int) -> None:
+    room = (index.bin_bytes - pointers) // index.dtype.itemsize  # tokens behind each pointer
+    outside = (lengths < 0) | (pointers < 0) | (room < lengths)
+    if outside.any():
+        i = int(outside.argmax())
+        raise InputError(
+            f"The Megatron index {index.file} puts sequence {begin + i} at byte {pointers[i]} with "
+            f"{lengths[i]} tokens, but its .bin has {index.bin_bytes} bytes; one of the two is damaged."
+        )

@@ -1,0 +1,73 @@
+"""Parquet: one column, one row group after the other."""
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
+from zaya_jax.errors import InputError
+
+_ROWS_AT_ONCE = 256  # as an array
+_READ_AT_ONCE = 2**20  # bytes; without it a whole column chunk is held compressed
+
+
+def count_row_groups(file: str) -> int:
+    """How many row groups the file has, 0 if it has no row; reads its footer alone.
+
+    Raises:
+      InputError: the file cannot be read or is damaged.
+    """
+    with closing(_open(file)) as table:
+        return table.metadata.num_row_groups if table.metadata.num_rows else 0
+
+
+def read_parquet(unit: Unit, field: str) -> Iterator[Document | Bad]:
+    """The rows of the unit's row groups; a null is `Bad`.
+
+    Args:
+      unit: a range of row groups.
+      field: the column.
+
+    Raises:
+      InputError: the file cannot be read, is damaged, has fewer row groups than it had, or has no such column.
+    """
+    [file] = unit.files
+    with closing(_open(file)) as table:
+        groups = table.metadata.num_row_groups
+        if groups < unit.stop:
+            raise InputError(
+                f"The file {file} has {groups} row groups, fewer than the {unit.stop} it had; "
+                "do not change it meanwhile."
+            )
+        check_column(file, table.schema_arrow, field)
+        rows = [table.metadata.row_group(i).num_rows for i in range(unit.stop)]
+        first, nth, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])
+        for array in _arrays(file, table, unit, field):
+            size = part(unit.bytes, total, nth, nth + len(array))
+            yield from column_documents(array, file=file, field=field, size=size, nth=nth, first=first)
+            nth += len(array)
+
+
+def _open(file: str) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file, buffer_size=_READ_AT_ONCE, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from error
+
+
+def _arrays(file: str, table: pq.ParquetFile, unit: Unit, field: str) -> Iterator[pa.Array]:
+    for group in range(unit.start, unit.stop):
+        try:
+            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[field], use_threads=False)
+            for batch in batches:
+                yield batch.column(field)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: str, error: Exception) -> InputError:
+    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
+    return InputError(f"The Parquet file {file} cannot be read: {why}.")

@@ -1,0 +1,29 @@
+"""Text files: each is one document, byte for byte."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit
+from zaya_jax.errors import InputError
+
+
+def read_text(unit: Unit) -> Iterator[Document | Bad]:
+    """The text of each file of the unit; a byte order mark and carriage returns stay.
+
+    Raises:
+      InputError: a file cannot be read.
+    """
+    for file in unit.files[unit.start : unit.stop]:
+        try:
+            data = Path(file).read_bytes()
+        except OSError as error:
+            raise InputError(f"The file {file} cannot be read: {error.strerror}.") from error
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield Bad(file, 1, "not UTF-8", f"the byte at offset {error.start} cannot be decoded")
+            continue
+        if not text or text.isspace():
+            yield Bad(file, 1, "empty", f"the file has {len(data)} bytes, none of them more than white space")
+        else:
+            yield Document(text, file, len(data), 0, FirstLine())

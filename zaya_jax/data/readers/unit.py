@@ -1,0 +1,99 @@
+"""What is read and what comes out: units of input, documents, and the places that hold none."""
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Format = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
+Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type"]
+
+# A text, a list as JSON has it (chat messages, not validated here), or the token ids of a Megatron document.
+Value = str | list[Any] | np.ndarray
+
+
+class Unit(NamedTuple):
+    """A piece of input that one worker turns into one shard. It can be pickled and written as JSON.
+
+    Attributes:
+      format: of the files.
+      files: paths; several for text alone, where each file is one document.
+      start: first of a half-open range, in what the format counts: bytes (plain JSONL, in which a line belongs to
+        the unit it starts in), row groups (Parquet), record batches (Arrow files), documents (Megatron), `files`
+        (text). What cannot be split, compressed JSONL and Arrow streams, is 0 to 1.
+      stop: end of the range.
+      bytes: of input, for progress. Those of all the units of a file add up to its size.
+    """
+
+    format: Format
+    files: tuple[str, ...]
+    start: int
+    stop: int
+    bytes: int
+
+
+class FirstLine:
+    """The number of a unit's first line in its file, worked out when it is first asked for.
+
+    Reading needs no line numbers, and to count the lines before a unit in the middle of a file is to read them all.
+    """
+
+    def __init__(self, number: int | Callable[[], int] = 1):
+        """Take the number, or a picklable function that finds it."""
+        self._number = number
+
+    @cached_property
+    def number(self) -> int:
+        """Counted from 1."""
+        return self._number if isinstance(self._number, int) else self._number()
+
+
+class Document(NamedTuple):
+    """A document that was read; its `value` is neither empty nor only white space.
+
+    Attributes:
+      value: see `Value`.
+      file: its path.
+      bytes: of input that it stands for, for progress.
+      nth: lines of the unit before it, from which `line` is found.
+      first: the unit's first line, shared by all its documents.
+    """
+
+    value: Value
+    file: str
+    bytes: int
+    nth: int
+    first: FirstLine
+
+    @property
+    def line(self) -> int:
+        """Counted from 1: line of a JSONL file, row of a table, document of a Megatron file; 1 for text.
+
+        The first call for a unit may read the file up to the unit.
+
+        Raises:
+          InputError: that cannot be done.
+        """
+        return self.first.number + self.nth
+
+
+class Bad(NamedTuple):
+    """A place that should hold a document and does not.
+
+    Attributes:
+      file: its path.
+      line: as `Document.line`.
+      reason: what is wrong, one of a few.
+      detail: what is wrong exactly, a clause.
+    """
+
+    file: str
+    line: int
+    reason: Reason
+    detail: str
+
+
+def part(total: int, count: int, start: int, stop: int) -> int:
+    """What parts `start` to `stop` of `count` equal ones have of `total`; such integers add up to it."""
+    return total * stop // count - total * start // count
