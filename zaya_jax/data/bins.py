@@ -1,0 +1,146 @@
+"""Whole documents into bins of a fixed number of tokens: best-fit decreasing.
+
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), which ZAYA1's fine-tuning uses
+(zaya1.md §6.2). Every item is taken by size, the largest first, into the fullest bin it still fits.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+
+from zaya_jax.errors import InputError
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Which items share a bin: `bins[i]` are the items of the i-th bin, `len(bins)` is how many bins there are."""
+
+    members: np.ndarray  # int64 [items]: every item once, bin by bin, within a bin as placed (the largest first)
+    starts: np.ndarray  # int64 [bins + 1]: where in `members` each bin begins, and where the last one ends
+
+    def __len__(self) -> int:
+        """Number of bins."""
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """The items of one bin: int64 [items of the bin], a view of `members`.
+
+        Raises:
+          IndexError: `index` is not in [0, len).
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"Bin {index} is not among the {len(self)} bins.")
+        return self.members[self.starts[index] : self.starts[index + 1]]
+
+
+def pack(sizes: np.ndarray, capacity: int) -> Bins:
+    """Pack items by best-fit decreasing; nothing is cut.
+
+    Deterministic: equal sizes are taken in the order given, bins are numbered as they are opened, and of equally
+    full bins the one that came to be that full last is taken. Time is O(n log n) for n items, whatever the number
+    of bins; memory is about 50 bytes an item.
+
+    Args:
+      sizes: integer [items], for example tokens of each document; each from 1 to `capacity`.
+      capacity: what a bin holds, in the same unit.
+
+    Returns:
+      The bins; none where there are no items.
+
+    Raises:
+      InputError: `capacity` is below 1, `sizes` is not a vector of integers, or an item is of another size
+        than allowed (the first such is named).
+    """
+    sizes = np.asarray(sizes)
+    _check(sizes, capacity)
+    order = np.argsort(-sizes.astype(np.int64), kind="stable")
+    bin_of = _best_fit(sizes[order], capacity)
+    by_bin = np.argsort(bin_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(bin_of))])
+    return Bins(members=order[by_bin], starts=starts.astype(np.int64))
+
+
+def _check(sizes: np.ndarray, capacity: int) -> None:
+    if capacity < 1:
+        raise InputError(f"The capacity of a bin is {capacity}; it must be at least 1.")
+    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
+        raise InputError(f"The sizes are {sizes.dtype} of shape {sizes.shape}; they must be a vector of integers.")
+    wrong = np.flatnonzero((sizes < 1) | (sizes > capacity))
+    if len(wrong):
+        raise InputError(
+            f"Item {wrong[0]} is of size {sizes[wrong[0]]}, but only sizes from 1 to the capacity of a bin "
+            f"({capacity}) can be packed; leave it out, trim it, or raise the capacity."
+        )
+
+
+def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
+    """The bin of each item, for sizes in descending order: int64 [items].
+
+    Items of one size are placed together. Let r be the smallest room that holds this size. A bin of room r that
+    takes an item has room r - size, and if the next item fits there too, that is the tightest fit: every other
+    bin that fits has room r or more. So a bin takes r // size items at a stretch, then the next bin of room r
+    does. A bin's room at least halves each time (r mod size < r / 2), and each size makes at most two new rooms,
+    hence the number of rounds is O(sizes · log capacity), however many items there are.
+    """
+    bin_of = np.empty(len(sizes), np.int64)
+    rooms = _Rooms(capacity)
+    ends = np.flatnonzero(np.diff(sizes, append=0)) + 1  # of each run of one size
+    placed = 0
+    for end, size in zip(ends.tolist(), sizes[ends - 1].tolist(), strict=True):
+        while placed < end:
+            room, bins = rooms.take(size, end - placed)
+            each = room // size
+            # The last bin may be given fewer than it could hold.
+            short = max(len(bins) * each - (end - placed), 0)
+            numbers = np.frombuffer(bins, np.int64).repeat(each)
+            bin_of[placed : placed + len(numbers) - short] = numbers[: len(numbers) - short]
+            placed += len(numbers) - short
+            if short:
+                rooms.put(room - (each - short) * size, bins[-1:])
+                bins.pop()
+            rooms.put(room - each * size, bins)
+    return bin_of
+
+
+class _Rooms:
+    """The open bins, by how much room each has left."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._opened = 0  # bins so far
+        self._bins: dict[int, array[int]] = {}  # of each room, a stack; int64
+        self._sorted: list[int] = []  # the keys
+
+    def take(self, size: int, items: int) -> tuple[int, "array[int]"]:
+        """Take out the bins that `items` of one size go to next, in the order in which they are filled.
+
+        Returns:
+          The room of these bins, all the same, and their numbers: no more than the items need, but perhaps fewer.
+        """
+        at = bisect_left(self._sorted, size)
+        if at == len(self._sorted):  # no bin has room
+            needed = -(-items // (self._capacity // size))
+            bins = array("q", range(self._opened, self._opened + needed))
+            self._opened += needed
+            return self._capacity, bins
+        room = self._sorted[at]
+        stack = self._bins[room]
+        needed = -(-items // (room // size))
+        bins = stack[-needed:]
+        bins.reverse()
+        del stack[-needed:]
+        if not stack:
+            del self._bins[room], self._sorted[at]
+        return room, bins
+
+    def put(self, room: int, bins: "array[int]") -> None:
+        """Put bins back, now with `room` left."""
+        if not bins or room == 0:  # nothing fits into a full bin
+            return
+        if room in self._bins:
+            self._bins[room].extend(bins)
+        else:
+            self._bins[room] = bins
+            insort(self._sorted, room)

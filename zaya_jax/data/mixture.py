@@ -1,0 +1,108 @@
+"""Which source each row of a phase comes from, for given weights, found by the row's number alone.
+
+Each source's rows are spread evenly over a period, as Webster's (Sainte-Laguë's) method hands out seats: nothing is
+drawn at random, so that every stretch of rows is mixed in the given proportions.
+"""
+
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+
+import numpy as np
+
+from zaya_jax.errors import InputError
+
+LONGEST_PERIOD = 65_536  # rows
+
+
+class Mixture:
+    """An endless sequence of rows of several sources. Picklable, and safe to read from several threads.
+
+    Weights become integers whose sum is the period, in lowest terms: exactly if the period is then at most
+    65,536 (weights count as the decimal fractions they are written as), otherwise rounded to a period of
+    65,536 or a divisor of it with at least one row for each source. Multiplying all weights changes nothing.
+
+    Within a period the j-th row of a source of integer weight W stands at time (2j + 1) / 2W. Rows are sorted by
+    time, rows of one time by the order of the sources. Among the first n rows a source of share w (of m sources)
+    has n·w rows, give or take (1 + w·(m - 2)) / 2.
+
+    Attributes:
+      names: the sources, in the order given.
+      period: after so many rows the sequence of sources repeats.
+    """
+
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        """Mix the sources that are the keys.
+
+        Args:
+          weights: of each source, relative to each other; finite and above 0. Their unit is rows: with rows of
+            equal size also tokens.
+
+        Raises:
+          InputError: there is no source, or a weight is not finite and above 0.
+        """
+        if not weights:
+            raise InputError("A mixture has no source; give at least one with its weight.")
+        for name, weight in weights.items():
+            if not (math.isfinite(weight) and weight > 0):
+                raise InputError(f"The weight of the source {name!r} is {weight}; it must be finite and above 0.")
+        self.names: tuple[str, ...] = tuple(weights)
+        self._per_period = _integers([Fraction(str(weight)) for weight in weights.values()])
+        self.period: int = sum(self._per_period)
+        # Correctly rounded quotients of integers this small are equal exactly where the fractions are.
+        times = [(2 * np.arange(count) + 1) / (2 * count) for count in self._per_period]
+        sources = np.repeat(np.arange(len(times), dtype=np.int32), self._per_period)
+        self._source = sources[np.argsort(np.concatenate(times), kind="stable")]  # int32 [period]
+        self._rows = [np.flatnonzero(self._source == source) for source in range(len(times))]  # int64, of each source
+        self._within = np.empty(self.period, np.int32)  # its row's number among those of its source
+        for rows in self._rows:
+            self._within[rows] = np.arange(len(rows))
+
+    def locate(self, row: int) -> tuple[int, int]:
+        """The source of a row, as its index in `names`, and which of that source's own rows it is, both from 0.
+
+        Raises:
+          IndexError: `row` is negative.
+        """
+        period, place = divmod(_not_negative(row), self.period)
+        source = int(self._source[place])
+        return source, period * self._per_period[source] + int(self._within[place])
+
+    def counts(self, rows: int) -> list[int]:
+        """How many of the first `rows` rows are of each source, in the order of `names`.
+
+        Raises:
+          IndexError: `rows` is negative.
+        """
+        periods, rest = divmod(_not_negative(rows), self.period)
+        return [
+            periods * count + int(np.searchsorted(places, rest))
+            for count, places in zip(self._per_period, self._rows, strict=True)
+        ]
+
+
+def _not_negative(row: int) -> int:
+    if row < 0:
+        raise IndexError(f"Row {row} is not in the mixture; rows are counted from 0.")
+    return int(row)
+
+
+def _integers(weights: list[Fraction]) -> list[int]:
+    """Integers proportional to the weights, in lowest terms; rounded if their sum would pass the longest period."""
+    exact = _lowest_terms(weights)
+    if sum(exact) <= LONGEST_PERIOD:
+        return exact
+    quotas = [Fraction(weight * LONGEST_PERIOD, sum(exact)) for weight in exact]
+    rounded = [max(1, math.floor(quota)) for quota in quotas]
+    while missing := LONGEST_PERIOD - sum(rounded):
+        step = 1 if missing > 0 else -1
+        free = [i for i, count in enumerate(rounded) if count + step >= 1]
+        rounded[max(free, key=lambda i: step * (quotas[i] - rounded[i]))] += step
+    return _lowest_terms([Fraction(count) for count in rounded])
+
+
+def _lowest_terms(weights: list[Fraction]) -> list[int]:
+    denominator = math.lcm(*(weight.denominator for weight in weights))
+    integers = [int(weight * denominator) for weight in weights]
+    divisor = math.gcd(*integers)
+    return [integer // divisor for integer in integers]
