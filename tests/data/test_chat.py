@@ -1,0 +1,330 @@
+import copy
+import itertools
+import pickle
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zaya_jax.data.chat import (
+    DEFAULT_TEMPLATE,
+    ROLES,
+    Piece,
+    Span,
+    Template,
+    encode_pieces,
+    find_special,
+    load_template,
+    parse_conversation,
+)
+from zaya_jax.errors import InputError
+
+# Texts that look like what surrounds them: short ones occur in the template's own words, and in each other.
+texts = st.text(max_size=8) | st.sampled_from(
+    ["think", "k", "</think>", "<think>", "\n", "assistant", "<|im_end|>", "{{ bos_token }}", "{% generation %}", "☃"]
+)
+reasonings = texts.filter(lambda text: text.strip())
+turns = st.one_of(
+    st.fixed_dictionaries({"role": st.sampled_from([role for role in ROLES if role != "assistant"]), "content": texts}),
+    st.fixed_dictionaries({"role": st.just("assistant"), "content": texts}, optional={"reasoning": reasonings}),
+)
+conversations = st.lists(turns, max_size=5).flatmap(
+    lambda messages: texts.map(lambda text: [*messages, {"role": "assistant", "content": text}])
+)
+
+
+@pytest.fixture(scope="module")
+def default():
+    return load_template(None)
+
+
+def user(content="question", **keys):
+    return {"role": "user", "content": content, **keys}
+
+
+def assistant(content="answer", **keys):
+    return {"role": "assistant", "content": content, **keys}
+
+
+def rendered(template, conversation):
+    return template.render(conversation, bos="<s>", eos="</s>")
+
+
+def joined(pieces):
+    return "".join(piece.text for piece in pieces)
+
+
+def of_reasoning(pieces):
+    return [(piece.reasoning, piece.text) for piece in pieces if piece.reasoning is not None]
+
+
+def chatml(conversation):
+    """What the built-in template writes, told once more without Jinja."""
+    yield Piece("<s>", False, None)
+    for number, message in enumerate(conversation):
+        yield Piece(f"<|im_start|>{message['role']}\n", False, None)
+        answers = message["role"] == "assistant"
+        if reasoning := answers and message.get("reasoning"):
+            before, after = reasoning.split(reasoning.strip(), 1)
+            yield Piece(f"<think>\n{before}", True, None)
+            yield Piece(reasoning.strip(), True, number)
+            yield Piece(f"{after}\n</think>\n\n", True, None)
+        yield Piece(f"{message['content']}<|im_end|>", answers, None)
+        yield Piece("\n", False, None)
+
+
+def merged(pieces):
+    return [(joined(run), *kind) for kind, run in itertools.groupby(pieces, lambda piece: piece[1:])]
+
+
+@settings(max_examples=200)
+@given(conversation=conversations)
+def test_the_built_in_template_writes_chatml_and_marks_every_part(default, conversation):
+    before = copy.deepcopy(conversation)
+    pieces = rendered(default, conversation)
+    assert merged(pieces) == [run for run in merged(chatml(conversation)) if run[0]]
+    assert all(piece.text for piece in pieces)
+    assert conversation == before
+
+
+@settings(max_examples=100)
+@given(st.lists(st.builds(Piece, st.text(min_size=1), st.booleans(), st.sampled_from([None, 1, 2]))))
+def test_spans_are_the_maximal_runs_of_pieces_each_encoded_alone(pieces):
+    spans = encode_pieces(pieces, lambda text: [len(text)])  # one token a call
+    assert spans == [Span([len(text)], *kind) for text, *kind in merged(pieces)]
+    assert all(one[1:] != two[1:] for one, two in itertools.pairwise(spans))
+
+
+LIKE_OTHERS = {
+    "strips": ("{{ (message.reasoning or '') | trim }}", lambda text: text.strip()),
+    "the other name": ("{% if message.reasoning_content is string %}{{ message.reasoning_content.strip('\\n') }}"
+                       "{% endif %}", lambda text: text.strip("\n")),
+    "by key": ("{{ message['reasoning'] | default('') }}", lambda text: text),
+    "in JSON and a variable": ("{% set r = {'r': message.reasoning or ''} | tojson %}{{ r }}", None),
+    "a macro": ("{% macro m(x) %}[{{ x.reasoning }}]{% endmacro %}{{ m(message) }}", lambda text: f"[{text}]"),
+    "drops": ("", lambda text: ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIKE_OTHERS)
+@settings(max_examples=40)
+@given(reasoning=reasonings, content=texts)
+def test_reasoning_is_found_wherever_a_template_puts_it_and_however_it_strips(name, reasoning, content):
+    how, written = LIKE_OTHERS[name]
+    source = "{% for message in messages %}<think>{% generation %}" + how + "{{ message.content }}{% endgeneration %}"
+    template = Template(source + "{% endfor %}", name)
+    if name == "in JSON and a variable":
+        reasoning = "".join(c for c in reasoning if c.isalnum()) or "x"  # what JSON writes as it is
+        written = '{{"r": "{}"}}'.format
+    pieces = rendered(template, [user(""), assistant(content, reasoning=reasoning)])
+    empty = {"in JSON and a variable": '{"r": ""}', "a macro": "[]"}.get(name, "")
+    assert joined(pieces) == f"<think>{empty}<think>{written(reasoning)}{content}"
+    assert of_reasoning(pieces) == ([] if name == "drops" else [(1, reasoning.strip())])
+    assert joined(piece for piece in pieces if not piece.generated) == "<think><think>"
+
+
+def test_generation_may_be_written_through_variables_and_filters():
+    source = (
+        "{% for message in messages %}{% set text %}<{% generation %}{{ message.content }}{% endgeneration %}>"
+        "{% endset %}{{ loop.index }}{{ text | trim }}{% if loop.last %}{% break %}{% endif %}{% endfor %}"
+    )
+    pieces = rendered(Template(source, "x"), [user("q"), assistant("a")])
+    assert [piece[:2] for piece in pieces] == [
+        ("1<", False), ("q", True), (">2<", False), ("a", True), (">", False),
+    ]  # fmt: skip
+
+
+def test_templates_see_their_names_and_text_stays_as_it_is():
+    source = "{{ bos_token }}{{ eos_token }}{{ add_generation_prompt }}{{ messages | tojson }}"
+    text = joined(
+        rendered(
+            Template(source + "{% generation %}{% endgeneration %}", "x"), [assistant("<é&'>", tool_calls=[{"n": 1}])]
+        )
+    )
+    assert text == '<s></s>False[{"role": "assistant", "content": "<é&\'>", "tool_calls": [{"n": 1}]}]'
+
+
+GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('roles must alternate.') }}", "fails: roles must alternate$"),
+        ("{{ raise_exception('x\\ud900y') }}", "fails: xy$"),
+        ("{{ messages.missing.more }}", "fails: .* has no attribute 'missing'$"),
+        ("{{ 1 + '1' }}", "fails: unsupported operand"),
+        ("{{ 1 / 0 }}", "fails: division by zero$"),
+        ("{{ ''.__class__ }}{{ ''.__class__.__mro__ }}", "fails: access to attribute '__class__'"),
+        ("{{ messages.append(1) }}", "fails: access to attribute 'append'"),
+        ("{{ messages[0].update(role='x') }}", "fails: access to attribute 'update'"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "fails: Range too big"),
+        ("{% include '/etc/hostname' %}", "fails: no loader"),
+        ("{{ strftime_now('%Y') }}", "fails: 'strftime_now' is undefined$"),
+        ("{{ messages[0].reasoning | length }}", "more with reasoning"),
+        ("{{ messages[0].reasoning[:3] }}", "more with reasoning"),
+        ("{% set x %}" + GENERATION + "{% endset %}{{ x | length }}", "more with reasoning or with generation"),
+        ("{% macro m() %}" + GENERATION + "{% endmacro %}{% generation %}{{ m() }}{% endgeneration %}", "inside gener"),
+        ("{{ '\\ud900' }}", "half of a surrogate pair"),
+    ],
+)
+def test_a_template_that_fails_with_a_conversation_says_why(source, reason):
+    conversation = [assistant("abc", reasoning="because")]
+    with pytest.raises(ValueError, match=reason) as raised:
+        rendered(Template(source + GENERATION, "x"), conversation)
+    assert not isinstance(raised.value, InputError)
+    assert conversation == [assistant("abc", reasoning="because")]
+
+
+def test_a_conversation_too_deep_to_copy_is_refused(default):
+    deep = []
+    for _ in range(100_000):
+        deep = [deep]
+    conversation = parse_conversation([assistant("a", extra=deep)])
+    assert find_special(conversation, frozenset(["<s>"])) is None
+    with pytest.raises(ValueError, match="recursion"):
+        rendered(default, conversation)
+    while deep:  # or Python's own clean-up recurses
+        deep = deep.pop()
+
+
+def test_the_built_in_template_refuses_tool_calls_rather_than_lose_them(default):
+    conversation = parse_conversation([user(), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}])
+    with pytest.raises(ValueError, match="fails: the built-in chat template has no place for tool_calls"):
+        rendered(default, conversation)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("\n{% if %}", r"^The chat template a\.jinja has an error in line 2: .*\.$"),
+        ("{{ x | nonsense }}" + GENERATION, "has an error in line 1: No filter named 'nonsense'"),
+        ("{{ [1] | random }}" + GENERATION, "No filter named 'random'"),
+        ("{% generation %}\n" + GENERATION + "{% endgeneration %}", "error in line 1: generation stands inside gener"),
+        ("{% generation %}{% if true %}" + GENERATION + "{% endif %}{% endgeneration %}", "generation stands inside"),
+        ("{% generation %}", "error in line 1: Unexpected end of template"),
+        ("{% break %}" + GENERATION, r"a\.jinja cannot be compiled: 'break' outside loop"),
+        ("{{ messages }}", "does not say what the assistant writes; put that between {% generation %} and"),
+        ("{# {% generation %}{% endgeneration %} #}", "does not say what the assistant writes"),
+    ],
+)
+def test_a_source_that_cannot_be_used_is_named(source, message):
+    with pytest.raises(InputError, match=message):
+        Template(source, "a.jinja")
+
+
+def test_a_template_comes_from_a_file_and_travels_to_other_processes(tmp_path):
+    path = tmp_path / "chat.jinja"
+    path.write_text(GENERATION + "é", encoding="utf-8")
+    template = load_template(str(path))
+    other = pickle.loads(pickle.dumps(template))  # noqa: S301
+    assert (
+        rendered(template, [assistant()])
+        == rendered(other, [assistant()])
+        == [("answer", True, None), ("é", False, None)]
+    )
+    assert (other.name, other.source, other.digest) == (str(path), GENERATION + "é", template.digest)
+    assert len({template.digest, Template(GENERATION, "x").digest, Template(DEFAULT_TEMPLATE, "x").digest}) == 3
+    assert Template(GENERATION, "x").digest == Template(GENERATION, "y").digest
+    with pytest.raises(InputError, match=r"The chat template .*missing\.jinja cannot be read: .*\.$"):
+        load_template(str(tmp_path / "missing.jinja"))
+    path.write_bytes(b"\xff")
+    with pytest.raises(InputError, match=r"chat\.jinja cannot be read: 'utf-8' codec"):
+        load_template(str(path))
+
+
+@settings(max_examples=100)
+@given(texts.filter(lambda text: "</think>" not in text), texts, st.sampled_from(["", " ", "\n\n"]))
+def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
+    inside = parse_conversation([assistant(f"{space}<think>{space}{reasoning}{space}</think>{space}{answer}{space}")])
+    key = {"reasoning": reasoning.strip()} if reasoning.strip() else {}
+    assert inside == [assistant(answer.strip(), **key)]
+
+
+@settings(max_examples=100)
+@given(reasonings, texts, st.sampled_from(["reasoning", "reasoning_content"]))
+def test_reasoning_under_either_name_stays_and_leaves_the_content_alone(reasoning, content, name):
+    given = [user(name="me"), assistant(content, **{name: reasoning})]
+    before = copy.deepcopy(given)
+    parsed = parse_conversation(given)
+    assert parsed == [user(name="me"), assistant(content, reasoning=reasoning)] == parse_conversation(parsed)
+    assert given == before
+
+
+def test_forms_of_a_message():
+    calls = [{"function": {"name": "f", "arguments": {"x": 1}}}]
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    parsed = parse_conversation(
+        [
+            {"role": "user", "content": parts, "id": 7},
+            {"role": "assistant", "content": None, "tool_calls": calls, "reasoning": " ", "reasoning_content": None},
+            {"role": "assistant", "tool_calls": calls, "reasoning": "r", "reasoning_content": "r"},
+            {"role": "user", "content": "<think>not mine"},
+            {"role": "user", "content": "", "reasoning_content": "kept"},
+            {"role": "assistant", "content": "no <think> at the beginning", "reasoning_content": ""},
+        ]
+    )
+    assert parsed == [
+        {"role": "user", "content": "ab", "id": 7},
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning": "r"},
+        {"role": "user", "content": "<think>not mine"},
+        {"role": "user", "content": "", "reasoning_content": "kept"},
+        {"role": "assistant", "content": "no <think> at the beginning"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ({"messages": []}, "a conversation must be a list of at least one message"),
+        ([], "a conversation must be a list of at least one message"),
+        ([user()], "the conversation has no message of the assistant"),
+        ([user(), "hello"], "message 2 is not an object with a role and a content"),
+        ([assistant(), {"role": "bot", "content": ""}],
+         "message 2 has the role 'bot', which is not one of system, developer, user, assistant, tool"),
+        ([{"content": ""}], "message 1 has no role"),
+        ([{"role": ["user"], "content": ""}], "message 1 has no role"),
+        ([{"role": "user"}], "message 1 has a content that is neither a string nor a list of text parts"),
+        ([user(None, tool_calls=[1])], "message 1 has a content that is neither"),
+        ([assistant(None)], "message 1 has a content that is neither"),
+        ([user([{"type": "image", "text": "a"}])], "message 1 has a part in its content that is no text"),
+        ([user([{"type": "text"}])], "message 1 has a part in its content that is no text"),
+        ([assistant(reasoning=1)], "message 1 has a reasoning that is not a string"),
+        ([assistant(reasoning="a", reasoning_content="b")],
+         "message 1 has a reasoning and a reasoning_content that differ"),
+        ([assistant(), assistant(" <think>and on")], "message 2 has a <think> without </think>"),
+        ([assistant("\ud800")], "message 1 holds half of a surrogate pair"),
+        ([assistant(), user(x=[{"\udfff": 1}])], "message 2 holds half of a surrogate pair"),
+    ],
+)  # fmt: skip
+def test_what_is_no_conversation_is_refused_with_the_reason(value, reason):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is compared below
+        parse_conversation(value)
+    assert str(raised.value).startswith(reason)
+    assert not str(raised.value).endswith(".")
+    str(raised.value).encode()
+
+
+SPECIALS = frozenset(["<|im_end|>", "<|im_end|>!", "<s>", "a.b"])
+
+
+@given(st.sampled_from(sorted(SPECIALS)), st.text("<|sx", max_size=5), st.integers(0, 4))
+def test_a_special_token_is_found_in_any_string(special, around, place):
+    text = f"{around}{special}{around}"
+    where = ["content", "reasoning", "argument", "key", "extra"]
+    at = {name: text if number == place else "" for number, name in enumerate(where)}
+    conversation = [
+        user(at["content"]),
+        assistant(reasoning=at["reasoning"], tool_calls=[{"arguments": {"x": ["", at["argument"]]}}]),
+        user(**{at["key"]: 1}, extra=at["extra"]),
+    ]
+    found = find_special(conversation, SPECIALS)
+    assert found == ("<s>" if "<s>" in around else special)
+    assert find_special(conversation, frozenset()) is None
+
+
+def test_an_innocent_conversation_has_no_special_token_and_the_first_one_is_told():
+    assert find_special([user("<|im_end |> acb"), assistant(x=[1, None, True, "s"])], SPECIALS) is None
+    assert find_special([user("a.b <s>"), assistant("<|im_end|>")], SPECIALS) == "a.b"
+    assert find_special([user("<|im_end|>!")], SPECIALS) == "<|im_end|>!"

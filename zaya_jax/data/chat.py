@@ -1,0 +1,367 @@
+"""Conversations to text and tokens: what was asked, what the assistant is to learn, and what of it is reasoning."""
+
+import copy
+import hashlib
+import json
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from zaya_jax.errors import InputError
+
+Conversation = list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# ChatML. A block swallows the line's end behind it, hence the last `{{ '\n' }}`. What would be lost is refused.
+DEFAULT_TEMPLATE = r"""{{ bos_token }}{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{% if message.tool_calls %}
+{{ raise_exception('the built-in chat template has no place for tool_calls') }}
+{% endif %}
+{% if message.role == 'assistant' %}
+{% generation %}
+{% if message.reasoning %}
+<think>
+{{ message.reasoning }}
+</think>
+
+{% endif %}
+{{ message.content }}<|im_end|>{% endgeneration %}
+{% else %}
+{{ message.content }}<|im_end|>
+{%- endif %}
+{{ '\n' }}
+{%- endfor %}
+"""
+
+# Marks in a rendering: halves of surrogate pairs, which no text holds that can be encoded.
+_GENERATION, _GENERATION_END = "\ud800", "\ud801"
+_REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
+_MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
+_HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
+_THINK, _THINK_END = "<think>", "</think>"
+_SHOWN = 200  # characters of what a template says
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation."""
+
+    text: str
+    generated: bool  # written by the assistant
+    reasoning: int | None  # the message whose reasoning this is, without what surrounds it
+
+
+class Span(NamedTuple):
+    """A part of a conversation as tokens."""
+
+    tokens: Sequence[int]
+    generated: bool
+    reasoning: int | None
+
+
+def parse_conversation(value: Any) -> Conversation:
+    """Check a JSON value and bring it into the one form that the rest reads.
+
+    Each message has a `role` of `ROLES` and a `content`, a string; one of the assistant has a `reasoning` where there
+    is any. Reasoning may be given as `reasoning`, as `reasoning_content`, or as `<think>…</think>` at the beginning
+    of the content, which loses the white space around both then. A content may be a list of text parts, and that of
+    an assistant which only calls tools may be null. Other keys stay as they are.
+
+    Raises:
+      ValueError: the value is no such conversation or has no message of the assistant. A clause, to which the caller
+        adds where it was read; messages count from 1.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError("a conversation must be a list of at least one message")
+    conversation = [_parse_message(message, f"message {number}") for number, message in enumerate(value, 1)]
+    if all(message["role"] != "assistant" for message in conversation):
+        raise ValueError("the conversation has no message of the assistant")
+    return conversation
+
+
+def _parse_message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not an object with a role and a content")
+    role = value.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f"{where} has no role")
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
+    if any(_HALF_OF_PAIR.search(text) for text in _strings(value)):
+        raise ValueError(f"{where} holds half of a surrogate pair")
+    message = {**value, "content": _content(value, where)}
+    if role != "assistant":
+        return message
+    reasoning = _reasoning(message.pop("reasoning", None), message.pop("reasoning_content", None), where)
+    if not reasoning:
+        reasoning, message["content"] = _split(message["content"], where)
+    return {**message, "reasoning": reasoning} if reasoning else message
+
+
+def _content(message: dict[str, Any], where: str) -> str:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return ""
+    if not isinstance(content, list):
+        raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has a part in its content that is no text")
+    return "".join(part["text"] for part in content)
+
+
+def _reasoning(one: Any, other: Any, where: str) -> str:
+    """The reasoning given under one of its two names; empty where there is none."""
+    given = [text for text in (one, other) if text is not None]
+    if not all(isinstance(text, str) for text in given):
+        raise ValueError(f"{where} has a reasoning that is not a string")
+    given = [text for text in given if text.strip()]
+    if len(set(given)) > 1:
+        raise ValueError(f"{where} has a reasoning and a reasoning_content that differ")
+    return given[0] if given else ""
+
+
+def _split(content: str, where: str) -> tuple[str, str]:
+    """Reasoning and answer of a content."""
+    if not content.lstrip().startswith(_THINK):
+        return "", content
+    reasoning, end, answer = content.lstrip().removeprefix(_THINK).partition(_THINK_END)
+    if not end:
+        raise ValueError(f"{where} has a {_THINK} without {_THINK_END}")
+    return reasoning.strip(), answer.strip()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string of a JSON value in order, keys included."""
+    rest = [value]  # not by recursion: a file decides how deep it is
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            rest.extend(part for pair in reversed(item.items()) for part in reversed(pair))
+        elif isinstance(item, list):
+            rest.extend(reversed(item))
+
+
+def find_special(conversation: Conversation, specials: frozenset[str]) -> str | None:
+    """The first text of a special token inside any string of the conversation; otherwise None.
+
+    A rendering is encoded with special tokens meant, so such a text would become one and could forge a turn's end.
+    """
+    pattern = _any_of(specials)
+    for text in _strings(conversation) if specials else ():
+        if found := pattern.search(text):
+            return found.group()
+    return None
+
+
+@lru_cache(maxsize=4)
+def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=lambda text: (-len(text), text))))
+
+
+class Template:
+    """A chat template in Jinja's language, as transformers' are.
+
+    What the assistant writes stands between `{% generation %}` and `{% endgeneration %}`. A template sees `messages`
+    (each reasoning as `reasoning` and as `reasoning_content`), `bos_token`, `eos_token`, `add_generation_prompt`
+    (false) and `raise_exception`. It runs in Jinja's sandbox, reads no file, and has neither clock nor chance.
+
+    Attributes:
+      name: how messages call it.
+      source: its text.
+      digest: of the source, as hexadecimal digits.
+    """
+
+    def __init__(self, source: str, name: str) -> None:
+        """Compile the source.
+
+        Raises:
+          InputError: it has an error, or marks nothing as generated.
+        """
+        self.source = source
+        self.name = name
+        self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+        marked = _environment(_MarkedGeneration)
+        try:
+            has_generation = marked.parse(source).find(nodes.ExtensionAttribute) is not None
+            self._plain = _environment(_Generation).from_string(source)
+            self._marked = marked.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise InputError(
+                f"The chat template {name} has an error in line {error.lineno}: {_said(error)}."
+            ) from error
+        except (SyntaxError, RecursionError) as error:  # from Python, about what Jinja makes of the source
+            raise InputError(f"The chat template {name} cannot be compiled: {_said(error)}.") from error
+        if not has_generation:
+            raise InputError(
+                f"The chat template {name} does not say what the assistant writes; put that between "
+                "{% generation %} and {% endgeneration %}."
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What Jinja compiled does not travel to another process; the source does."""
+        return Template, (self.source, self.name)
+
+    def render(self, conversation: Conversation, *, bos: str, eos: str) -> list[Piece]:
+        """Render a conversation of `parse_conversation`.
+
+        The marks of reasoning stand inside the white space around it, so a template may strip it. A second rendering
+        without any mark proves that they changed nothing.
+
+        Args:
+          conversation: stays as it is.
+          bos: the text of `bos_token`.
+          eos: the text of `eos_token`.
+
+        Returns:
+          Pieces, none empty, whose texts joined are the rendering. Reasoning that the template does not write has
+          none.
+
+        Raises:
+          ValueError: the template fails with this conversation, nests generation, or does more with reasoning than
+            write it whole. A clause, to which the caller adds where the conversation was read.
+        """
+        names = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": False}
+        try:
+            plain = self._plain.render(messages=_messages(conversation, marked=False), **names)
+            marked = self._marked.render(messages=_messages(conversation, marked=True), **names)
+        except Exception as error:  # a template can raise anything
+            raise ValueError(f"the chat template fails: {_said(error)}") from error
+        if _HALF_OF_PAIR.search(plain):
+            raise ValueError("the chat template writes half of a surrogate pair")
+        pieces = _cut(marked)
+        if "".join(piece.text for piece in pieces) != plain:
+            raise ValueError("the chat template does more with reasoning or with generation than write it whole")
+        return pieces
+
+
+def load_template(path: str | None) -> Template:
+    """Read a chat template; None is the built-in one.
+
+    Raises:
+      InputError: the file is missing or is no UTF-8 text, or see `Template`.
+    """
+    if path is None:
+        return Template(DEFAULT_TEMPLATE, "built in")
+    try:
+        source = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"The chat template {path} cannot be read: {error}.") from error
+    return Template(source, path)
+
+
+def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> list[Span]:
+    """Encode each maximal run of pieces of one kind (generated or not, whose reasoning).
+
+    Args:
+      pieces: of `Template.render`.
+      encode: text to token ids, with special tokens meant and none added.
+    """
+    # Each run on its own: no token lies on both sides of the mask or of a place where reasoning may be cut, and a
+    # prompt gets the tokens it has when a person asks, with nothing behind it yet.
+    runs: list[tuple[tuple[bool, int | None], list[str]]] = []
+    for piece in pieces:
+        kind = (piece.generated, piece.reasoning)
+        if not runs or runs[-1][0] != kind:
+            runs.append((kind, []))
+        runs[-1][1].append(piece.text)
+    return [Span(encode("".join(texts)), *kind) for kind, texts in runs]
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}`: its inside, with a scope of its own as in transformers."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+    marks = ("", "")
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        """Read the block."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if any(node.find(nodes.ExtensionAttribute) for node in body):
+            parser.fail("generation stands inside generation", line)
+        return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line)
+
+    def _surround(self, caller: Callable[[], str]) -> str:
+        begin, end = self.marks
+        return f"{begin}{caller()}{end}"
+
+
+class _MarkedGeneration(_Generation):
+    marks = (_GENERATION, _GENERATION_END)
+
+
+def _environment(generation: type[Extension]) -> ImmutableSandboxedEnvironment:
+    # What transformers renders with, less what differs from one time to the next.
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    del environment.filters["random"], environment.globals["lipsum"]
+    return environment
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
+             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _said(error: Exception) -> str:
+    message = error.message if isinstance(error, jinja2.TemplateError) else str(error)
+    printable = _HALF_OF_PAIR.sub("", message or type(error).__name__)
+    return textwrap.shorten(printable, _SHOWN, placeholder=" …").rstrip(".")
+
+
+def _messages(conversation: Conversation, *, marked: bool) -> Conversation:
+    """Copies for a template."""
+    messages = [copy.deepcopy(message) for message in conversation]  # one by one: two may be the same object
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant" and message.get("reasoning"):
+            reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
+            message["reasoning"] = message["reasoning_content"] = reasoning
+    return messages
+
+
+def _mark(reasoning: str, number: int) -> str:
+    text = reasoning.strip()
+    if not text:
+        return reasoning
+    before, _, after = reasoning.partition(text)
+    return f"{before}{_REASONING}{number}{_REASONING_BEGIN}{text}{_REASONING_END}{after}"
+
+
+def _cut(marked: str) -> list[Piece]:
+    """The pieces between the marks."""
+    pieces: list[Piece] = []
+    generated, reasoning, start = False, None, 0
+    for mark in _MARK.finditer(marked):
+        if mark.start() > start:
+            pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
+        start = mark.end()
+        if mark.group() == _GENERATION and generated:
+            raise ValueError("the chat template has generation inside generation")
+        if mark.group() in (_GENERATION, _GENERATION_END):
+            generated = mark.group() == _GENERATION
+        else:
+            reasoning = None if mark.group() == _REASONING_END else int(mark[1])
+    if start < len(marked):
+        pieces.append(Piece(marked[start:], generated, reasoning))
+    return pieces
