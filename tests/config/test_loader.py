@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import TINY
-from zaya_jax.config import Config, DataConfig, load_config, to_dict, to_yaml
+from zaya_jax.config import Config, DataConfig, PhaseConfig, SourceConfig, Table, load_config, to_dict, to_yaml
 from zaya_jax.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +93,123 @@ def test_what_is_written_is_read_back_equal(
     path = written(tmp_path_factory.mktemp("round"), to_yaml(config))
     assert load_config(path) == config
     assert to_yaml(load_config(path)) == to_yaml(config)
+
+
+names = st.sampled_from(["web", "code", "math-2", "null", "on", "é", "_", "e5"])
+
+
+@st.composite
+def data_sections(draw):
+    """Sources and phases that can be."""
+    positive = st.floats(1e-30, 1e30)
+    sources = draw(st.dictionaries(names, st.builds(SourceConfig, names, st.none() | positive), max_size=4))
+    phase = st.builds(
+        PhaseConfig,
+        mixture=st.dictionaries(st.sampled_from(list(sources) or ["corpus"]), positive, max_size=4).map(Table),
+        context=st.none() | st.integers(1, 64),
+        packing=st.sampled_from(["windows", "bins"]),
+        over_length=st.sampled_from(["split", "trim", "drop"]),
+        template=st.sampled_from([None, "~", "null", "3", "chat: x.jinja", "a b"]),
+    )
+    phases = draw(st.lists(phase, min_size=1, max_size=4))
+    starts = [dataclasses.replace(one, first_step=7 * index) for index, one in enumerate(phases)]
+    return DataConfig(context=32, sources=Table(sources), phases=tuple(starts), workers=draw(st.integers(0, 256)))
+
+
+@given(data_sections())
+def test_sources_and_phases_are_read_back_equal(tmp_path_factory, data):
+    config = dataclasses.replace(SMALL, data=data)
+    config.check()
+    path = written(tmp_path_factory.mktemp("round"), to_yaml(config))
+    again = load_config(path)
+    assert again == config
+    assert hash(again) == hash(config)
+    assert to_yaml(again) == to_yaml(config)
+    assert list(again.data.sources) == list(data.sources), "the order too"
+    tree = to_dict(again)["data"]
+    assert list(tree["sources"].items()) == [
+        (name, {"path": source.path, "max_epochs": source.max_epochs}) for name, source in data.sources.items()
+    ]
+    assert [phase["mixture"] for phase in tree["phases"]] == [dict(phase.mixture) for phase in data.phases]
+    assert type(tree["phases"]) is list
+
+
+SOURCES_AND_PHASES = """
+data:
+  sources:
+    web: {path: web}
+    code: {path: code, max_epochs: 4}
+  phases:
+    - mixture: {web: 0.7, code: 3e-1}
+    - first_step: 5
+      mixture: {code: 1}
+      packing: bins
+      over_length: trim
+"""
+
+
+@pytest.fixture
+def mixed(base, tmp_path):
+    """A configuration with two sources and two phases."""
+    return written(tmp_path, f"extends: {base}\n{SOURCES_AND_PHASES}", "mixed.yaml")
+
+
+def test_sources_and_phases_are_read(mixed):
+    data = load_config(mixed).data
+    assert data.sources == Table({"web": SourceConfig("web"), "code": SourceConfig("code", 4.0)})
+    assert data.phases == (
+        PhaseConfig(mixture=Table({"web": 0.7, "code": 0.3})),
+        PhaseConfig(5, Table({"code": 1.0}), packing="bins", over_length="trim"),
+    )
+    assert type(data.phases[1].mixture["code"]) is float
+    assert type(data.sources["code"].max_epochs) is float
+
+
+def test_a_source_can_be_overridden_and_added_alone_and_phases_only_together(mixed, tmp_path):
+    data = load_config(mixed, ["data.sources.code.max_epochs=2", "data.sources.math={path: m}"]).data
+    assert list(data.sources.items()) == [
+        ("web", SourceConfig("web")), ("code", SourceConfig("code", 2.0)), ("math", SourceConfig("m")),
+    ]  # fmt: skip
+    data = load_config(mixed, ["data.phases=[{mixture: {web: 2}}]"]).data
+    assert data.phases == (PhaseConfig(mixture=Table({"web": 2.0})),)
+    assert list(data.sources) == ["web", "code"]
+    top = written(tmp_path, "extends: mixed.yaml\ndata: {sources: {web: {path: other}}, phases: [{}]}\n", "top.yaml")
+    data = load_config(top).data
+    assert [(name, source.path) for name, source in data.sources.items()] == [("web", "other"), ("code", "code")]
+    assert data.phases == (PhaseConfig(),)
+
+
+@pytest.mark.parametrize(("override", "said"), [
+    ("data.sources.code.pth=x", "The key data.sources.code.pth is unknown; did you mean data.sources.code.path?"),
+    ("data.sources.math={}", "The key data.sources.math.path is missing and has no default"),
+    ("data.sources.math={max_epochs: 1}", "The key data.sources.math.path is missing and has no default"),
+    ("data.sources.math=m", "data.sources.math is 'm', but must be a section with keys"),
+    ("data.sources.web.path=3", "data.sources.web.path is 3 (a whole number), but must be text"),
+    ("data.sources.web.max_epochs=many", "data.sources.web.max_epochs is 'many' (text), but must be a finite number"),
+    ("data.sources=[web]", "data.sources is ['web'], but must be a section of names and values"),
+    ("data.sources=null", "data.sources is None, but must be a section of names and values"),
+    ("data.sources={1: {path: x}}", "The key 1 on line 1 is not a name"),
+    ("data.sources={a: {path: x}, a: {path: y}}", "The key 'a' is given twice"),
+    ("data.phases={}", "data.phases is {}, but must be a list"),
+    ("data.phases=bins", "data.phases is 'bins', but must be a list"),
+    ("data.phases=[]", "data.phases is [], but must be a list of at least one phase"),
+    ("data.phases=[{}, 3]", "data.phases[1] is 3, but must be a section with keys"),
+    ("data.phases=[null]", "data.phases[0] is None, but must be a section with keys"),
+    ("data.phases=[{packing: binz}]", "data.phases[0].packing is 'binz', but must be one of 'windows', 'bins' "
+     "(did you mean 'bins'?)"),
+    ("data.phases=[{}, {frist_step: 2}]", "The key data.phases[1].frist_step is unknown; did you mean "
+     "data.phases[1].first_step?"),
+    ("data.phases=[{mixture: {web: half}}]", "data.phases[0].mixture.web is 'half' (text), but must be a finite"),
+    ("data.phases=[{mixture: {web: .inf}}]", "data.phases[0].mixture.web is inf (a number), but must be a finite"),
+    ("data.phases=[{mixture: [web]}]", "data.phases[0].mixture is ['web'], but must be a section of names and values"),
+    ("data.phases=[{mixture: {wbe: 1}}]", "data.phases[0].mixture is 'wbe', but must be made of sources that there "
+     "are: web, code"),
+    ("data.phases=[{context: 1.5}]", "data.phases[0].context is 1.5 (a number), but must be a whole number"),
+    ("data.phases.0.packing=bins", "data.phases is {'0': {'packing': 'bins'}}, but must be a list"),
+    ("data.workers=two", "data.workers is 'two' (text), but must be a whole number"),
+])  # fmt: skip
+def test_a_wrong_source_or_phase_is_named(mixed, override, said):
+    assert said in refused(mixed, override)
 
 
 @given(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import TINY
-from zaya_jax.config import Config, DataConfig, OptimizerConfig, TrainConfig, schema
+from zaya_jax.config import Config, DataConfig, OptimizerConfig, PhaseConfig, SourceConfig, Table, TrainConfig, schema
 from zaya_jax.errors import InputError
 
 SMALL = Config(model=TINY, data=DataConfig(context=32), train=TrainConfig(steps=10))
@@ -20,6 +20,19 @@ def changed(config, key, value):
     if rest:
         value = changed(getattr(config, first), rest, value)
     return dataclasses.replace(config, **{first: value})
+
+
+SOURCES = Table({"web": SourceConfig("web"), "code": SourceConfig("code", 1.5)})
+
+
+def with_data(**values):
+    """`SMALL` with two sources, and with `values` in its section data."""
+    return dataclasses.replace(SMALL, data=DataConfig(**{"context": 32, "sources": SOURCES, **values}))
+
+
+def phases(*some):
+    """The configuration of such phases; each but the first begins a step later than the one before."""
+    return with_data(phases=tuple(PhaseConfig(**{"first_step": step, **one}) for step, one in enumerate(some)))
 
 
 def test_the_small_configuration_is_possible():
@@ -57,6 +70,9 @@ def test_sizes_and_rates_are_positive(key, value):
     ({"data.heldout_fraction": 1.0}, "data.heldout_fraction"),
     ({"data.suffixes": ()}, "data.suffixes"),
     ({"data.context": 65}, "data.context"),
+    ({"data.workers": -1}, "data.workers"),
+    ({"data.workers": 257}, "data.workers"),
+    ({"data.phases": ()}, "data.phases"),
     ({"optimizer.muon.momentum": 1.0}, "optimizer.muon.momentum"),
     ({"optimizer.muon.momentum": -0.1}, "optimizer.muon.momentum"),
     ({"optimizer.muon.weight_decay": -0.1}, "optimizer.muon.weight_decay"),
@@ -97,6 +113,13 @@ def test_impossible_combinations_are_named(changes, named):
     {"sample.tokens": 1000},
     {"model.num_kv_heads": 1, "model.num_query_heads": 1},
     {"seed": 2**31 - 1},
+    {"data.workers": 256},
+    {"data.phases": (PhaseConfig(context=64),)},
+    {"data.phases": (PhaseConfig(), PhaseConfig(first_step=1), PhaseConfig(first_step=9))},
+    {"data.phases": (PhaseConfig(mixture=Table({"corpus": 0.1})),)},
+    {"data.sources": SOURCES},
+    {"data.sources": SOURCES, "data.phases": (PhaseConfig(mixture=Table({"code": 1e-9})),)},
+    {"data.sources": Table({"a-b_9": SourceConfig("x", 1e-3)})},
 ])  # fmt: skip
 def test_the_edges_of_the_possible(changes):
     config = SMALL
@@ -116,6 +139,66 @@ def test_the_period_is_the_shortest_pattern_of_the_same_layers(pattern, repeats)
             assert layers[:length] * (len(layers) // length) != layers, "a shorter one would do"
 
 
+@pytest.mark.parametrize(("config", "said"), [
+    (phases({"first_step": 1}), "data.phases[0].first_step is 1, but must be 0."),
+    (phases({}, {"first_step": 0}),
+     "data.phases[1].first_step is 0, but must be greater than that of the phase before (0)."),
+    (phases({}, {"first_step": 5}, {"first_step": 5}),
+     "data.phases[2].first_step is 5, but must be greater than that of the phase before (5)."),
+    (phases({}, {"first_step": -1}), "data.phases[1].first_step is -1, but must be at least 0."),
+    (phases({}, {"first_step": 10}), "data.phases[1].first_step is 10, but must be below train.steps (10)."),
+    (phases({}, {"context": 0}), "data.phases[1].context is 0, but must be greater than zero."),
+    (phases({}, {"context": 65}), "data.phases[1].context is 65, but must be at most model.max_positions (64)."),
+    (phases({"mixture": Table({"web": 1.0, "code": 0.0})}),
+     "data.phases[0].mixture.code is 0.0, but must be greater than zero (a source not named is not read)."),
+    (phases({"mixture": Table({"web": -1.0})}),
+     "data.phases[0].mixture.web is -1.0, but must be greater than zero (a source not named is not read)."),
+    (phases({}, {"mixture": Table({"webb": 1.0})}),
+     "data.phases[1].mixture is 'webb', but must be made of sources that there are: web, code."),
+    (phases({"mixture": Table({"corpus": 1.0})}),
+     "data.phases[0].mixture is 'corpus', but must be made of sources that there are: web, code."),
+    (with_data(sources=Table(), phases=(PhaseConfig(mixture=Table({"web": 1.0})),)),
+     "data.phases[0].mixture is 'web', but must be made of sources that there are: corpus."),
+    (with_data(sources=Table({"web": SourceConfig("web", 0.0)})),
+     "data.sources.web.max_epochs is 0.0, but must be greater than zero."),
+])  # fmt: skip
+def test_impossible_sources_and_phases_are_named(config, said):
+    with pytest.raises(InputError) as caught:
+        config.check()
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
+def test_a_source_needs_a_name_that_a_key_can_hold(name):
+    with pytest.raises(InputError, match=r"^data\.sources is .*, but must be a name of letters, digits, _ and -\.$"):
+        with_data(sources=Table({name: SourceConfig("web")})).check()
+
+
+@pytest.mark.parametrize("value", ["a\0b", "~no_such_user_here/x", "x" * 5000, "\ud800"])
+def test_what_can_be_no_path_of_a_source_or_template_is_named(value):
+    with pytest.raises(InputError, match=r"^data\.sources\.web\.path is .* can be no path: "):
+        with_data(sources=Table({"web": SourceConfig(value)})).check()
+    with pytest.raises(InputError, match=r"^data\.phases\[1\]\.template is .* can be no path: "):
+        phases({}, {"template": value}).check()
+
+
+@given(first_steps=st.sets(st.integers(1, 9), max_size=4), step=st.integers(0, 20))
+def test_a_step_is_of_the_last_phase_that_has_begun(first_steps, step):
+    starts = [0, *sorted(first_steps)]
+    config = with_data(phases=tuple(PhaseConfig(start, context=10 + start) for start in starts))
+    config.check()
+    phase = config.data.phase_at(step)
+    assert phase.first_step == max(start for start in starts if start <= step)
+    assert config.data.context_of(phase) == 10 + phase.first_step
+    assert config.data.context_of(PhaseConfig()) == 32
+
+
+def test_a_configuration_can_be_hashed():
+    one, two = (phases({"mixture": Table({"web": 1.0})}, {"template": "t.jinja"}) for _ in range(2))
+    assert (one, hash(one)) == (two, hash(two))
+    assert len({one, two, SMALL}) == 2
+
+
 def test_widths_follow_from_heads():
     assert (TINY.query_size, TINY.kv_size, TINY.rotary_size) == (32, 16, 4)
 
@@ -124,8 +207,9 @@ def sections(cls):
     hints = typing.get_type_hints(cls)
     yield cls
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from sections(hints[field.name])
+        for hint in (hints[field.name], *typing.get_args(hints[field.name])):
+            if dataclasses.is_dataclass(hint):
+                yield from sections(hint)
 
 
 def test_there_are_few_fields_and_all_are_frozen():
@@ -135,7 +219,7 @@ def test_there_are_few_fields_and_all_are_frozen():
     assert leaves <= 120
     for cls in classes:
         assert cls.__dataclass_params__.frozen
-        assert callable(cls.check)
+        assert cls is SourceConfig or callable(cls.check)  # a source's name is needed, which its table has
 
 
 def test_an_error_names_key_value_and_what_is_allowed():

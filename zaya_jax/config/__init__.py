@@ -12,5 +12,8 @@ from zaya_jax.config.schema import EvaluationConfig as EvaluationConfig
 from zaya_jax.config.schema import ModelConfig as ModelConfig
 from zaya_jax.config.schema import MuonConfig as MuonConfig
 from zaya_jax.config.schema import OptimizerConfig as OptimizerConfig
+from zaya_jax.config.schema import PhaseConfig as PhaseConfig
 from zaya_jax.config.schema import SampleConfig as SampleConfig
+from zaya_jax.config.schema import SourceConfig as SourceConfig
 from zaya_jax.config.schema import TrainConfig as TrainConfig
+from zaya_jax.config.table import Table as Table

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from zaya_jax.config.schema import Config
+from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError
 
 
@@ -45,15 +46,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def to_dict(config: Any) -> dict[str, Any]:
     """The resolved tree as plain dicts and lists, in the order of the fields."""
-    result = {}
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
-            value = to_dict(value)
-        elif isinstance(value, tuple):
-            value = list(value)
-        result[field.name] = value
-    return result
+    return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return to_dict(value)
+    if isinstance(value, Table):
+        return {name: _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
 def to_yaml(config: Config) -> str:
@@ -171,6 +172,10 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise InputError(f"{where} is {value!r}, but must be a list.")
         return tuple(_convert(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin is Table:
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is {value!r}, but must be a section of names and values.")
+        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()})
     if hint is float:
         return _float(value, where)
     if type(value) is not hint:  # `True` is an int to isinstance, so types are compared

@@ -10,11 +10,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError
 
 AttentionKind = Literal["full", "sliding"]
 Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "dots", "full"]
+Packing = Literal["windows", "bins"]
+OverLength = Literal["split", "trim", "drop"]
+CORPUS = "corpus"  # the source's name where data.sources names none
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -116,22 +120,85 @@ class ModelConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """Documents that `python -m zaya_jax.data prepare` made."""
+
+    path: str  # the folder
+    max_epochs: float | None = None  # times a run may read it at most
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """What the steps from `first_step` to the next phase read, and how it becomes rows."""
+
+    first_step: int = 0
+    mixture: Table[float] = field(
+        default_factory=Table[float]
+    )  # rows of each source, as parts; by their tokens where empty
+    context: int | None = None  # data.context where None
+    packing: Packing = "windows"  # windows of the concatenated documents, or bins of whole documents
+    over_length: OverLength = "split"  # what becomes of a document longer than a row
+    template: str | None = None  # Jinja file that writes out conversations; the built-in one where None
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
+        require(self.first_step >= 0, f"{where}.first_step", self.first_step, "at least 0")
+        require(self.context is None or self.context > 0, f"{where}.context", self.context, "greater than zero")
+        for name, weight in self.mixture.items():
+            require(weight > 0, f"{where}.mixture.{name}", weight, "greater than zero (a source not named is not read)")
+        if self.template is not None:
+            _path(f"{where}.template", self.template)
+
+
+@dataclass(frozen=True)
 class DataConfig:
-    """The corpus: a folder of text files, split into train and held-out by a hash of each path."""
+    """What is read: prepared sources, or the text files of a folder as the one source 'corpus'."""
 
     corpus: str = "stdlib"  # 'stdlib' (the source of the running Python's standard library) or a folder
     suffixes: tuple[str, ...] = (".py",)  # files taken from the folder
-    heldout_fraction: float = 0.04  # of the files
-    cache_dir: str = "runs/data"  # tokenizer and token shards are kept here, by content
-    context: int = 512  # tokens a sequence
+    heldout_fraction: float = 0.04  # of the files, by a hash of each path
+    sources: Table[SourceConfig] = field(
+        default_factory=Table[SourceConfig]
+    )  # read in place of the corpus where there are any
+    phases: tuple[PhaseConfig, ...] = (PhaseConfig(),)  # in order; each goes on in a source where the last one stopped
+    cache_dir: str = "runs/data"  # what is made of sources and corpus is kept here, by content
+    context: int = 512  # tokens a row, of phases that do not say and of held-out text
+    workers: int = 0  # processes that make batches; with 0, threads of the training process do
 
     def check(self) -> None:
-        """Raise `InputError` for a context or a fraction that cannot be."""
+        """Raise `InputError` for a context, a fraction or phases that cannot be."""
         _positive("data", self, "context")
         _path("data.corpus", self.corpus)
         _path("data.cache_dir", self.cache_dir)
         require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
         require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list of at least one file suffix")
+        require(0 <= self.workers <= 256, "data.workers", self.workers, "between 0 and 256")
+        names = list(self.sources) or [CORPUS]
+        for name, source in self.sources.items():
+            require(name.replace("-", "_").isidentifier(), "data.sources", name, "a name of letters, digits, _ and -")
+            require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
+            _path(f"data.sources.{name}.path", source.path)
+            require(source.max_epochs is None or source.max_epochs > 0, f"data.sources.{name}.max_epochs",
+                    source.max_epochs, "greater than zero")  # fmt: skip
+        require(len(self.phases) > 0, "data.phases", [], "a list of at least one phase")
+        require(self.phases[0].first_step == 0, "data.phases[0].first_step", self.phases[0].first_step, "0")
+        for index, phase in enumerate(self.phases):
+            where = f"data.phases[{index}]"
+            phase.check(where)
+            for name in phase.mixture:
+                require(name in names, f"{where}.mixture", name, f"made of sources that there are: {', '.join(names)}")
+            if index:
+                before = self.phases[index - 1].first_step
+                require(phase.first_step > before, f"{where}.first_step", phase.first_step,
+                        f"greater than that of the phase before ({before})")  # fmt: skip
+
+    def context_of(self, phase: PhaseConfig) -> int:
+        """Tokens a row of `phase`."""
+        return self.context if phase.context is None else phase.context
+
+    def phase_at(self, step: int) -> PhaseConfig:
+        """The phase that the step `step`, counted from 0, belongs to."""
+        return next(phase for phase in reversed(self.phases) if phase.first_step <= step)
 
 
 @dataclass(frozen=True)
@@ -294,6 +361,12 @@ class Config:
         _path("run_dir", self.run_dir)
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context,
                 f"at most model.max_positions ({self.model.max_positions})")  # fmt: skip
+        for index, phase in enumerate(self.data.phases):
+            context = self.data.context_of(phase)
+            require(context <= self.model.max_positions, f"data.phases[{index}].context", context,
+                    f"at most model.max_positions ({self.model.max_positions})")  # fmt: skip
+            require(phase.first_step < self.train.steps, f"data.phases[{index}].first_step", phase.first_step,
+                    f"below train.steps ({self.train.steps})")  # fmt: skip
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it
         require(prompt < self.model.max_positions, "sample.prompt", self.sample.prompt,
                 f"a text of at most {self.model.max_positions - 2} bytes (model.max_positions less 2)")  # fmt: skip

@@ -1,0 +1,78 @@
+"""Sources of given documents, and what a run reads of them."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.config.loader import _build
+from zaya_jax.config.schema import Config
+from zaya_jax.data.convert import Record, convert, read_note, remove_notes
+from zaya_jax.data.manifest import Manifest, describe_file
+from zaya_jax.data.prepare import TOKENIZER, write_merged
+from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
+
+VOCAB = 300
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    """Trained on a few lines."""
+    return train_tokenizer([f"def function_{i}(self, value):\n    return value + {i}\n" for i in range(50)], VOCAB)
+
+
+class _Given:
+    """Work that gives documents as they are."""
+
+    def __call__(self, unit: tuple[str, Any]) -> Any:
+        split, documents = unit
+        for document in documents:
+            if isinstance(document, list) and document and isinstance(document[0], dict):
+                yield Record(split, json.dumps(document).encode(), 9, 9)
+            else:
+                tokens = np.array(document, token_dtype(VOCAB))
+                yield Record(split, tokens.tobytes(), len(tokens), len(tokens))
+
+
+def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str = "tokens", shards: int = 1) -> Manifest:
+    """A prepared folder of the documents: lists of token ids, or conversations."""
+    folder.mkdir(parents=True)
+    small_tokenizer().save(folder / TOKENIZER)
+    cut = -(-len(train) // shards)
+    units = [("train", train[i * cut : (i + 1) * cut]) for i in range(shards)] + [("heldout", heldout)]
+    convert(
+        folder,
+        units,
+        range(len(units)),
+        _Given(),
+        sizes=[0] * len(units),
+        workers=1,
+        limit=0,
+        advice="Mend it",
+        label="test",
+    )
+    notes = [note for number in range(len(units)) if (note := read_note(folder, number)) is not None]
+    manifest = write_merged(folder, notes, kind=kind, inputs="", eot=small_tokenizer().eot_text,
+                            tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
+    remove_notes(folder)
+    return manifest
+
+
+def run_config(folder: Path, sources: list[str], phases: list[dict[str, Any]], *, steps: int = 8, batch: int = 8,
+               seed: int = 0, **data: Any) -> Config:  # fmt: skip
+    """A checked configuration that reads the sources `folder/NAME`."""
+    config = _build(Config, {
+        "model": {"vocab_size": VOCAB, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
+                  "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": 512},
+        "run_dir": str(folder / "run"),
+        "seed": seed,
+        "data": {"sources": {name: {"path": str(folder / name)} for name in sources}, "phases": phases,
+                 "cache_dir": str(folder / "cache"), "context": 16, **data},
+        "train": {"steps": steps, "global_batch": batch},
+        "evaluation": {"batch": 3},
+    }, "")  # fmt: skip
+    config.check()
+    return config

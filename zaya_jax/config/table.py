@@ -1,0 +1,32 @@
+"""A mapping from names to values that cannot be changed, so that a configuration can be hashed."""
+
+from collections.abc import Iterator, Mapping
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Table(Mapping[str, Value], Generic[Value]):
+    """Names and values in the order given; equal tables name equal values in the same order."""
+
+    def __init__(self, entries: Mapping[str, Value] | None = None) -> None:
+        """Copy `entries`; without any, the table is empty."""
+        self._entries = dict(entries or {})
+
+    def __getitem__(self, name: str) -> Value:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and list(self.items()) == list(other.items())
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.items()))
+
+    def __repr__(self) -> str:
+        return f"Table({self._entries!r})"
