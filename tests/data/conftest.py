@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.config.schema import Config, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
-from zaya_jax.data.prepare import prepare
+from zaya_jax.data.sources import open_sources
 
 CONTEXT = 16
 
@@ -47,7 +47,7 @@ def write_corpus():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory, make_config, write_corpus):
-    """A config and what `prepare` makes of it."""
+    """A config and what `open_sources` makes of it."""
     root = tmp_path_factory.mktemp("tiny")
     config = make_config(write_corpus(root / "corpus"), root / "cache")
-    return config, prepare(config)
+    return config, open_sources(config)

@@ -1,17 +1,25 @@
-"""What a folder of prepared data holds: the files, their sizes and digests, and the sizes of the splits."""
+"""What a folder of prepared documents holds: files, sizes, digests, counts. No manifest, no prepared folder."""
 
 import dataclasses
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from zaya_jax.data.corpus import SPLITS, Split
+from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
 
 MANIFEST = "manifest.json"
-FORMAT = 1  # of the folder; raised when an older reader or writer would not do
+PLAN = "plan.json"  # what a preparation that is under way has decided
+FORMAT = 2  # of the folder; raised when an older reader or writer would not do
+
+# A record of 'tokens' is a document's tokens; of 'masked', these and then a bit for each that is true where the
+# loss counts; of 'chat', a conversation as JSON.
+Kind = Literal["tokens", "masked", "chat"]
+_DTYPES = ("|u1", "<u2", "<u4", "<u8")
 
 
 @dataclass(frozen=True)
@@ -35,9 +43,9 @@ class SplitEntry:
     """One split: its documents are those of its shards in order."""
 
     shards: tuple[ShardEntry, ...]
-    lengths: FileEntry  # .npy, int64 [documents]: tokens of each document, both EOT included
+    lengths: FileEntry  # .npy, int64 [documents]: tokens of each document, the two around it included
     documents: int
-    tokens: int  # both EOT of each document included
+    tokens: int  # the sum of lengths
     text_bytes: int  # UTF-8 bytes of the texts
 
 
@@ -46,12 +54,17 @@ class Manifest:
     """The whole folder."""
 
     format: int
-    corpus_digest: str
-    dtype: str  # of a token in a shard, as numpy spells it
+    kind: Kind
+    inputs: str  # digest of the inputs and settings the folder was made of
+    content: str  # digest of the documents
+    dtype: str  # of a token in a record, as numpy spells it
     tokenizer: FileEntry
-    baselines: FileEntry
+    eot: str  # the token that ends a document
     train: SplitEntry
     heldout: SplitEntry
+    counts: dict[str, int]  # of what was left out or altered, by reason
+    examples: tuple[str, ...]  # of what was left out: where it stands, and why
+    extras: tuple[FileEntry, ...] = ()
 
     def split(self, split: Split) -> SplitEntry:
         """The entry of one split."""
@@ -59,10 +72,23 @@ class Manifest:
 
     def files(self) -> list[FileEntry]:
         """Every file of the folder but the manifest."""
-        entries = [self.tokenizer, self.baselines]
+        entries = [self.tokenizer, *self.extras]
         for split in map(self.split, SPLITS):
             entries += [*split.shards, split.lengths]
         return entries
+
+
+def digest_of(*values: object) -> str:
+    """A digest of values that JSON can hold."""
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+def content_of(kind: Kind, dtype: str, eot: str, tokenizer: FileEntry, splits: Iterable[SplitEntry]) -> str:
+    """The digest of the documents: equal where all of them are, in order."""
+    shards = [
+        [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits
+    ]
+    return digest_of(kind, dtype, eot, tokenizer.digest, shards)
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -74,48 +100,53 @@ def describe_file(path: Path) -> FileEntry:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write `manifest` into `folder`; the last file of a preparation."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=1)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
-def open_manifest(folder: Path) -> Manifest:
-    """Read the manifest and check every file it names.
+def read_manifest(folder: Path, remedy: str) -> Manifest:
+    """Read the manifest, and look whether the files it names are there and as long as it says.
+
+    Args:
+      folder: a prepared folder.
+      remedy: the sentence that says what to do about a damaged folder.
 
     Raises:
-      InputError: the manifest cannot be read, or a file is missing, has another size or was altered.
+      InputError: the manifest cannot be read, or a file is missing or has another size.
     """
     try:
         manifest = _parse(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {_remedy(folder)}") from error
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
     if manifest.format != FORMAT:
         raise InputError(
-            f"The manifest {folder / MANIFEST} is of format {manifest.format}, not {FORMAT}. {_remedy(folder)}"
+            f"The manifest {folder / MANIFEST} is of format {manifest.format}, but this version reads {FORMAT}. "
+            f"{remedy}"
         )
     for entry in manifest.files():
-        _verify(folder, entry)
+        if not isinstance(entry.file, str) or Path(entry.file).name != entry.file:
+            raise InputError(f"The manifest {folder / MANIFEST} names {entry.file!r}, which is no file name. {remedy}")
+        path = folder / entry.file
+        if not path.is_file():
+            raise InputError(f"The data file {path} is missing. {remedy}")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise InputError(f"The data file {path} has {size} bytes instead of {entry.bytes}. {remedy}")
     return manifest
 
 
-def _verify(folder: Path, entry: FileEntry) -> None:
-    path = folder / entry.file
-    if not path.is_file():
-        raise InputError(f"The data file {path} is missing. {_remedy(folder)}")
-    size = path.stat().st_size
-    if size != entry.bytes:  # told apart from the digest, since it is what an interrupted copy leaves
-        raise InputError(f"The data file {path} has {size} bytes instead of {entry.bytes}. {_remedy(folder)}")
-    if describe_file(path).digest != entry.digest:
-        raise InputError(f"The data file {path} was altered: its digest does not fit. {_remedy(folder)}")
-
-
-def _remedy(folder: Path) -> str:
-    return f"Delete the folder {folder}, so that the next run prepares it anew."
-
-
 def _parse(tree: dict[str, Any]) -> Manifest:
-    files = {name: FileEntry(**tree.pop(name)) for name in ("tokenizer", "baselines")}
+    files: dict[str, Any] = {"tokenizer": FileEntry(**tree.pop("tokenizer"))}
+    for name, entry in (("extras", lambda x: FileEntry(**x)), ("examples", str)):
+        files[name] = tuple(map(entry, tree.pop(name)))
     splits = {split: _parse_split(tree.pop(split)) for split in SPLITS}
-    return Manifest(**files, **splits, **tree)
+    manifest = Manifest(**files, **splits, **tree)
+    if manifest.format == FORMAT:
+        for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
+            if value not in allowed:
+                raise ValueError(f"its {name} is {value!r}, which is none of {', '.join(allowed)}")
+        if not isinstance(manifest.counts, dict) or not isinstance(manifest.content, str):
+            raise ValueError("its counts or its content are of another type")
+    return manifest
 
 
 def _parse_split(tree: dict[str, Any]) -> SplitEntry:

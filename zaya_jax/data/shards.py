@@ -1,22 +1,31 @@
-"""Documents as token arrays in ArrayRecord files, one record a document, read by random access."""
+"""Documents in ArrayRecord files, one record a document, read by random access."""
 
+import bisect
 import functools
-import itertools
-from collections.abc import Iterable, Sequence
+import os
+import resource
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from zaya_jax.data.corpus import Split
-from zaya_jax.data.manifest import Manifest, ShardEntry, SplitEntry, describe_file
-from zaya_jax.data.tokenizer import EOT
-
-SHARD_BYTES = 64 * 2**20  # of records; large files, since parallel file systems dislike many small ones
+from zaya_jax.data.files import partial_name
+from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
+from zaya_jax.errors import InputError, RunStopped
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
-_DECODED_DOCUMENTS = 64  # kept in memory: neighbouring windows lie in the same document
+_DECODED_DOCUMENTS = 16  # kept in memory: neighbouring windows lie in the same document
+
+
+class Text(NamedTuple):
+    """A document as it is read."""
+
+    tokens: np.ndarray  # unsigned [n], read-only
+    counts: np.ndarray | None  # bool [n], whether the loss counts a token; None where it counts all
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -24,90 +33,173 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
-def write_split(
-    folder: Path,
-    split: Split,
-    documents: Iterable[Sequence[int]],
-    *,
-    dtype: np.dtype,
-    text_bytes: int,
-    shard_bytes: int = SHARD_BYTES,
-) -> SplitEntry:
-    """Write each document as EOT, its tokens, EOT.
-
-    Args:
-      folder: an existing folder; gets the shards and the lengths of the split.
-      split: what their names begin with.
-      documents: token ids of each, without EOT.
-      dtype: of a token, see `token_dtype`.
-      text_bytes: UTF-8 bytes of the split's texts, for the entry.
-      shard_bytes: bytes of records that fill a shard.
-
-    Returns:
-      The split's entry in the manifest.
-    """
-    shards, lengths = [], []
-    records = (np.array([EOT, *document, EOT], dtype).tobytes() for document in documents)
-    for first in records:  # of a shard; `_write_shard` takes the rest of it from the same iterator
-        path = folder / f"{split}-{len(shards):05d}.arrayrecord"
-        sizes = _write_shard(path, itertools.chain([first], records), shard_bytes)
-        lengths += [size // dtype.itemsize for size in sizes]
-        entry = describe_file(path)
-        shards.append(ShardEntry(entry.file, entry.bytes, entry.digest, documents=len(sizes)))
-    path = folder / f"{split}-lengths.npy"
-    np.save(path, np.array(lengths, np.int64), allow_pickle=False)
-    return SplitEntry(tuple(shards), describe_file(path), len(lengths), sum(lengths), text_bytes)
+def pack_text(tokens: np.ndarray, counts: np.ndarray) -> bytes:
+    """The record of a 'masked' document."""
+    return tokens.tobytes() + np.packbits(counts).tobytes()
 
 
-def _write_shard(path: Path, records: Iterable[bytes], shard_bytes: int) -> list[int]:
-    """Write records until the shard is full; returns their sizes in bytes."""
-    writer = ArrayRecordWriter(str(path), _WRITER_OPTIONS)
-    sizes, filled = [], 0
-    for record in records:
-        writer.write(record)
-        sizes.append(len(record))
-        filled += len(record)
-        if filled >= shard_bytes:
-            break
-    writer.close()
-    return sizes
+class ShardWriter:
+    """One shard, which appears under its name whole or not at all; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin the shard that will lie at `path`."""
+        self._path, self._part = path, partial_name(path)
+        self._writer: ArrayRecordWriter | None = None
+        self.documents = 0
+
+    def __enter__(self) -> Self:
+        """Begin."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing behind of a shard that was not finished."""
+        try:
+            if self._writer is not None:
+                self._writer.close()
+        except RuntimeError:  # it is not wanted any more
+            pass
+        finally:
+            self._part.unlink(missing_ok=True)
+
+    def write(self, record: bytes) -> None:
+        """Add a record.
+
+        Raises:
+          RunStopped: it cannot be written.
+        """
+        try:
+            writer = self._writer or ArrayRecordWriter(str(self._part), _WRITER_OPTIONS)
+            self._writer = writer
+            writer.write(record)
+        except RuntimeError as error:  # of the library's C++
+            raise self._failed(error) from error
+        self.documents += 1
+
+    def finish(self) -> ShardEntry | None:
+        """Bring the shard to the disk and to its name; None where it has no record, and no file.
+
+        Raises:
+          RunStopped: it cannot be written.
+        """
+        if self._writer is None:
+            return None
+        try:
+            self._writer.close()
+            self._writer = None
+            with self._part.open("rb") as file:
+                os.fsync(file.fileno())
+            entry = describe_file(self._part)
+            self._part.replace(self._path)
+        except (OSError, RuntimeError) as error:
+            raise self._failed(error) from error
+        return ShardEntry(self._path.name, entry.bytes, entry.digest, documents=self.documents)
+
+    def _failed(self, error: Exception) -> RunStopped:
+        why = " ".join(str(error).split())[:300]
+        return RunStopped(f"The shard {self._path} cannot be written: {why}. Is the disk full? The same command goes "
+                          "on from what is done.")  # fmt: skip
+
+
+@dataclass
+class _Part:
+    """What the data source must know of a shard so as not to open it before it is read; the names are its own."""
+
+    filename: str
+    skip: int
+    take: int
+    examples_in_shard: int
+
+
+class Records:
+    """The records of shards, by index. Safe to read from several threads; picklable."""
+
+    def __init__(self, folder: Path, shards: tuple[ShardEntry, ...]) -> None:
+        """Open the shards; no record is read yet."""
+        self._folder, self._shards = folder, shards
+        self._ends = np.cumsum([shard.documents for shard in shards]).tolist()
+        # Open shards are kept, but leave room for what else the process opens.
+        kept = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._open = functools.lru_cache(maxsize=kept)(self._source)
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> bytes:
+        """One record.
+
+        Raises:
+          IndexError: `index` is not in [0, len).
+          InputError: its bytes were altered since the shard was written.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"Document {index} is not among the {len(self)} documents.")
+        shard = bisect.bisect_right(self._ends, index)
+        path = self._folder / self._shards[shard].file
+        try:
+            return self._open(shard)[index - (self._ends[shard - 1] if shard else 0)]
+        except Exception as error:  # whatever the reader's C++ raises
+            try:
+                path.open("rb").close()
+            except OSError as unreadable:
+                raise InputError(f"The data file {path} cannot be opened: {unreadable.strerror}.") from error
+            raise self.damaged(index) from error
+
+    def _source(self, shard: int) -> ArrayRecordDataSource:
+        entry = self._shards[shard]
+        return ArrayRecordDataSource([_Part(str(self._folder / entry.file), 0, entry.documents, entry.documents)])
+
+    def damaged(self, index: int) -> InputError:
+        """The error of a record that cannot be what was written."""
+        shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
+        return InputError(f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
+                          "Prepare the data again, or bring the file back.")  # fmt: skip
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Open files do not travel to another process."""
+        return Records, (self._folder, self._shards)
 
 
 class Documents:
     """The documents of one split, by index. Safe to read from several threads; picklable."""
 
-    def __init__(self, paths: tuple[str, ...], lengths: np.ndarray, dtype: np.dtype) -> None:
-        """Open the shards at `paths`; see `open_documents`."""
-        self.lengths = lengths  # int64 [documents], tokens of each, both EOT included
-        self._paths = paths
-        self._dtype = dtype
-        self._source = ArrayRecordDataSource(paths)
+    def __init__(self, records: Records, lengths: np.ndarray, dtype: np.dtype, masked: bool) -> None:
+        """Wrap the records; see `open_documents`."""
+        self.lengths = lengths  # int64 [documents], tokens of each
+        self._records, self._dtype, self._masked = records, dtype, masked
         self._read = functools.lru_cache(maxsize=_DECODED_DOCUMENTS)(self._decode)
 
     def __len__(self) -> int:
         """Number of documents."""
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Tokens of one document, both EOT included: unsigned [tokens], read-only.
+    def __getitem__(self, index: int) -> Text:
+        """One document.
 
         Raises:
           IndexError: `index` is not in [0, len).
+          InputError: its record is damaged.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"Document {index} is not among the {len(self)} documents.")
-        return self._read(int(index))
+        return self._read(index)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Neither the open files nor the decoded documents travel to another process."""
-        return Documents, (self._paths, self.lengths, self._dtype)
+        """The decoded documents do not travel to another process."""
+        return Documents, (self._records, self.lengths, self._dtype, self._masked)
 
-    def _decode(self, index: int) -> np.ndarray:
-        return np.frombuffer(self._source[index], self._dtype)
+    def _decode(self, index: int) -> Text:
+        record, length = self._records[index], int(self.lengths[index])
+        size = length * self._dtype.itemsize
+        if len(record) != size + (-(-length // 8) if self._masked else 0):
+            raise self._records.damaged(index)
+        tokens = np.frombuffer(record, self._dtype, length)
+        if not self._masked:
+            return Text(tokens, None)
+        bits = np.frombuffer(record, np.uint8, offset=size)
+        return Text(tokens, np.unpackbits(bits, count=length).astype(bool))
 
 
 def open_documents(folder: Path, manifest: Manifest, split: Split) -> Documents:
-    """The documents of one split of a prepared folder whose files `open_manifest` has checked."""
+    """The documents of one split of a prepared folder, of the kind 'tokens' or 'masked'."""
     entry = manifest.split(split)
     lengths = np.load(folder / entry.lengths.file, allow_pickle=False)
-    return Documents(tuple(str(folder / shard.file) for shard in entry.shards), lengths, np.dtype(manifest.dtype))
+    return Documents(Records(folder, entry.shards), lengths, np.dtype(manifest.dtype), manifest.kind == "masked")

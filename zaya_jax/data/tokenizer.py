@@ -1,5 +1,6 @@
-"""A byte-level BPE tokenizer: trained on the corpus, exact in both directions for every text."""
+"""Byte-level BPE trained on a corpus, or any `tokenizer.json`: text to token ids and back."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -9,31 +10,45 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.errors import InputError
 
-EOT = 0  # the token between documents
 EOT_TEXT = "<|endoftext|>"
-MIN_VOCAB = 257  # every byte, and EOT
+EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a document, in the tokenizers people use
+MIN_VOCAB = 257  # every byte, and the end of a text
 
 _ENCODED_AT_ONCE = 256  # texts; bounds memory and still feeds every core
 
 
 class Tokenizer:
-    """Text to token ids and back: `decode(encode(text)) == text` for every text.
+    """Text to token ids and back.
 
-    `EOT_TEXT` inside a text is text like any other, so no document can forge the end of one.
+    The text of a special token inside a text is text like any other. With a tokenizer of `train_tokenizer`,
+    `decode(encode(text)) == text` for every text.
+
+    Attributes:
+      eot: the token between documents.
+      eot_text: how it is written.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT) -> None:
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`)."""
         self._backend = backend
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._backend.encode_special_tokens = True
+        self.eot = self._backend.token_to_id(eot_text)
+        self.eot_text = eot_text
 
-    @property
+    @functools.cached_property
     def vocab_size(self) -> int:
-        """Number of token ids, EOT included; a small corpus may not fill the vocabulary it was asked for."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
+        """One more than the largest token id; a small corpus may not fill the vocabulary it was asked for."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @functools.cached_property
+    def specials(self) -> frozenset[str]:
+        """The texts of the special tokens."""
+        return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """The text's token ids, without any EOT.
+        """The text's token ids, without any added before or after it.
 
         Raises:
           InputError: the text holds half of a surrogate pair, which no UTF-8 text can.
@@ -44,21 +59,30 @@ class Tokenizer:
             raise InputError(
                 f"The text cannot be encoded: its character at position {error.start} is half of a surrogate pair."
             ) from error
-        return self._backend.encode(text).ids
+        return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """`encode` of each text in order, on all cores."""
         texts = iter(texts)
         while batch := list(islice(texts, _ENCODED_AT_ONCE)):
-            yield from (encoding.ids for encoding in self._backend.encode_batch_fast(batch))
+            encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
+            yield from (encoding.ids for encoding in encodings)
+
+    def encode_template(self, text: str) -> list[int]:
+        """The token ids of a text in which special tokens are meant: what a chat template writes."""
+        return self._template.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the token ids. EOT becomes `EOT_TEXT`; bytes that are not UTF-8 become U+FFFD."""
+        """The text of the token ids. Special tokens become their texts; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON in the format of the `tokenizers` library."""
         path.write_text(self._backend.to_str(pretty=False), encoding="utf-8")
+
+    @functools.cached_property
+    def _template(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_str(self._backend.to_str())  # which does not hold `encode_special_tokens`
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -69,10 +93,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
       texts: the train split.
-      vocab_size: number of token ids, EOT included; fewer are used where the texts have too few pairs.
+      vocab_size: number of token ids, the end of a text (0) included; fewer are used where the texts have too
+        few pairs.
 
     Raises:
-      InputError: the vocabulary has no room for every byte and EOT.
+      InputError: the vocabulary has no room for every byte and the end of a text.
     """
     if vocab_size < MIN_VOCAB:
         raise InputError(
@@ -83,7 +108,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOT_TEXT],  # specials come first, which makes EOT 0
+        special_tokens=[EOT_TEXT],  # specials come first, which makes it 0
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -91,26 +116,35 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
-    """Read a tokenizer that `Tokenizer.save` wrote.
+def load_tokenizer(path: Path, eot_text: str | None = None) -> Tokenizer:
+    """Read a `tokenizer.json`.
 
     Args:
-      path: its JSON file.
-      vocab_size: of the model; the tokenizer may use fewer.
+      path: its file.
+      eot_text: the token that ends a document; where None, the one of `EOT_TEXTS` that the tokenizer has.
 
     Raises:
-      InputError: the file is missing or is not such a tokenizer, or it has more tokens than the model.
+      InputError: the file is missing or is no such tokenizer, or the end of a document is unknown.
     """
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
-    if backend.token_to_id(EOT_TEXT) != EOT:
-        raise InputError(f"The tokenizer file {path} must have the token {EOT_TEXT} with id {EOT}.")
-    tokenizer = Tokenizer(backend)
+    found = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
+    if eot_text is None and len(found) == 1:
+        (eot_text,) = found
+    elif eot_text is None:
+        has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(EOT_TEXTS)}"
+        raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document with --eot.")
+    elif backend.token_to_id(eot_text) is None:
+        raise InputError(f"The tokenizer file {path} has no token {eot_text!r} to end a document with.")
+    return Tokenizer(backend, eot_text)
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
+    """Raise `InputError` where the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
             "give the model at least as many."
         )
-    return tokenizer

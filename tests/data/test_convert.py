@@ -1,0 +1,281 @@
+import hashlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from zaya_jax.data.convert import Record, Skipped, convert, default_workers, read_note, remove_notes
+from zaya_jax.data.manifest import describe_file
+from zaya_jax.data.shards import Records
+from zaya_jax.errors import InputError, RunStopped
+
+ROOT = Path(__file__).parent.parent.parent
+SIZE = 200_000  # bytes of a unit
+
+
+class Numbers(NamedTuple):
+    """A unit: the numbers from `start` to `stop`, and what happens in the middle the first time."""
+
+    start: int
+    stop: int
+    event: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Numbers to records: every tenth is held out, every seventh cannot be used; each start is noted in `log`."""
+
+    log: Path
+    bad: bool = False
+
+    def __call__(self, unit: Numbers) -> Iterator[Record | Skipped]:
+        with self.log.open("a") as file:
+            file.write(f"{unit.start} {os.getpid()}\n")
+        part = SIZE // (unit.stop - unit.start)
+        for number in range(unit.start, unit.stop):
+            if number == (unit.start + unit.stop) // 2:
+                self.happen(unit)
+            if self.bad and number % 7 == 0:
+                yield Skipped(f"numbers:{number}", "sevenfold", f"{number} is a multiple")
+                continue
+            split = "train" if number % 10 else "heldout"
+            yield Record(split, str(number).encode(), number, 2 * number, part, "odd" if number % 2 else None)
+
+    def happen(self, unit: Numbers) -> None:
+        once = self.log.with_name(f"happened-{unit.start}")
+        if unit.event == "raise":
+            raise InputError(f"The unit of {unit.start} is bad.")
+        if unit.event == "crash":
+            raise ZeroDivisionError
+        if unit.event == "kill" and not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture
+def work(tmp_path):
+    return Work(tmp_path / "log")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "out").mkdir()
+    return tmp_path / "out"
+
+
+def make_units(count=5, **events):
+    """Units of ten numbers from 1 on; `unit3="kill"` says what happens in the fourth."""
+    return [Numbers(1 + 10 * i, 11 + 10 * i, events.get(f"unit{i}", "")) for i in range(count)]
+
+
+def run(folder, units, work, *, numbers=None, workers=1, limit=0):
+    numbers = range(len(units)) if numbers is None else numbers
+    convert(folder, units, numbers, work, sizes=[SIZE] * len(units), workers=workers, limit=limit, label="working",
+            advice=f"Allowed are {limit}")  # fmt: skip
+
+
+def started(work):
+    """How often each unit was begun."""
+    return Counter(int(line.split()[0]) for line in work.log.read_text().splitlines())
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def names_of(number, *splits):
+    """The files that a unit leaves."""
+    unit = f"{number:06d}"
+    shards = [(f"{split}-{unit}.arrayrecord", f"unit-{unit}-{split}.npy") for split in splits or ("train", "heldout")]
+    return {f"unit-{unit}.json", *(name for names in shards for name in names)}
+
+
+def test_a_unit_leaves_shards_and_a_note_that_counts_them(folder, work):
+    run(folder, make_units(2), work)
+    assert set(contents(folder)) == names_of(0) | names_of(1)
+    note = read_note(folder, 1)
+    train = [11, 12, 13, 14, 15, 16, 17, 18, 19]
+    assert {split: np.load(folder / entry.file).tolist() for split, entry in note.lengths.items()} == {
+        "train": train,
+        "heldout": [20],
+    }
+    for entry in note.lengths.values():
+        assert np.load(folder / entry.file).dtype == np.int64
+        assert entry == describe_file(folder / entry.file)
+    assert note.text_bytes == {"train": 2 * sum(train), "heldout": 40}
+    assert note.outcomes == {"odd": 5}
+    assert note.skipped == {}
+    assert [*Records(folder, (note.shards["train"],))] == [str(number).encode() for number in train]
+    for shard in note.shards.values():
+        entry = describe_file(folder / shard.file)
+        assert (shard.bytes, shard.digest) == (entry.bytes, entry.digest)
+        assert shard.digest == hashlib.blake2b((folder / shard.file).read_bytes(), digest_size=16).hexdigest()
+    assert [shard.documents for shard in note.shards.values()] == [9, 1]
+
+
+def test_a_split_without_documents_has_no_shard(folder, work):
+    run(folder, [Numbers(1, 9)], work)
+    assert set(contents(folder)) == names_of(0, "train")
+    note = read_note(folder, 0)
+    assert set(note.shards) == set(note.lengths) == {"train"}
+
+
+def test_only_the_numbers_asked_for_are_done_and_none_twice(folder, work):
+    units = make_units(5)
+    run(folder, units, work, numbers=range(1, 5, 2))
+    assert started(work) == {11: 1, 31: 1}
+    before = contents(folder)
+    run(folder, units, work)
+    assert started(work) == {1: 1, 11: 1, 21: 1, 31: 1, 41: 1}
+    assert {name: contents(folder)[name] for name in before} == before
+
+
+def test_processes_leave_what_one_alone_leaves(folder, work, tmp_path, capfd):
+    (tmp_path / "other").mkdir()
+    units = make_units(5)
+    run(folder, units, work, workers=2)
+    log = work.log.read_text().split()
+    assert str(os.getpid()) not in log
+    run(tmp_path / "other", units, work)
+    assert contents(folder) == contents(tmp_path / "other")
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 2
+    for line in lines:  # every byte of the units, whoever did them
+        assert re.fullmatch(r"data: working: done, 1\.0 MB in \d+\.\d s \(\d+\.\d MB/s\)", line)
+
+
+def test_work_done_before_is_not_counted_in_the_progress(folder, work, capsys):
+    units = make_units(5)
+    run(folder, units, work, numbers=[0, 1, 2])
+    assert "done, 0.6 MB" in capsys.readouterr().err
+    run(folder, units, work)
+    assert "done, 0.4 MB" in capsys.readouterr().err
+    run(folder, units, work)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "no lengths", "note cut", "note of something else"])
+def test_a_unit_whose_files_do_not_fit_its_note_is_done_again(folder, work, damage):
+    run(folder, make_units(2), work)
+    before = contents(folder)
+    shard, note = folder / "heldout-000001.arrayrecord", folder / "unit-000001.json"
+    if damage == "missing":
+        shard.unlink()
+    elif damage == "shorter":
+        os.truncate(shard, shard.stat().st_size - 1)
+    elif damage == "no lengths":
+        (folder / "unit-000001-train.npy").unlink()
+    elif damage == "longer":
+        with shard.open("ab") as file:
+            file.write(b"x")
+    else:
+        note.write_text(note.read_text()[:-20] if damage == "note cut" else "[1]")
+    assert read_note(folder, 0) is not None
+    assert read_note(folder, 1) is None
+    run(folder, make_units(2), work)
+    assert started(work) == {1: 1, 11: 2}
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(("event", "error"), [("raise", InputError), ("crash", ZeroDivisionError)])
+def test_an_exception_in_the_work_leaves_no_part_of_its_unit(folder, work, event, error):
+    units = make_units(3, unit1=event)
+    with pytest.raises(error):
+        run(folder, units, work)
+    assert set(contents(folder)) == names_of(0)
+
+
+def test_an_exception_in_a_process_is_raised_here_and_leaves_no_partial_file(folder, work):
+    with pytest.raises(InputError, match=r"^The unit of 11 is bad\.$"):
+        run(folder, make_units(4, unit1="raise"), work, workers=2)
+    names = set(contents(folder))
+    assert not [name for name in names if "partial" in name or "000001" in name]
+    before = {name: (folder / name).stat().st_mtime_ns for name in names}
+    time.sleep(0.1)
+    assert {name: (folder / name).stat().st_mtime_ns for name in contents(folder)} == before  # nobody is still at work
+
+
+def test_a_process_that_is_killed_stops_the_work_with_a_sentence_and_a_rerun_completes(folder, work, tmp_path):
+    units = make_units(5, unit2="kill")
+    with pytest.raises(RunStopped, match=r"^A process that prepared data ended: it was killed, perhaps for want of "
+                       r"memory, or .*\. The same command goes on from what is done\.$"):  # fmt: skip
+        run(folder, units, work, workers=2)
+    done = [number for number in range(5) if read_note(folder, number) is not None]
+    assert 2 not in done
+    assert [name for name in contents(folder) if name.endswith(".partial")]  # a kill can leave one, until the merge
+    begun = started(work)
+    run(folder, units, work)
+    for number in done:
+        assert started(work)[units[number].start] == begun[units[number].start] == 1
+    remove_notes(folder)
+    (tmp_path / "other").mkdir()
+    run(tmp_path / "other", units, work)
+    remove_notes(tmp_path / "other")
+    assert contents(folder) == contents(tmp_path / "other")
+    assert not [name for name in contents(folder) if not name.endswith(".arrayrecord")]
+
+
+def test_documents_that_cannot_be_used_are_counted_over_all_units(folder, tmp_path):
+    work = Work(tmp_path / "log", bad=True)
+    units = make_units(5)  # of 1 to 50, which have 7 multiples of 7
+    with pytest.raises(InputError, match=r"^7 documents cannot be used \(7 sevenfold\)\. Allowed are 6:\n"):
+        run(folder, units, work, limit=6)
+    before = started(work)
+    run(folder, units, work, limit=7)
+    assert started(work) == before  # what was done before the limit was reached stays done
+    notes = [read_note(folder, number) for number in range(5)]
+    assert sum(note.skipped["sevenfold"] for note in notes) == 7
+    assert notes[0].examples == ["numbers:7: sevenfold: 7 is a multiple"]
+    assert sum(shard.documents for note in notes for shard in note.shards.values()) == 43
+    with pytest.raises(InputError, match="Allowed are 2:"):  # of what is noted, without any work
+        run(folder, units, work, limit=2)
+    assert started(work) == before
+
+
+def test_a_unit_alone_stops_at_the_limit(folder, tmp_path):
+    work = Work(tmp_path / "log", bad=True)
+    with pytest.raises(InputError, match=r"^2 documents cannot be used \(2 sevenfold\)\. Allowed are 1:") as error:
+        run(folder, [Numbers(1, 1000)], work, limit=1)
+    assert str(error.value).splitlines()[1:] == [
+        "  numbers:7: sevenfold: 7 is a multiple",
+        "  numbers:14: sevenfold: 14 is a multiple",
+    ]
+    assert contents(folder) == {}
+
+
+def test_only_so_many_examples_are_listed(folder, tmp_path):
+    work = Work(tmp_path / "log", bad=True)
+    with pytest.raises(InputError) as error:
+        run(folder, [Numbers(1, 1000)], work, limit=30)
+    lines = str(error.value).splitlines()
+    assert len(lines) == 1 + 20 + 1
+    assert lines[-1] == "  and 11 more"
+
+
+def test_the_processes_are_no_more_than_the_cores_that_may_be_used():
+    assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
+
+
+def test_a_script_that_begins_the_work_unguarded_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\nfrom tests.data.test_convert import Work, make_units, run\n"
+        "folder = Path(sys.argv[1])\nfolder.mkdir(exist_ok=True)\n"
+        "run(folder, make_units(3), Work(folder.with_name('log')), workers=2)\n"
+    )
+    done = subprocess.run([sys.executable, script, tmp_path / "out"], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+    assert done.returncode == 1
+    assert "put what the script does under `if __name__ == '__main__':`" in done.stderr
+    assert "RunStopped: A process that prepared data ended" in done.stderr
+    assert contents(tmp_path / "out") == {}

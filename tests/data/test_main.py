@@ -1,0 +1,212 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from zaya_jax.data.__main__ import main
+from zaya_jax.data.manifest import MANIFEST
+from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
+from zaya_jax.data.shards import Records
+from zaya_jax.data.tokenizer import train_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
+TEXTS = [f"text {i} of the model, naïve ☃" for i in range(40)]
+# Runs the command and says which of the heavy libraries it has imported.
+LOOK = """
+import sys
+from zaya_jax.data.__main__ import main
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    print("imported:", *sorted({"jax", "grain", "flax", "optax", "orbax", "torch"} & sys.modules.keys()))
+    sys.exit(status)
+"""
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    train_tokenizer(TEXTS, 280).save(tmp_path / "tokenizer.json")
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture
+def given(tmp_path):
+    return write_jsonl(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS])
+
+
+@pytest.fixture
+def call(tokenizer, given, tmp_path):
+    """What every call of prepare here has."""
+    return ["prepare", "--input", str(given), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out"),
+            "--workers", "1"]  # fmt: skip
+
+
+def write_jsonl(path, objects):
+    path.write_text("".join(json.dumps(one) + "\n" for one in objects))
+    return path
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def start(*command, **settings):
+    """A process as a person starts it."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                            text=True, **settings)  # fmt: skip
+
+
+def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):
+    assert main([*call, "--heldout", "0.25"]) == 0
+    manifest = open_manifest(tmp_path / "out")
+    assert manifest.train.documents + manifest.heldout.documents == 40
+    assert 0 < manifest.heldout.documents < 20
+    out, err = capsys.readouterr()
+    lines = [f"{tmp_path / 'out'} is complete."]
+    for name, split in {"train": manifest.train, "heldout": manifest.heldout}.items():
+        lines.append(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes, "
+                     "1 shards")  # fmt: skip
+    assert out.splitlines() == lines
+    assert err.startswith("data: preparing: done, 0.0 MB in ")
+    assert manifest.train.text_bytes + manifest.heldout.text_bytes == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_the_defaults_are_those_of_the_settings(call, tmp_path, given, tokenizer):
+    assert main(call) == 0
+    prepare([str(given)], tokenizer, tmp_path / "other", PrepareSettings(), workers=1)
+    assert contents(tmp_path / "out") == contents(tmp_path / "other")
+
+
+def test_the_same_command_again_says_the_same(call, tmp_path, capsys):
+    assert main(call) == 0
+    first, before = capsys.readouterr().out, contents(tmp_path / "out")
+    assert main(call) == 0
+    assert capsys.readouterr().out == first
+    assert contents(tmp_path / "out") == before
+
+
+def test_tasks_say_what_comes_next_and_merge_prints_the_counts(call, tmp_path, capsys):
+    output = tmp_path / "out"
+    call[2:3] = map(str, [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": f"{i} of {TEXTS}"}] * 9) for i in range(2)])
+    assert main([*call, "--of", "2"]) == 0
+    assert capsys.readouterr().out == (f"Task 0 of 2 is done. When all are: python -m zaya_jax.data merge {output}\n")
+    assert main(["merge", str(output)]) == 2
+    assert "of its 2 tasks, 1 is missing. Run them with --task, then merge." in capsys.readouterr().err
+    assert main([*call, "--of", "2", "--task", "1"]) == 0
+    capsys.readouterr()
+    assert main(["merge", str(output)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{output} is complete.\n  train: ")
+    assert err == ""
+    call[call.index(str(output))] = str(tmp_path / "alone")
+    assert main(call) == 0
+    assert contents(output) == contents(tmp_path / "alone")
+
+
+def test_chat_reads_messages_unless_a_field_is_named(call, tmp_path, capsys):
+    said = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": str(i)}] for i in range(5)]
+    for name, more in {"messages": [], "said": ["--field", "said"]}.items():
+        path, output = write_jsonl(tmp_path / f"{name}.jsonl", [{name: one} for one in said]), tmp_path / name
+        call[2], call[6] = str(path), str(output)
+        assert main([*call, "--chat", "--heldout", "0", *more]) == 0
+        manifest = open_manifest(output)
+        assert manifest.kind == "chat"
+        assert [json.loads(record) for record in Records(output, manifest.train.shards)] == said
+        assert "train: 5 documents" in capsys.readouterr().out
+
+
+def test_options_reach_the_preparation(call, tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for name, text in {"a.md": "one", "b.rst": "two", "c.txt": "left out", "d.md": " "}.items():
+        (tmp_path / "texts" / name).write_text(text)
+    call[2] = str(tmp_path / "texts")
+    more = ["--suffixes", ".md", ".rst", "--heldout", "0", "--eot", "<|endoftext|>"]
+    assert main([*call, *more]) == 2
+    assert f"{tmp_path}/texts/d.md:1: empty: " in capsys.readouterr().err
+    assert main([*call, *more, "--max-bad", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 2 documents" in out
+    assert "  left out, empty: 1\n" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--heldout", "1.5"], "Error: --heldout is 1.5, but must be at least 0 and below 1.\n"),
+        (["--max-bad", "-1"], "Error: --max-bad is -1, but must be at least 0.\n"),
+        (["--workers", "0"], "Error: --workers is 0, but must be at least 1.\n"),
+        (["--task", "3", "--of", "3"], "Error: --task is 3, but must be at least 0 and below --of (3).\n"),
+        (["--eot", "<|end|>"], "has no token '<|end|>' to end a document with.\n"),
+        (["--field", "body"], "no field: the object has no key 'body'\n"),
+        (["--input", "missing.jsonl"], "Error: The input missing.jsonl cannot be read: No such file or directory.\n"),
+    ],
+)
+def test_bad_input_has_status_2_and_a_sentence(call, tmp_path, capsys, more, message):
+    assert main([*call, *more]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out" / MANIFEST).exists()
+
+
+@pytest.mark.parametrize("arguments", [[], ["prepare"], ["prepare", "--input", "a"], ["merge"], ["mend"]])
+def test_a_command_that_is_not_complete_has_status_2_and_shows_the_usage(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: python -m zaya_jax.data")
+
+
+def test_merging_what_is_no_preparation_has_status_2(tmp_path, capsys):
+    assert main(["merge", str(tmp_path / "missing")]) == 2
+    assert "is no folder; give the --output of prepare." in capsys.readouterr().err
+
+
+def test_a_process_that_is_killed_has_status_1_and_the_same_command_goes_on(call, tmp_path):
+    # Two units, with work enough to be met at.
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", [{"text": " ".join(TEXTS[i:])}] * 800) for i in range(2)]
+    call[2:3] = map(str, paths)
+    command = start(sys.executable, "-m", "zaya_jax.data", *call[:-1], "2")
+    output, until = tmp_path / "out", time.monotonic() + 30
+    while not list(output.glob("train-*.partial")) and time.monotonic() < until:
+        assert command.poll() is None, command.communicate()
+        time.sleep(0.005)
+    children = psutil.Process(command.pid).children()
+    [worker, *_] = [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+    worker.kill()
+    out, err = command.communicate(timeout=30)
+    assert command.returncode == 1
+    assert out == ""
+    assert "Stopped: A process that prepared data ended: it was killed, perhaps for want of memory" in err
+    assert "Traceback" not in err
+    assert main(call) == 0
+    assert open_manifest(output).train.documents + open_manifest(output).heldout.documents == 1600
+
+
+def test_the_command_imports_neither_jax_nor_grain(call, tmp_path):
+    command = start(sys.executable, "-c", LOOK, *call)
+    out, err = command.communicate(timeout=60)
+    assert command.returncode == 0, err
+    assert out.endswith(" shards\nimported:\n")
+    assert (tmp_path / "out" / MANIFEST).exists()
+
+
+def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
+    call[2] = str(write_jsonl(tmp_path / "long.jsonl", [{"text": " ".join(TEXTS)}] * 6000))
+    command = start(sys.executable, "-m", "zaya_jax.data", *call)
+    until = time.monotonic() + 30
+    while not list((tmp_path / "out").glob("*.partial")) and time.monotonic() < until:
+        assert command.poll() is None, command.communicate()
+        time.sleep(0.005)
+    command.send_signal(signal.SIGINT)
+    out, err = command.communicate(timeout=30)
+    assert (command.returncode, out) == (130, "")
+    assert err == "Interrupted: the same command goes on from what is done.\n"
+    assert not list((tmp_path / "out").glob("*.partial"))
