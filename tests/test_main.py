@@ -10,7 +10,7 @@ from tests.train_helpers import ROOT, Position, compile_once, small_run, snapsho
 from zaya_jax import main as module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
-from zaya_jax.data.prepare import prepare
+from zaya_jax.data.embedded import open_corpus
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.main import main
 from zaya_jax.train import loop
@@ -91,7 +91,7 @@ def test_a_file_that_is_not_utf8(tmp_path, capsys):
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
 def test_a_damaged_shard(tmp_path, capsys, damage):
     path = write_run(tmp_path)
-    shard = next(prepare(load_config(path)).folder.glob("train-*.arrayrecord"))
+    shard = next(open_corpus(load_config(path))[0].glob("train-*.arrayrecord"))
     content = shard.read_bytes()
     if damage == "missing":
         shard.unlink()

@@ -88,14 +88,15 @@ def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
     b, s = config.train.global_batch, config.data.context
     text = rng.integers(0, config.model.vocab_size, (b, s + 1))
-    starts = rng.random((b, s)) < 0.1
+    starts, place = rng.random((b, s)) < 0.1, np.arange(s)
     segments = np.cumsum(starts, -1) + 1
+    positions = place - np.maximum.accumulate(np.where(starts, place, 0), -1)
     mask = ~np.roll(starts, -1, -1)
     for row in range(b):
         end = s - row * s // (b + 1)
-        segments[row, end:] = 0
+        segments[row, end:] = positions[row, end:] = 0
         mask[row, end - 1 :] = False
-    batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "segment_ids": segments}
+    batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "segment_ids": segments, "positions": positions}
     batch = {name: array.astype(np.int32) for name, array in batch.items()} | {"loss_mask": mask}
     return {name: micro(array, config.train.micro_batches) for name, array in batch.items()}
 

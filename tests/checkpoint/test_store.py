@@ -14,7 +14,8 @@ import pytest
 from tests.train_helpers import ROOT, Position, differing, small_run, snapshot
 from zaya_jax.checkpoint.store import CheckpointStore, environment
 from zaya_jax.config import CheckpointConfig, to_dict
-from zaya_jax.data.pipeline import prepare, train_batches
+from zaya_jax.data.pipeline import train_batches
+from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
 
 ABOUT = {"model": {"hidden_size": 16, "layer_pattern": ["full"], "sliding_window": None}, "seed": 0}
@@ -73,7 +74,7 @@ def test_what_was_saved_comes_back_bitwise(tmp_path):
 
 def test_the_data_goes_on_where_it_was_saved(tmp_path):
     config = small_run(tmp_path)
-    prepared = prepare(config)
+    prepared = open_sources(config)
     with train_batches(config, prepared) as batches, open_store(tmp_path / "store") as store:
         for _ in range(3):
             next(batches)

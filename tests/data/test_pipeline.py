@@ -1,7 +1,8 @@
+import contextlib
 import dataclasses
+import hashlib
 import json
 import pickle
-import re
 import subprocess
 import sys
 import threading
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.data.pipeline import heldout_batches, train_batches
+from zaya_jax.config import PhaseConfig
+from zaya_jax.data.pipeline import heldout_batches, heldout_bytes, train_batches
 from zaya_jax.errors import InputError
 
 
@@ -36,12 +38,27 @@ def test_a_run_has_its_steps_and_several_epochs(tiny, stream):
             "tokens": ((4, 16), "int32"),
             "targets": ((4, 16), "int32"),
             "segment_ids": ((4, 16), "int32"),
+            "positions": ((4, 16), "int32"),
             "loss_mask": ((4, 16), "bool"),
         }
-    per_epoch = -(-(prepared.train.tokens - 1) // 16)
+    train = prepared.sources["corpus"].manifest.train
+    per_epoch = -(-(train.tokens - 1) // 16)
     assert 1.5 * per_epoch < 4 * len(stream)  # so that the other tests cross the end of an epoch
     rows = np.concatenate([batch["loss_mask"] for batch in stream])[:per_epoch]
-    assert rows.sum() == prepared.train.tokens - prepared.train.documents
+    assert rows.sum() == train.tokens - train.documents
+
+
+# A digest of `tokens`, `targets`, `segment_ids` and `loss_mask`, taken before sources and phases were there.
+FIRST_ROWS = "bc7efb80a0446be81e627b97"
+
+
+def test_the_rows_of_one_source_and_phase_are_those_of_earlier_versions(stream):
+    digest = hashlib.blake2b(digest_size=12)
+    for batch in stream:
+        for name in ("tokens", "targets", "segment_ids"):
+            digest.update(batch[name].astype("<i4").tobytes())
+        digest.update(batch["loss_mask"].tobytes())
+    assert digest.hexdigest() == FIRST_ROWS
 
 
 @given(step=st.integers(0, 40), ahead=st.integers(0, 3))
@@ -109,8 +126,16 @@ def test_a_state_of_other_data_is_refused(tiny, change):
         config = dataclasses.replace(config, seed=1)
     else:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, context=8))
-    with train_batches(config, prepared) as batches, pytest.raises(InputError, match="seed has changed"):
+    with train_batches(config, prepared) as batches, pytest.raises(InputError, match=r"seed or .* has changed since"):
         batches.set_state(state)
+
+
+def test_the_state_is_the_rows_given_and_a_digest_of_what_orders_them(tiny):
+    with train_batches(*tiny) as batches:
+        first = batches.get_state()
+        next(batches)
+        assert batches.get_state() == {"sequences": 4, "order": batches.plan.order}
+    assert first == {"sequences": 0, "order": batches.plan.order}
 
 
 def test_rows_must_divide_among_the_processes(tiny):
@@ -155,8 +180,9 @@ def test_a_fresh_process_goes_on_and_ends_without_noise(tiny, stream, tmp_path):
         saved(tmp_path / "run", batches, 5)
     code = """
 import asyncio, pickle, sys, zaya_jax.data.pipeline as pipeline, pathlib
+from zaya_jax.data.sources import open_sources
 config, folder = pickle.loads(sys.stdin.buffer.read())
-batches = pipeline.train_batches(config, pipeline.prepare(config))
+batches = pipeline.train_batches(config, open_sources(config))
 async def load(): await (await batches.load(pathlib.Path(folder)))
 asyncio.run(load())
 sys.stdout.buffer.write(next(batches)["tokens"].tobytes())
@@ -169,14 +195,14 @@ sys.stdout.buffer.write(next(batches)["tokens"].tobytes())
 
 def test_heldout_is_given_once_in_order_and_filled_up(tiny):
     config, prepared = tiny
-    batches = list(heldout_batches(config, prepared))
+    batches = list(heldout_batches(config, prepared, "corpus"))
     assert {array.shape for batch in batches for array in batch.values()} == {(3, 16)}
-    documents = prepared.open("heldout")
-    text = np.concatenate([documents[i] for i in range(len(documents))])
+    documents, manifest = prepared.open("corpus", "heldout", PhaseConfig(), 16)
+    text = np.concatenate([documents[i].tokens for i in range(len(documents))])
     targets = np.concatenate([batch["targets"].ravel() for batch in batches])
     mask = np.concatenate([batch["loss_mask"].ravel() for batch in batches])
     assert np.array_equal(targets[: len(text) - 1], text[1:])
-    assert mask.sum() == prepared.heldout.tokens - prepared.heldout.documents
+    assert mask.sum() == manifest.heldout.tokens - manifest.heldout.documents
     assert not mask[len(text) - 1 :].any()
     rows = -(-(len(text) - 1) // 16)
     assert rows % 3, "the corpus of this test must leave rows to fill"
@@ -184,14 +210,54 @@ def test_heldout_is_given_once_in_order_and_filled_up(tiny):
     assert len(batches) == -(-rows // 3)
 
 
+def test_heldout_text_is_counted_for_its_source(tiny):
+    config, prepared = tiny
+    entry = prepared.sources["corpus"].manifest.heldout
+    assert heldout_bytes(config, prepared, "corpus") == (entry.documents, entry.text_bytes)
+    assert entry.documents * entry.text_bytes > 0
+
+
+def test_heldout_text_is_cut_into_windows_of_the_context_whatever_the_training_does(tiny):
+    config, prepared = tiny
+    drop = PhaseConfig(over_length="drop", context=40)
+    other = dataclasses.replace(config, data=dataclasses.replace(config.data, phases=(drop,)))
+    expected = list(heldout_batches(config, prepared, "corpus"))
+    assert all(map(same, heldout_batches(other, prepared, "corpus"), expected))
+
+
+def test_heldout_bins_hold_every_document_whole(tiny):
+    config, prepared = tiny
+    bins = PhaseConfig(packing="bins", over_length="trim")
+    data = dataclasses.replace(config.data, phases=(bins,), context=60)
+    batches = list(heldout_batches(dataclasses.replace(config, data=data), prepared, "corpus"))
+    entry = prepared.sources["corpus"].manifest.heldout
+    mask = np.concatenate([batch["loss_mask"] for batch in batches])
+    assert mask.shape[0] % 3 == 0
+    # What is longer than a row is split, never left out.
+    assert mask.sum() == entry.tokens - entry.documents
+
+
 @pytest.mark.parametrize("limit", [0, 1, 2, 10**6])
 def test_heldout_can_be_limited(tiny, limit):
-    every = list(heldout_batches(*tiny))
-    some = list(heldout_batches(*tiny, limit))
+    every = list(heldout_batches(*tiny, "corpus"))
+    some = list(heldout_batches(*tiny, "corpus", limit))
     assert len(some) == min(limit, len(every))
     assert all(map(same, some, every))
 
 
+CHANGED = (
+    r"a source or of the corpus, a key of data, model\.vocab_size, seed or .*train\.global_batch has changed since"
+)
+
+
 def test_a_message_names_what_may_have_changed(tiny):
-    with train_batches(*tiny) as batches, pytest.raises(InputError, match=re.escape("data.context")):
+    with train_batches(*tiny) as batches, pytest.raises(InputError, match=CHANGED):
         batches.set_state({"sequences": 0, "order": "other"})
+    for phases in (1, 2):  # with one, a batch of another size goes on in the same rows
+        parts = tuple(PhaseConfig(first_step=step) for step in range(phases))
+        config = dataclasses.replace(tiny[0], data=dataclasses.replace(tiny[0].data, phases=parts))
+        larger = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8))
+        with train_batches(config, tiny[1]) as batches, train_batches(larger, tiny[1]) as others:
+            refusal = contextlib.nullcontext() if phases == 1 else pytest.raises(InputError, match=CHANGED)
+            with refusal:
+                others.set_state(batches.get_state())

@@ -17,8 +17,8 @@ def clock(monkeypatch):
 
 
 def make(**changes):
-    options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": 2e6, "bytes_per_token": 4.0, "devices": 2,
-               "device_kind": "cpu"}  # fmt: skip
+    options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": lambda _: 2e6,
+               "bytes_per_token": lambda _: 4.0, "devices": 2, "device_kind": "cpu"}  # fmt: skip
     return ConsoleReport(**{**options, **changes})
 
 
@@ -56,10 +56,20 @@ def test_a_line_every_few_steps_and_one_at_the_end(clock, capsys):
     ],
 )
 def test_a_known_device_gives_the_share_of_its_peak(clock, capsys, kind, share):
-    report = make(device_kind=kind, flops_per_token=989e12 / 200, log_every=1)
+    report = make(device_kind=kind, flops_per_token=lambda _: 989e12 / 200, log_every=1)
     clock.now += 0.5
     report.row(row(1, tokens=100.0))
     assert share in capsys.readouterr().out
+
+
+def test_the_operations_of_a_token_are_those_of_the_step(clock, capsys):
+    asked = []
+    report = make(device_kind="new", flops_per_token=lambda step: asked.append(step) or step * 1e9, log_every=2)
+    for step in range(1, 5):
+        clock.now += 0.5
+        report.row(row(step))
+    assert asked == [2, 4]
+    assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()] == ["400.0 GFLOP/s", "800.0 GFLOP/s"]
 
 
 def test_what_is_not_training_does_not_count_as_time(clock, capsys):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests.train.test_step import mean_loss
 from tests.train_helpers import CONFIG, change, fast_jit, make_batch, setup
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.evaluate import HeldoutLoss, evaluate
+from zaya_jax.train.evaluate import HeldoutLoss, evaluate, evaluate_each, together
 from zaya_jax.train.step import make_evaluation_step
 
 
@@ -38,9 +38,9 @@ def batch(seed):
 def test_batches_add_up_to_the_mean_over_all_their_tokens(step):
     batches, state = [batch(0), batch(1)], setup().state
     held = evaluate(step, state, iter(batches), make_mesh(jax.devices()[:1]))
-    together = {name: np.concatenate([b[name] for b in batches])[None] for name in batches[0]}
-    assert held.tokens == together["loss_mask"].sum()
-    expected = fast_jit(mean_loss)(state.params, state.balance, together)
+    joined = {name: np.concatenate([b[name] for b in batches])[None] for name in batches[0]}
+    assert held.tokens == joined["loss_mask"].sum()
+    expected = fast_jit(mean_loss)(state.params, state.balance, joined)
     assert held.nats_per_token == pytest.approx(float(expected), rel=1e-5)
 
 
@@ -62,3 +62,17 @@ def test_the_state_is_read_alone(step):
     later = change(state, {"step": state.step + 50})
     mesh = make_mesh(jax.devices()[:1])
     assert evaluate(step, later, [batch(0)], mesh) == evaluate(step, state, [batch(0)], mesh)
+
+
+def test_each_source_has_a_loss_of_its_own_and_all_have_one_together(step):
+    state, mesh = setup().state, make_mesh(jax.devices()[:1])
+    empty = {name: np.zeros_like(array) for name, array in batch(0).items()}
+    batches = {"some": [batch(0), empty], "unread": [], "more": iter([batch(1)]), "padding": [empty]}
+    losses = evaluate_each(step, state, batches, mesh)
+    assert list(losses) == ["some", "more"]
+    assert losses["some"] == evaluate(step, state, [batch(0)], mesh)
+    assert losses["more"] == evaluate(step, state, [batch(1)], mesh)
+    whole = together(losses)
+    assert whole.tokens == losses["some"].tokens + losses["more"].tokens
+    assert whole.nats == pytest.approx(evaluate(step, state, [batch(0), batch(1)], mesh).nats, rel=1e-9)
+    assert together({}) == HeldoutLoss(0.0, 0)

@@ -89,8 +89,9 @@ def test_the_result_holds_the_last_state_as_a_model(finished):
 
 def test_the_whole_heldout_text_is_looked_at_in_the_end(finished):
     config, result = finished
-    held = result.prepared.heldout
+    held = result.prepared.sources["corpus"].manifest.heldout
     assert result.heldout.tokens == held.tokens - held.documents
+    assert result.heldout_of == {"corpus": result.heldout}
     watched = config.evaluation.batches * config.evaluation.batch * config.data.context
     assert result.heldout.tokens > watched  # while steps look at a part, so that the next line says something
     assert rows_of(result.run_dir)[-1]["heldout_loss"] != pytest.approx(result.heldout.nats_per_token, rel=1e-6)

@@ -23,9 +23,9 @@ def _compiled(function):
 @pytest.mark.usefixtures("fast_decode")
 def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finished):
     config, result = finished
-    held = result.prepared.heldout
+    held = result.prepared.sources["corpus"].manifest.heldout
     lines = report(config, result).splitlines()
-    assert lines[0].startswith(f"Held-out loss over {held.text_bytes:,} bytes in {held.documents:,} files: ")
+    assert lines[0].startswith(f"Held-out loss over {held.text_bytes:,} bytes in {held.documents:,} documents: ")
     assert lines[0].endswith(f"{result.heldout.nats_per_token:.4f} nats/token")
     bits = {line.split()[0]: line.split()[-2] for line in lines[2:6]}
     assert lines[1].split() == ["this", "model", f"{result.heldout.bits_per_byte(held.text_bytes):.3f}", "bits/byte"]

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from tests.train_helpers import ROOT, change, small_run, snapshot
-from zaya_jax.config import to_dict, to_yaml
+from zaya_jax.config import SourceConfig, Table, to_dict, to_yaml
 from zaya_jax.errors import InputError
-from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, claim_run, open_run, write_atomically
+from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, claim_run, open_run
 
-FREE = {"run_dir", "train.log_every", "data.cache_dir", "checkpoint.every", "checkpoint.keep", "sample.prompt",
-        "sample.tokens", "sample.temperature"}  # fmt: skip
+FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "checkpoint.every", "checkpoint.keep",
+        "sample.prompt", "sample.tokens", "sample.temperature"}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -91,6 +91,31 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
             assert f"was {old!r} and is now {new!r}." in message
 
 
+@pytest.mark.parametrize(
+    ("sources", "key"),
+    [
+        ({"web": SourceConfig("web")}, r"data\.sources\.web\.max_epochs was 'nothing' and is now None"),
+        ({"code": SourceConfig("code", 2.0)}, r"data\.sources\.code\.max_epochs was None and is now 2\.0"),
+        ({}, r"data\.sources\.code\.max_epochs was None and is now 'nothing'"),
+        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web\.max_epochs was 'nothing'"),
+    ],
+)
+def test_other_sources_are_another_configuration(config, sources, key):
+    before = change(config, {"data.sources": Table({"code": SourceConfig("code")})})
+    with claimed(before) as folder:
+        pass
+    refused(change(config, {"data.sources": Table(sources)}), folder, key)
+    with claimed(before):
+        pass
+
+
+def test_a_source_can_be_moved(config):
+    with claimed(change(config, {"data.sources": Table({"code": SourceConfig("code")})})):
+        pass
+    with claimed(change(config, {"data.sources": Table({"code": SourceConfig("elsewhere")})})):
+        pass
+
+
 def test_a_folder_can_be_moved(config, begun, tmp_path):
     begun.rename(tmp_path / "elsewhere")
     with claimed(change(config, {"run_dir": str(tmp_path / "elsewhere")})):
@@ -158,16 +183,3 @@ def test_the_lock_is_let_go_after_an_error(config):
         raise KeyError
     with claimed(config):
         pass
-
-
-def test_a_write_that_is_cut_short_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    write_atomically(path, "old")
-    monkeypatch.setattr("os.fsync", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_atomically(path, "new")
-    assert path.read_text() == "old"
-    monkeypatch.undo()
-    write_atomically(path, "new ☃")
-    assert path.read_text(encoding="utf-8") == "new ☃"
-    assert [file.name for file in tmp_path.iterdir()] == ["file"]

@@ -98,6 +98,14 @@ def test_loss_and_gradient_are_those_of_the_mean_over_real_tokens():
     assert_close(ours, grads)
 
 
+def test_positions_are_those_of_the_batch():
+    loss, batch = float(first_step()[1]["loss"]), make_batch()
+    for factor, offset, same in ((1, 3, True), (2, 0, False)):  # attention sees distances alone
+        moved = batch | {"positions": batch["positions"] * factor + np.int32(offset)}
+        found = float(setup().step(setup().state, moved)[1]["loss"])
+        assert (found == pytest.approx(loss, rel=1e-6)) == same
+
+
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_micro_batches_change_nothing_but_rounding(micro_batches):
     metrics, new, grads = descent(micro_batches)

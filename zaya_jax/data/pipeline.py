@@ -1,7 +1,6 @@
 """Batches for training and for the held-out loss."""
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from zaya_jax.config.schema import Config
-from zaya_jax.data.prepare import Prepared, prepare
-from zaya_jax.data.windows import Windows
+from zaya_jax.data.plan import RunPlan, heldout_phase, packer_of, plan_run
+from zaya_jax.data.rows import Row
+from zaya_jax.data.sources import Prepared
+from zaya_jax.data.stream import Position
 from zaya_jax.errors import InputError
 
-__all__ = ["Batch", "Prepared", "TrainBatches", "heldout_batches", "prepare", "train_batches"]
-
-Batch = dict[str, np.ndarray]  # of `Windows.__getitem__`, each array [b, s]
+Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
 
 _STATE_FILE = "data.json"
 _THREADS = 2
@@ -30,21 +29,20 @@ class _Folder(Protocol):
 
 
 class TrainBatches(Iterator[Batch]):
-    """The training batches, by a Grain iterator that reads ahead in threads.
+    """The training batches, by a Grain iterator that reads ahead in threads or in processes.
 
-    Resumable: its state is how many sequences the run has been given, which no number of processes, threads or
-    batch size changes. It is a `StatefulCheckpointable` of Orbax v1. Grain's own iterators (elastic or not) are
-    not used as such, since they give each process every n-th row, so that a batch's rows would move with the
+    Resumable: its state is how many rows the run has been given, which no number of processes, workers or threads
+    and no batch size changes. It is a `StatefulCheckpointable` of Orbax v1. Grain's own iterators (elastic or not)
+    are not used as such, since they give each process every n-th row, so that a batch's rows would move with the
     number of processes, and save a file named after that number, which another number cannot restore.
     """
 
     def __init__(
-        self, windows: Windows, global_batch: int, order: str, *, process_index: int = 0, process_count: int = 1
+        self, plan: RunPlan, global_batch: int, *, workers: int = 0, process_index: int = 0, process_count: int = 1
     ) -> None:
-        """Start at the first window; see `train_batches`. `order` names what the windows' order depends on."""
-        self._windows = windows
-        self._global_batch = global_batch
-        self._order = order
+        """Start at the first row; see `train_batches`."""
+        self.plan = plan
+        self._global_batch, self._workers = global_batch, workers
         share = global_batch // process_count
         self._part = range(process_index * share, (process_index + 1) * share)  # of each batch's rows
         self._writes_state = process_index == 0  # it is the same in every process
@@ -56,7 +54,7 @@ class TrainBatches(Iterator[Batch]):
         """The next batch: this process's rows of it.
 
         Raises:
-          InputError: the state that Orbax loaded is of another corpus, seed or context.
+          InputError: the state that Orbax loaded is of other data, or a document is damaged.
         """
         self.check()
         batch = next(self._batches)
@@ -73,27 +71,28 @@ class TrainBatches(Iterator[Batch]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the threads."""
+        """Stop the threads and processes."""
         self.close()
 
     def close(self) -> None:
-        """Stop the threads; no batch follows."""
+        """Stop the threads and processes; no batch follows."""
         self._batches.close()
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on from here; JSON can hold it."""
-        return {"sequences": self._sequences, "order": self._order}
+        return {"sequences": self._sequences, "order": self.plan.order}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where `get_state` was called, in this process or another.
 
         Raises:
-          InputError: the state is of another corpus, seed or context.
+          InputError: the state is of other data.
         """
-        if state["order"] != self._order:
+        if state["order"] != self.plan.order:
             raise InputError(
-                "The saved position is in other data: the corpus, data.suffixes, data.heldout_fraction, data.context, "
-                "model.vocab_size or seed has changed since. Restore the old values, or start a new run_dir."
+                "The saved position is in other data: the content of a source or of the corpus, a key of data, "
+                "model.vocab_size, seed or (with several phases) train.global_batch has changed since. Restore the "
+                "old values, or start a new run_dir."
             )
         self._batches.close()
         self._refused = None
@@ -129,23 +128,28 @@ class TrainBatches(Iterator[Batch]):
     def _start(self) -> Any:
         import grain  # here, since it imports jax, which preparing data must not
 
-        rows = _Rows(self._windows, self._sequences, self._global_batch, self._part)
-        options = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
-        return iter(grain.MapDataset.source(rows).to_iter_dataset(options))
+        batches = grain.MapDataset.source(_Batches(self.plan, self._sequences, self._global_batch, self._part))
+        threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
+        dataset = batches.to_iter_dataset(threads)
+        if self._workers:
+            # Each worker makes every n-th batch whole, and they are taken in turn: their number changes nothing.
+            _parse_absl_flags()
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, _PREFETCHED))
+        return iter(dataset)
 
 
-class _Rows:
-    """Item i: the rows `part` of the i-th batch from the window `start` on."""
+class _Batches:
+    """Item i: the rows `part` of the i-th batch from the row `start` on."""
 
-    def __init__(self, windows: Windows, start: int, global_batch: int, part: range) -> None:
-        self._windows, self._start, self._global_batch, self._part = windows, start, global_batch, part
+    def __init__(self, plan: RunPlan, start: int, global_batch: int, part: range) -> None:
+        self._plan, self._start, self._global_batch, self._part = plan, start, global_batch, part
 
     def __len__(self) -> int:
-        return max(0, (len(self._windows) - self._start) // self._global_batch)
+        return max(0, (len(self._plan) - self._start) // self._global_batch)
 
     def __getitem__(self, index: int) -> Batch:
         start = self._start + index * self._global_batch
-        return _stack([self._windows[start + row] for row in self._part])
+        return _stack([self._plan[start + row] for row in self._part])
 
 
 def train_batches(
@@ -154,47 +158,68 @@ def train_batches(
     """The batches of a run, `train.steps` of them.
 
     Args:
-      config: `train.steps`, `train.global_batch`, `data.context` and `seed` are used.
-      prepared: the corpus.
+      config: `data`, `train.steps`, `train.global_batch` and `seed` are used.
+      prepared: the sources.
       process_index: of this process among those that share each batch.
       process_count: of those processes; the i-th gets the i-th contiguous part of the rows.
 
     Returns:
-      An iterator over dicts of arrays [train.global_batch / process_count, s]; see `Windows.__getitem__`.
+      An iterator over dicts of arrays [train.global_batch / process_count, s]; see `rows.Packing.row`.
 
     Raises:
-      InputError: `train.global_batch` is not a multiple of `process_count`.
+      InputError: `train.global_batch` is not a multiple of `process_count`, or as `plan_run`.
     """
     global_batch = config.train.global_batch
     if global_batch % process_count:
         raise InputError(f"train.global_batch is {global_batch}, but must be a multiple of the {process_count} "
                          "processes that share it.")  # fmt: skip
-    windows = Windows(
-        prepared.open("train"), config.data.context, seed=config.seed, count=config.train.steps * global_batch
-    )
-    settings = json.dumps([prepared.digest, config.data.context, config.seed])
-    order = hashlib.blake2b(settings.encode(), digest_size=12).hexdigest()
-    return TrainBatches(windows, global_batch, order, process_index=process_index, process_count=process_count)
+    return TrainBatches(plan_run(config, prepared), global_batch, workers=config.data.workers,
+                        process_index=process_index, process_count=process_count)  # fmt: skip
 
 
-def heldout_batches(config: Config, prepared: Prepared, limit: int | None = None) -> Iterator[Batch]:
-    """The held-out split in its natural order, each of its bytes once.
+def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:
+    """The held-out split of a source in its natural order, each document once.
 
     Args:
-      config: `evaluation.batch` and `data.context` are used.
-      prepared: the corpus.
+      config: `evaluation.batch` and `data.context` are used, and of the last phase that reads the source its
+        packing and template.
+      prepared: the sources.
+      name: of the source.
       limit: the most batches given; by default all.
 
     Yields:
       Dicts of arrays [evaluation.batch, s], the last one filled up with rows that are all padding.
     """
-    windows = Windows(prepared.open("heldout"), config.data.context, seed=None)
-    starts = range(0, len(windows), config.evaluation.batch)
-    for start in starts[:limit]:
-        rows = [windows[row] for row in range(start, min(start + config.evaluation.batch, len(windows)))]
-        padding = {name: np.zeros_like(array) for name, array in rows[0].items()}
-        yield _stack(rows + [padding] * (config.evaluation.batch - len(rows)))
+    phase = heldout_phase(config, prepared.sources[name])
+    if phase is None:
+        return
+    documents, manifest = prepared.open(name, "heldout", phase, config.data.context)
+    if documents.lengths.max(initial=0) < 2:
+        return
+    packer = packer_of(config, prepared, phase, None)
+    rows = packer.stage(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
+    for start in range(0, rows.per_epoch, config.evaluation.batch)[:limit]:
+        batch = [rows.row(0, row) for row in range(start, min(start + config.evaluation.batch, rows.per_epoch))]
+        padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
+        yield _stack(batch + [padding] * (config.evaluation.batch - len(batch)))
 
 
-def _stack(rows: list[Batch]) -> Batch:
+def heldout_bytes(config: Config, prepared: Prepared, name: str) -> tuple[int, int]:
+    """Documents that `heldout_batches` reads of a source, and the UTF-8 bytes of the text whose loss they count."""
+    phase = heldout_phase(config, prepared.sources[name])
+    if phase is None:
+        return 0, 0
+    _, manifest = prepared.open(name, "heldout", phase, config.data.context)
+    return manifest.heldout.documents - manifest.counts.get("dropped", 0), manifest.heldout.text_bytes
+
+
+def _stack(rows: list[Row]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def _parse_absl_flags() -> None:
+    """Grain's workers read a flag of absl's, which refuses unless a main program has parsed the flags."""
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()

@@ -1,7 +1,9 @@
 """What a person sees while a run goes on: a progress bar on a terminal, and a line now and then."""
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Self
 
 from rich.console import Console
@@ -14,8 +16,8 @@ _PEAKS = {"H100": 989e12, "H200": 989e12, "MI300X": 1307e12, "gfx942": 1307e12, 
 class ConsoleReport:
     """Prints every `log_every` steps: loss, bits per byte, tokens/s, FLOP/s or MFU, load entropy, ETA."""
 
-    def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: float, bytes_per_token: float,
-                 devices: int, device_kind: str) -> None:  # fmt: skip
+    def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: Callable[[int], float],
+                 bytes_per_token: Callable[[int], float | None], devices: int, device_kind: str) -> None:  # fmt: skip
         self._steps, self._log_every = steps, log_every
         self._flops, self._bytes = flops_per_token, bytes_per_token
         self._peak = next((peak * devices for name, peak in _PEAKS.items() if name in device_kind), None)
@@ -53,15 +55,16 @@ class ConsoleReport:
             return
         seconds = max(time.monotonic() - self._since, 1e-9)
         speed = self._tokens / seconds
-        bits = row["loss"] / self._bytes / 0.6931471805599453
-        work = speed * self._flops
+        per_token = self._bytes(step)
+        bits = "" if per_token is None else f" | {row['loss'] / per_token / math.log(2):.3f} bits/byte"
+        work = speed * self._flops(step)
         share = f"{work / 1e9:.1f} GFLOP/s" if self._peak is None else f"MFU {100 * work / self._peak:.1f} %"
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
         left = (self._steps - step) * (row["tokens"] / speed) if speed else 0.0
         held = f" | held-out {row['heldout_loss']:.3f}" if "heldout_loss" in row else ""
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         self.say(
-            f"step {step}/{self._steps} | loss {row['loss']:.3f} | {bits:.3f} bits/byte{held} | "
+            f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{held} | "
             f"{speed:,.0f} tokens/s | {share} | load entropy {entropy:.3f} | ETA {_clock(left)}{skipped}"
         )
         self.restart_clock()

@@ -1,7 +1,7 @@
 """The loss on text the model was not trained on."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +26,22 @@ class HeldoutLoss(NamedTuple):
     def bits_per_byte(self, text_bytes: int) -> float:
         """Cross-entropy spread over the `text_bytes` the tokens stand for."""
         return self.nats / math.log(2) / max(text_bytes, 1)
+
+
+def together(losses: Mapping[str, HeldoutLoss]) -> HeldoutLoss:
+    """The loss over the held-out text of all sources."""
+    return HeldoutLoss(sum(loss.nats for loss in losses.values()), sum(loss.tokens for loss in losses.values()))
+
+
+def evaluate_each(
+    step: Callable[..., dict[str, jax.Array]],
+    state: TrainState,
+    batches: Mapping[str, Iterable[dict[str, np.ndarray]]],
+    mesh: Mesh,
+) -> dict[str, HeldoutLoss]:
+    """`evaluate` for each source; those without a held-out token are left out."""
+    losses = {name: evaluate(step, state, some, mesh) for name, some in batches.items()}
+    return {name: loss for name, loss in losses.items() if loss.tokens}
 
 
 def evaluate(

@@ -9,14 +9,15 @@ from jax.sharding import Mesh
 
 from zaya_jax.checkpoint.store import CheckpointStore, environment
 from zaya_jax.config import Config, to_dict
-from zaya_jax.data.pipeline import Batch, Prepared, TrainBatches, heldout_batches, prepare, train_batches
+from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
+from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.mesh import batch_sharding, check_batch, make_mesh, replicated
 from zaya_jax.train.console import ConsoleReport
-from zaya_jax.train.evaluate import HeldoutLoss, evaluate
+from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS, claim_run, open_run
 from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint
@@ -34,14 +35,16 @@ class TrainResult:
       model: with the trained fp32 parameters.
       state: the last state, from which training could go on.
       run_dir: folder with `config.yaml`, `metrics.jsonl`, `checkpoints/` and `loss.png`.
-      heldout: loss over the whole held-out text.
-      prepared: the corpus, its tokenizer, and what compressors need for the held-out text.
+      heldout: loss over all held-out text.
+      heldout_of: that of each source that holds text out.
+      prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
     """
 
     model: Zaya
     state: TrainState
     run_dir: Path
     heldout: HeldoutLoss
+    heldout_of: dict[str, HeldoutLoss]
     prepared: Prepared
 
 
@@ -57,19 +60,20 @@ def train(config: Config) -> TrainResult:
     check_batch(mesh, config.train.global_batch // config.train.micro_batches, "train.global_batch / micro_batches")
     check_batch(mesh, config.evaluation.batch, "evaluation.batch")
     with open_run(config) as folder:
-        prepared = prepare(config)
-        claim_run(folder, config)
-        with (
-            CheckpointStore(folder / CHECKPOINTS, config.checkpoint) as store,
-            train_batches(config, prepared) as batches,
-        ):
-            blueprint = make_blueprint(config)
-            state = _restore_or_init(config, blueprint, mesh, store, batches)
-            evaluation = jax.jit(make_evaluation_step(config, blueprint, mesh))
-            state = _run(config, blueprint, mesh, folder, prepared, store, batches, state, evaluation)
-            heldout = evaluate(evaluation, state, heldout_batches(config, prepared), mesh)
+        prepared = open_sources(config)
+        with train_batches(config, prepared) as batches:
+            watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
+                       for name in prepared.sources}  # fmt: skip
+            claim_run(folder, config)  # now that all of the data is known to be good
+            with CheckpointStore(folder / CHECKPOINTS, config.checkpoint) as store:
+                blueprint = make_blueprint(config)
+                state = _restore_or_init(config, blueprint, mesh, store, batches)
+                evaluation = jax.jit(make_evaluation_step(config, blueprint, mesh))
+                state = _run(config, blueprint, mesh, folder, prepared, store, batches, state, evaluation, watched)
+                whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
+                heldout_of = evaluate_each(evaluation, state, whole, mesh)
         model = with_values(blueprint.model, {**state.params, **state.balance})
-        return TrainResult(model, state, folder, heldout, prepared)
+        return TrainResult(model, state, folder, together(heldout_of), heldout_of, prepared)
 
 
 def _restore_or_init(
@@ -99,16 +103,18 @@ def _restore_or_init(
 
 
 def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepared: Prepared, store: CheckpointStore,
-         batches: TrainBatches, state: TrainState, evaluation: Any) -> TrainState:  # fmt: skip
-    """Steps until the configured number is done."""
+         batches: TrainBatches, state: TrainState, evaluation: Any,
+         watched: dict[str, list[Batch]]) -> TrainState:  # fmt: skip
+    """Steps until the configured number is done, with a look at the `watched` held-out batches of each source."""
     options = config.train
     step = int(jax.device_get(state.step))
     train_step = jax.jit(make_train_step(config, blueprint, mesh), donate_argnums=0)
-    watched = list(heldout_batches(config, prepared, config.evaluation.batches))
     report = ConsoleReport(
         steps=options.steps, start=step, log_every=options.log_every,
-        flops_per_token=training_flops_per_token(config.model, config.data.context),
-        bytes_per_token=prepared.train.text_bytes / prepared.train.tokens,
+        flops_per_token=lambda step: training_flops_per_token(
+            config.model, config.data.context_of(config.data.phase_at(step - 1))
+        ),
+        bytes_per_token=lambda step: batches.plan.phase_of_row((step - 1) * options.global_batch).bytes_per_token,
         devices=mesh.size, device_kind=jax.devices()[0].device_kind,
     )  # fmt: skip
     with report, JsonlTracker(folder / METRICS, step) as tracker:
@@ -119,11 +125,13 @@ def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepare
                 f"There is no checkpoint of the {tracker.dropped} steps in {METRICS}: starting again from step 0."
             )
 
-        def settle(step: int, metrics: Any, heldout: HeldoutLoss | None = None) -> None:
+        def settle(step: int, metrics: Any, heldout: dict[str, HeldoutLoss] | None = None) -> None:
             """Read a step's metrics, which waits for it, and note them."""
             row = {"step": step, **{name: value.tolist() for name, value in jax.device_get(metrics).items()}}
             if heldout is not None:
-                row["heldout_loss"] = heldout.nats_per_token
+                row["heldout_loss"] = together(heldout).nats_per_token
+                if len(heldout) > 1:
+                    row["heldout_loss_of"] = {name: loss.nats_per_token for name, loss in heldout.items()}
             tracker.log(row)
             report.row(row)
             if row["skipped"] >= options.max_skipped_steps:
@@ -146,7 +154,7 @@ def _run(config: Config, blueprint: Blueprint, mesh: Mesh, folder: Path, prepare
             last = step == options.steps
             looking, saving = step % config.evaluation.every == 0 or last, step % config.checkpoint.every == 0 or last
             if looking or saving:
-                settle(step, metrics, evaluate(evaluation, state, watched, mesh) if looking else None)
+                settle(step, metrics, evaluate_each(evaluation, state, watched, mesh) if looking else None)
                 pending = None
             if looking:  # before the save: what a restart takes for done has its picture
                 try:

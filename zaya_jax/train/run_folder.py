@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from zaya_jax.config import Config, to_dict, to_yaml
+from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
 
 CONFIG = "config.yaml"
@@ -17,7 +18,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 
 # Keys that change nothing of what is computed, and so may differ when a run goes on.
-_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir")
+_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir", "data.workers")
 
 
 @contextmanager
@@ -70,11 +71,16 @@ def _compare(folder: Path, config: Config) -> None:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
     new = dict(_leaves(to_dict(config), ""))
     for key in [*new, *(key for key in old if key not in new)]:
-        if not key.startswith(_FREE) and old.get(key, "nothing") != new.get(key, "nothing"):
+        if not _is_free(key) and old.get(key, "nothing") != new.get(key, "nothing"):
             raise InputError(
                 f"{path.parent} holds a run of another configuration: {key} was {old.get(key, 'nothing')!r} and is now "
                 f"{new.get(key, 'nothing')!r}. Choose another run_dir, or take the old value to go on with that run."
             )
+
+
+def _is_free(key: str) -> bool:
+    moved = key.startswith("data.sources.") and key.endswith(".path")  # a checkpoint knows its sources by content
+    return moved or key.startswith(_FREE)
 
 
 def _leaves(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
@@ -83,13 +89,3 @@ def _leaves(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
             yield from _leaves(value, f"{where}{key}.")
         else:
             yield f"{where}{key}", value
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, whole."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)

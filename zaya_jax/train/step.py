@@ -18,7 +18,7 @@ from zaya_jax.optim.schedule import cosine_with_warmup
 from zaya_jax.parallel.gradient import summed, summed_gradient
 from zaya_jax.train.state import Blueprint, TrainState
 
-Batch = dict[str, jax.Array]  # tokens, targets, segment_ids: int32 [.., b, s]; loss_mask: bool [.., b, s]
+Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]
 Metrics = dict[str, jax.Array]
 
 
@@ -30,7 +30,7 @@ def make_local_loss(
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         compute = cast_for_compute(params, blueprint.roles, config.train.compute_dtype)
         model = with_values(blueprint.model, {**compute, **balance})
-        out = model(batch["tokens"], batch["segment_ids"], ops=ops, remat=config.train.remat)
+        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=config.train.remat)
         weights = batch["loss_mask"].reshape(-1).astype(jnp.float32)
         # The head takes the fp32 master, so that its gradient, the largest sum of all, is fp32 throughout.
         loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],

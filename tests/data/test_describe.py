@@ -1,0 +1,68 @@
+import re
+
+import numpy as np
+import pytest
+
+from tests.data_helpers import run_config, small_tokenizer, write_source
+from zaya_jax.data.describe import describe, shown
+from zaya_jax.errors import InputError
+
+CHAT = [
+    {"role": "user", "content": "1 + 1?"},
+    {"role": "assistant", "content": "It is 2.", "reasoning": "Count. " * 40},
+]
+
+
+@pytest.fixture
+def config(tmp_path):
+    tokenizer = small_tokenizer()
+    texts = [[tokenizer.eot, *tokenizer.encode(f"def function_{i}(self):\n" * 3), tokenizer.eot] for i in range(30)]
+    write_source(tmp_path / "code", texts, texts[:2])
+    write_source(tmp_path / "talk", [CHAT] * 10, [CHAT], kind="chat")
+    phases = [
+        {"mixture": {"code": 1}},
+        {"first_step": 4, "mixture": {"code": 1, "talk": 3}, "packing": "bins", "over_length": "trim", "context": 128},
+    ]
+    return run_config(tmp_path, ["code", "talk"], phases)
+
+
+def test_everything_is_told(config, tmp_path):
+    text = describe(config, samples=1, step_seconds=0.5, max_iops=100)
+    numbers = {tuple(line.split()[:4]) for line in text.splitlines()}
+    assert ("code", "tokens", "train", "30") in numbers
+    assert ("talk", "chat", "heldout", "1") in numbers
+    assert "Phase 0: steps 0 to 4, 8 rows of 16 tokens a step, windows, 512 tokens" in text
+    assert "Phase 1: steps 4 to 8, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
+    assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
+    assert "talk: conversations made to fit 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
+    # 8 rows of 16 tokens of 2 bytes are a sixteenth of a page of 4096, but each row lies on a page of its own.
+    assert "8.0625 reads of a page (fragmentation 129.00); at 0.5 s a step 16.125 reads/s; 100 reads/s feed" in text
+    assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
+    assert "It is 2.<|im_end|>]]" in text
+    assert (tmp_path / "run" / "lengths.png").read_bytes()[:4] == b"\x89PNG"
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_the_picture_goes_where_it_is_wanted(config, tmp_path):
+    describe(config, png=tmp_path / "there" / "a.png", samples=0)
+    assert (tmp_path / "there" / "a.png").is_file()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=re.escape(str(tmp_path / "file" / "a.png"))):
+        describe(config, png=tmp_path / "file" / "a.png")
+
+
+def test_a_row_shows_documents_apart_and_what_counts():
+    tokenizer = small_tokenizer()
+    one, two = tokenizer.encode("def one"), tokenizer.encode("return two")
+    tokens = np.array([*one, *two, 0, 0], np.int32)
+    targets = np.array([*one[1:], two[0], *two[1:], tokenizer.eot, 0, 0], np.int32)
+    segments = np.array([1] * len(one) + [2] * len(two) + [0, 0], np.int32)
+    mask = np.array([True] * (len(one) - 1) + [False] + [False] * (len(two) - 1) + [True, False, False])
+    row = {"tokens": tokens, "targets": targets, "segment_ids": segments, "loss_mask": mask}
+    first = tokenizer.decode(one[:1])
+    assert shown(row, tokenizer) == f"{first}[[{'def one'[len(first) :]}]]\n----\nreturn two[[<|endoftext|>]]"
+
+
+def test_a_row_of_padding_shows_nothing():
+    empty = {name: np.zeros(4, np.int32) for name in ("tokens", "targets", "segment_ids")}
+    assert shown({**empty, "loss_mask": np.zeros(4, bool)}, small_tokenizer()) == ""

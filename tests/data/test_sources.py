@@ -1,0 +1,245 @@
+import dataclasses
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zaya_jax.config import PhaseConfig, SourceConfig, Table
+from zaya_jax.data import embedded, verify
+from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.sources import open_sources
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.errors import InputError
+
+
+@pytest.fixture
+def config(tmp_path, make_config, write_corpus):
+    return make_config(write_corpus(tmp_path / "corpus"), tmp_path / "cache")
+
+
+def with_sources(config, **sources):
+    data = dataclasses.replace(config.data, sources=Table({name: SourceConfig(str(s)) for name, s in sources.items()}))
+    return dataclasses.replace(config, data=data)
+
+
+@pytest.fixture(scope="session")
+def tokenizers(tmp_path_factory):
+    """Files of two tokenizers, `a` and `b`."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    for name in "ab":
+        train_tokenizer([f"words of {name} and more words of it"] * 20, 280).save(folder / f"{name}.json")
+    return {name: folder / f"{name}.json" for name in "ab"}
+
+
+def write_lines(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def make_source(folder, texts, tokenizer, **settings):
+    """A prepared folder of `texts`."""
+    folder.mkdir(parents=True)
+    lines = write_lines(folder / "lines.jsonl", texts)
+    prepare([lines], tokenizer, folder / "out", PrepareSettings(**{"heldout": 0.3, **settings}), workers=1)
+    return folder / "out"
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, tokenizers):
+    """Two prepared folders, of one tokenizer; copied before they are altered."""
+    root = tmp_path_factory.mktemp("sources")
+    return {
+        name: make_source(root / name, [f"{name} {i} ☃" for i in range(20)], tokenizers["a"]) for name in ("x", "y")
+    }
+
+
+# --- the corpus ------------------------------------------------------------------------------------------------
+
+
+def test_the_corpus_is_the_one_source(config):
+    folder, manifest = embedded.open_corpus(config)
+    prepared = open_sources(config)
+    (source,) = prepared.sources.values()
+    assert list(prepared.sources) == ["corpus"]
+    assert (source.name, source.folder, source.manifest, source.max_epochs) == ("corpus", folder, manifest, None)
+    assert prepared.baselines == embedded.read_baselines(folder)
+    assert prepared.cache == Path(config.data.cache_dir)
+    for split in ("train", "heldout"):
+        entry = manifest.split(split)
+        documents, counted = prepared.open("corpus", split, PhaseConfig(), 16)
+        assert counted == manifest
+        texts = [prepared.tokenizer.decode(document.tokens[1:-1]) for document in documents]
+        assert sum(len(text.encode()) for text in texts) == entry.text_bytes
+
+
+def test_the_corpus_is_checked_and_what_to_do_is_told(config):
+    folder = open_sources(config).sources["corpus"].folder
+    shard = folder / "train-000000.arrayrecord"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(
+        InputError, match=f"{re.escape(str(shard))} was altered.*Delete the folder {re.escape(str(folder))}"
+    ):
+        open_sources(config)
+    shutil.rmtree(folder)
+    assert open_sources(config).sources["corpus"].folder == folder
+
+
+def test_a_second_call_reads_no_file_again(config, monkeypatch, capfd):
+    first = open_sources(config)
+    capfd.readouterr()
+    for name, module in (("_prepare", embedded), ("describe_file", verify)):
+        monkeypatch.setattr(module, name, None)
+    second = open_sources(config)
+    assert (second.sources, second.baselines) == (first.sources, first.baselines)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, make_config, config):
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=re.escape(f"data.cache_dir ({tmp_path / 'file'}) cannot be written")):
+        open_sources(make_config(config.data.corpus, tmp_path / "file"))
+
+
+def test_a_home_folder_is_found(config, tmp_path, monkeypatch, made):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    shutil.copytree(made["x"], tmp_path / "x")
+    data = dataclasses.replace(config.data, cache_dir="~/notes")
+    prepared = open_sources(with_sources(dataclasses.replace(config, data=data), x="~/x"))
+    assert prepared.sources["x"].folder == tmp_path / "x"
+    assert prepared.cache == tmp_path / "notes"
+
+
+def test_jax_stays_unimported(config):
+    code = (
+        "import sys, pickle; from zaya_jax.data.pipeline import heldout_batches;"
+        "from zaya_jax.data.sources import open_sources;"
+        "config = pickle.loads(sys.stdin.buffer.read()); prepared = open_sources(config);"
+        "list(heldout_batches(config, prepared, 'corpus'));"
+        "assert not {'jax', 'grain'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], input=pickle.dumps(config), check=True)
+
+
+# --- several sources -------------------------------------------------------------------------------------------
+
+
+def test_sources_stand_in_the_order_given(config, made):
+    data = dataclasses.replace(
+        config.data, sources=Table({"y": SourceConfig(str(made["y"]), 2.5), "x": SourceConfig(str(made["x"]))})
+    )
+    prepared = open_sources(dataclasses.replace(config, data=data))
+    assert list(prepared.sources) == ["y", "x"]
+    assert [source.max_epochs for source in prepared.sources.values()] == [2.5, None]
+    assert prepared.baselines == {}
+    assert not Path(config.data.corpus).with_name("cache").joinpath("corpus").exists()
+    documents, manifest = prepared.open("x", "train", PhaseConfig(), 16)
+    assert manifest == prepared.sources["x"].manifest
+    assert all(prepared.tokenizer.decode(document.tokens[1:-1]).startswith("x ") for document in documents)
+
+
+def test_the_digest_follows_the_content_and_not_the_place(config, made, tmp_path, tokenizers):
+    shutil.copytree(made["x"], tmp_path / "moved")
+
+    def content(folder):
+        return open_sources(with_sources(config, x=folder)).sources["x"].manifest.content
+
+    assert content(tmp_path / "moved") == content(made["x"])
+    assert content(made["y"]) != content(made["x"])
+    # Files of the same size, at the same place one after the other.
+    found = set()
+    for text in ("other text", "third text"):
+        again = make_source(tmp_path / "again", [f"{text} {i}" for i in range(9)], tokenizers["a"], heldout=0.5)
+        found.add(content(again))
+        shutil.rmtree(tmp_path / "again")
+    assert len(found) == 2
+
+
+def test_a_missing_folder_is_named_with_its_key_and_the_command(config, tmp_path):
+    match = rf"data\.sources\.x cannot be read\. The folder {re.escape(str(tmp_path / 'no'))} .*zaya_jax\.data prepare"
+    with pytest.raises(InputError, match=match):
+        open_sources(with_sources(config, x=tmp_path / "no"))
+
+
+def test_a_folder_without_a_manifest_is_named(config, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=rf"data\.sources\.x cannot be read\. .*{re.escape(str(tmp_path / 'empty'))}"):
+        open_sources(with_sources(config, x=tmp_path / "empty"))
+
+
+def test_a_preparation_that_is_not_complete_names_the_tasks_that_are_missing(config, tmp_path, tokenizers):
+    lines = [write_lines(tmp_path / f"{i}.jsonl", [f"text {i}"]) for i in range(6)]
+    for task in (0, 2):
+        prepare(lines, tokenizers["a"], tmp_path / "out", PrepareSettings(), workers=1, task=task, tasks=4)
+    with pytest.raises(InputError, match=r"data\.sources\.x cannot be read\. .*of its 4 tasks, 1, 3 are missing"):
+        open_sources(with_sources(config, x=tmp_path / "out"))
+    for task in (1, 3):
+        prepare(lines, tokenizers["a"], tmp_path / "out", PrepareSettings(), workers=1, task=task, tasks=4)
+    with pytest.raises(InputError, match=r"is not merged; run python -m zaya_jax\.data merge"):
+        open_sources(with_sources(config, x=tmp_path / "out"))
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "altered"])
+def test_a_damaged_file_of_a_source_is_named(config, made, tmp_path, damage):
+    folder = shutil.copytree(made["x"], tmp_path / "x")
+    shard = next(folder.glob("train-*.arrayrecord"))
+    content = shard.read_bytes()
+    shard.unlink()
+    if damage != "missing":
+        shard.write_bytes(content[:-1] + (bytes([content[-1] ^ 1]) if damage == "altered" else b""))
+    remedy = f"prepare the data anew in another folder than {folder}"
+    with pytest.raises(InputError, match=f"{re.escape(str(shard))}.*{re.escape(remedy)}"):
+        open_sources(with_sources(config, x=folder))
+
+
+def test_what_is_altered_later_is_noticed_at_the_next_start(config, made, tmp_path):
+    folder = shutil.copytree(made["x"], tmp_path / "x")
+    open_sources(with_sources(config, x=folder, y=made["y"]))
+    shard = next(folder.glob("heldout-*.arrayrecord"))
+    content, stat = shard.read_bytes(), shard.stat()
+    shard.write_bytes(content[:9] + bytes([content[9] ^ 4]) + content[10:])
+    os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    with pytest.raises(InputError, match=f"{re.escape(str(shard))} was altered"):
+        open_sources(with_sources(config, x=folder, y=made["y"]))
+
+
+def test_sources_of_two_tokenizers_are_refused(config, made, tmp_path, tokenizers):
+    other = make_source(tmp_path / "b", ["text"] * 9, tokenizers["b"], heldout=0.0)
+    match = r"data\.sources\.z was prepared with another tokenizer than data\.sources\.x"
+    with pytest.raises(InputError, match=match):
+        open_sources(with_sources(config, x=made["x"], z=other))
+
+
+def test_sources_whose_documents_end_otherwise_are_refused(config, made, tmp_path, tokenizers):
+    other = make_source(tmp_path / "b", ["text"] * 9, tokenizers["a"], heldout=0.0, eot="a")
+    with pytest.raises(InputError, match=r"data\.sources\.z was prepared with another tokenizer"):
+        open_sources(with_sources(config, x=made["x"], z=other))
+
+
+def test_nothing_to_train_on_or_to_hold_out_is_told(config, made, tmp_path, tokenizers):
+    nearly_all = make_source(tmp_path / "h", ["text"], tokenizers["a"], heldout=1 - 1e-9)
+    none = make_source(tmp_path / "t", ["text"] * 9, tokenizers["a"], heldout=0.0)
+    with pytest.raises(InputError, match=r"data\.sources\.z holds no document to train on"):
+        open_sources(with_sources(config, x=made["x"], z=nearly_all))
+    with pytest.raises(InputError, match=r"No source that a phase reads \(z\) holds out a document.*--heldout"):
+        open_sources(with_sources(config, z=none))
+    open_sources(with_sources(config, x=made["x"], z=none))
+
+
+def test_a_model_with_fewer_tokens_than_the_tokenizer_is_refused(config, made):
+    size = open_sources(with_sources(config, x=made["x"])).tokenizer.vocab_size
+    for vocab_size in (size, size - 1):
+        model = dataclasses.replace(config.model, vocab_size=vocab_size)
+        smaller = with_sources(dataclasses.replace(config, model=model), x=made["x"])
+        if vocab_size == size:
+            open_sources(smaller)
+            continue
+        match = rf"{made['x'] / 'tokenizer.json'} has {size} tokens, more than model\.vocab_size \({size - 1}\)"
+        with pytest.raises(InputError, match=match):
+            open_sources(smaller)

@@ -1,0 +1,161 @@
+"""From a file of conversations to a model fine-tuned on what assistants say: prepare, describe, train."""
+
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from tests.data_helpers import small_tokenizer
+from tests.train_helpers import MODEL, compile_once, fast_jit
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.data.__main__ import main as data_main
+from zaya_jax.data.pipeline import train_batches
+from zaya_jax.data.sources import open_sources
+from zaya_jax.parallel.gradient import summed_gradient
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train.loop import train
+from zaya_jax.train.report import report
+from zaya_jax.train.run_folder import METRICS
+from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.step import make_local_loss
+from zaya_jax.train.tracker import read_rows
+
+
+def conversations(rng):
+    for _ in range(120):
+        messages = []
+        for _ in range(rng.randint(1, 2)):
+            one, two = rng.randint(0, 9), rng.randint(0, 9)
+            thought = "<think>" + "so, " * rng.randint(0, 30) + "</think>"
+            messages += [{"role": "user", "content": f"{one} and {two}?"},
+                         {"role": "assistant", "content": f"{thought}return {one + two}"}]  # fmt: skip
+        yield messages
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """The configuration, the result and what `describe` says."""
+    folder = tmp_path_factory.mktemp("tuned")
+    rng = random.Random(0)
+    small_tokenizer().save(folder / "tokenizer.json")
+    texts = [{"text": f"def function_{i}(self, value):\n    return value + {i}\n" * 3} for i in range(60)]
+    (folder / "code.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
+    talk = [{"messages": messages} for messages in conversations(rng)]
+    (folder / "talk.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talk))
+    for name, more in (("code", []), ("talk", ["--chat"])):
+        assert data_main(["prepare", "--input", str(folder / f"{name}.jsonl"), "--output", str(folder / name),
+                          "--tokenizer", str(folder / "tokenizer.json"), "--heldout", "0.2", *more]) == 0  # fmt: skip
+    tree = {
+        "run_dir": str(folder / "run"),
+        "model": to_dict(MODEL) | {"max_positions": 128},
+        "data": {
+            "cache_dir": str(folder / "cache"), "context": 96,
+            "sources": {name: {"path": str(folder / name)} for name in ("code", "talk")},
+            "phases": [
+                {"mixture": {"code": 1}, "context": 32},
+                {"first_step": 10, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim"},
+            ],
+        },
+        "optimizer": {"muon": {"learning_rate": 0.02}, "adamw": {"learning_rate": 0.02}},
+        "train": {"steps": 30, "global_batch": 8},
+        "evaluation": {"every": 10, "batch": 8},
+        "checkpoint": {"every": 10},
+        "sample": {"prompt": "return", "tokens": 4},
+    }  # fmt: skip
+    (folder / "tune.yaml").write_text(yaml.safe_dump(tree))
+    config = load_config(folder / "tune.yaml")
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        return config, train(config), folder
+
+
+def test_the_model_learns_to_answer(tuned):
+    config, result, _ = tuned
+    rows = read_rows(result.run_dir / METRICS)
+    assert [row["step"] for row in rows] == list(range(1, 31))
+    looked = [row["heldout_loss_of"]["talk"] for row in rows if "heldout_loss_of" in row]
+    assert len(looked) == 3
+    assert looked[-1] < looked[0] - 0.5  # the phase of conversations began at step 10
+    assert set(result.heldout_of) == {"code", "talk"}
+    assert result.heldout.tokens == sum(loss.tokens for loss in result.heldout_of.values())
+    text = report(config, result)
+    assert "documents of code: " in text
+    assert "documents of talk: " in text
+
+
+def test_a_later_start_goes_on_between_the_phases(tuned, tmp_path):
+    """The run cut at step 10, the boundary, and gone on with: bitwise the rows of the run that was not."""
+    _, result, folder = tuned
+    for steps in (10, 30):
+        short = load_config(folder / "tune.yaml", [f"run_dir={tmp_path / 'run'}"])
+        with pytest.MonkeyPatch.context() as patch:
+            compile_once(patch)
+            if steps == 10:
+                patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(10))
+                with pytest.raises(KeyboardInterrupt):
+                    train(short)
+            else:
+                train(short)
+    assert (tmp_path / "run" / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
+
+
+def _stop_after(step):
+    from zaya_jax.train.tracker import JsonlTracker
+
+    log = JsonlTracker.log
+
+    def stop(self, row):
+        if row["step"] > step:
+            raise KeyboardInterrupt
+        log(self, row)
+
+    return stop
+
+
+def test_the_loss_depends_on_what_assistants_say_alone(tuned):
+    config, result, _ = tuned
+    tokenizer = result.prepared.tokenizer
+    with train_batches(config, open_sources(config)) as batches:
+        for _ in range(11):
+            batch = next(batches)
+    said = tokenizer.decode(batch["targets"][batch["loss_mask"]].tolist())
+    unsaid = tokenizer.decode(batch["targets"][~batch["loss_mask"] & (batch["segment_ids"] > 0)].tolist())
+    assert ("return" in said, "return" in unsaid) == (True, False)
+    assert (" and " in said, " and " in unsaid) == (False, True)
+    assert 0.1 < batch["loss_mask"].mean() < 0.9
+
+    blueprint = make_blueprint(config)
+    state = fast_jit(lambda: init_state(config, blueprint))()
+    gradient = fast_jit(summed_gradient(make_local_loss(config, blueprint), make_mesh(jax.devices()[:1])))
+
+    def of(targets):
+        changed = {name: array[None] for name, array in (batch | {"targets": targets}).items()}
+        sums, grads = gradient(state.params, state.balance, changed)
+        assert float(sums["tokens"]) == batch["loss_mask"].sum()
+        return float(sums["loss"]), jax.device_get(grads)
+
+    loss, grads = of(batch["targets"])
+    other = (batch["targets"] + 7) % MODEL.vocab_size
+    unsaid_loss, unsaid_grads = of(np.where(batch["loss_mask"], batch["targets"], other))
+    assert unsaid_loss == loss
+    jax.tree.map(np.testing.assert_array_equal, grads, unsaid_grads)
+    first = np.argwhere(batch["loss_mask"])[0]
+    targets = batch["targets"].copy()
+    targets[tuple(first)] = other[tuple(first)]
+    said_loss, said_grads = of(targets)
+    assert said_loss != loss
+    assert not np.array_equal(grads["embedding"], said_grads["embedding"])
+
+
+def test_describe_shows_the_conversations(tuned, capsys):
+    _, _, folder = tuned
+    assert data_main(["describe", str(folder / "tune.yaml")]) == 0
+    text = capsys.readouterr().out
+    assert "Phase 1: steps 10 to 30, 8 rows of 96 tokens a step, bins" in text
+    sample = text.partition("Phase 1, talk, row 0")[2].partition("\n")[2]
+    assert "<|im_start|>user\n" in sample
+    assert "[[" in sample
+    assert "return" in sample.partition("[[")[2].partition("]]")[0]

@@ -1,0 +1,171 @@
+"""What a configured run reads, in words and a picture: sources, phases, padding, load on storage, samples."""
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+
+from zaya_jax.config.schema import Config
+from zaya_jax.data.corpus import SPLITS
+from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
+from zaya_jax.data.rows import Row
+from zaya_jax.data.sources import Prepared, open_sources
+from zaya_jax.data.storage_load import StorageLoad, fragmentation, storage_load
+from zaya_jax.data.tokenizer import Tokenizer
+from zaya_jax.data.trimming import Outcome
+from zaya_jax.errors import InputError
+
+PICTURE = "lengths.png"
+
+_BINS = 60  # of the histogram
+_SHOWN = 600  # characters of a sample
+
+
+def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5,
+             max_iops: float = 70_000) -> str:  # fmt: skip
+    """Plan a run's data and say what it is. Whatever has to be made for that is made, and kept for the run.
+
+    Args:
+      config: of the run; nothing in its `run_dir` is altered.
+      png: where the histogram of the documents' lengths goes; by default `run_dir/lengths.png`.
+      samples: rows shown of each source in each phase.
+      step_seconds: of a step, for the load on storage.
+      max_iops: reads a second that the storage can do.
+
+    Raises:
+      InputError: the data cannot be used as configured, or the picture cannot be written.
+    """
+    prepared = open_sources(config)
+    plan = plan_run(config, prepared)
+    parts = [_sources(prepared)]
+    token_bytes = max(np.dtype(source.manifest.dtype).itemsize for source in prepared.sources.values())
+    for index, phase in enumerate(plan.phases):
+        # Documents of a row lie apart from each other: reading each begins with a page of its own.
+        sigma = fragmentation(extra_faults=_documents_a_row(phase), context=phase.context, token_bytes=token_bytes)
+        load = storage_load(
+            global_batch=config.train.global_batch,
+            context=phase.context,
+            step_seconds=step_seconds,
+            max_operations_per_second=max_iops,
+            token_bytes=token_bytes,
+            fragmentation=sigma,
+        )
+        storage = _storage(load, sigma, step_seconds, max_iops)
+        parts.append("\n".join([_phase(index, phase, config.train.global_batch), storage]))
+    path = png or Path(config.run_dir).expanduser() / PICTURE
+    _picture(plan, path)
+    parts.append(f"Lengths of the documents: {path}")
+    for index, phase in enumerate(plan.phases):
+        for name, share in phase.shares.items():
+            for number in range(min(samples, share.rows)):
+                row = share.stage.row(number)
+                parts.append(f"Phase {index}, {name}, row {number}, [[what the loss counts]], ---- between documents:\n"
+                             f"{shown(row, prepared.tokenizer)}")  # fmt: skip
+    return "\n\n".join(parts)
+
+
+def shown(row: Row, tokenizer: Tokenizer) -> str:
+    """A row's text, what the loss counts between [[ and ]], documents apart, cut where it is long."""
+    parts, length = [], 0
+    for segment in range(1, int(row["segment_ids"].max()) + 1):
+        here = np.flatnonzero(row["segment_ids"] == segment)
+        # The first token is given; each target follows what it is predicted from.
+        tokens = np.concatenate([row["tokens"][here[:1]], row["targets"][here]])
+        counted = np.concatenate([[False], row["loss_mask"][here]])
+        if _is_of_next(row, int(here[-1])):
+            tokens, counted = tokens[:-1], counted[:-1]
+        edges = np.flatnonzero(np.diff(counted.astype(np.int8))) + 1
+        text = ""
+        for run, flags in zip(np.split(tokens, edges), np.split(counted, edges), strict=True):
+            decoded = tokenizer.decode(run.tolist())
+            text += f"[[{decoded}]]" if flags[0] else decoded
+        parts.append(text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} … {text[-_SHOWN // 2 :]}")
+        length += len(parts[-1])
+        if length > 2 * _SHOWN:
+            parts.append("…")
+            break
+    return "\n----\n".join(parts)
+
+
+def _is_of_next(row: Row, last: int) -> bool:
+    """Whether the target of a document's last place is the first token of the next, as it is in a window."""
+    if row["loss_mask"][last] or last + 1 == len(row["tokens"]) or row["segment_ids"][last + 1] == 0:
+        return False
+    return bool(row["targets"][last] == row["tokens"][last + 1])
+
+
+def _sources(prepared: Prepared) -> str:
+    rows = [("source", "kind", "split", "documents", "tokens", "bytes", "bytes/token")]
+    left_out = []
+    for name, source in prepared.sources.items():
+        for split in SPLITS:
+            entry = source.manifest.split(split)
+            rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
+                         f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
+        left_out += [f"{name}: left out {count:,} documents: {why}" for why, count in source.manifest.counts.items()]
+        left_out += [f"  {example}" for example in source.manifest.examples]
+    return "\n".join([_table(rows), *left_out])
+
+
+def _phase(index: int, phase: PhasePlan, batch: int) -> str:
+    settings, last = phase.config, phase.config.first_step + phase.rows // batch
+    rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents")]
+    trimmed = []
+    for name, share in phase.shares.items():
+        counts = ", ".join(f"{count:,} {what}" for what, count in share.stage.first.counts.items() if count) or "none"
+        if settings.packing == "windows" and settings.over_length == "split":
+            counts = "split by windows"
+        rows.append((name, f"{share.rows:,}", f"{share.rows * phase.context:,}",
+                     f"{100 * share.rows / phase.rows:.2f} %", f"{share.epochs:.3f}",
+                     f"{100 * share.stage.first.padding:.3f} %", counts))  # fmt: skip
+        if share.counts:
+            outcomes = ", ".join(f"{share.counts.get(of, 0):,} {of.replace('_', ' ')}" for of in get_args(Outcome))
+            trimmed.append(f"{name}: conversations made to fit {phase.context:,} tokens: {outcomes}")
+    head = (f"Phase {index}: steps {settings.first_step:,} to {last:,}, {batch:,} rows of {phase.context:,} tokens a "
+            f"step, {settings.packing}, {phase.rows * phase.context:,} tokens")  # fmt: skip
+    return "\n".join([head, _table(rows), *trimmed])
+
+
+def _documents_a_row(phase: PhasePlan) -> float:
+    """Documents, whole or in part, that a row of the phase is made of, on average."""
+    each = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
+            for share in phase.shares.values() if share.rows]  # fmt: skip
+    return sum(rows * max(1.0, phase.context / length) for rows, length in each) / sum(rows for rows, _ in each)
+
+
+def _storage(load: StorageLoad, sigma: float, step_seconds: float, max_iops: float) -> str:
+    return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB a step, {load.operations_per_step:,.6g} reads of a page "
+            f"(fragmentation {sigma:.2f}); at {step_seconds:g} s a step {load.operations_per_second:,.6g} reads/s; "
+            f"{max_iops:,.6g} reads/s feed steps of {load.shortest_step_seconds:.3g} s and more")  # fmt: skip
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) if column == 0 else cell.rjust(width)
+                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))]  # fmt: skip
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _picture(plan: RunPlan, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    lengths = {f"phase {index}, {name}": share.documents.lengths[share.documents.lengths > 0]
+               for index, phase in enumerate(plan.phases) for name, share in phase.shares.items()}  # fmt: skip
+    longest = max((int(some.max(initial=1)) for some in lengths.values()), default=1)
+    edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for label, some in lengths.items():
+        axes.hist(some, bins=edges.tolist(), histtype="step", label=label)
+    for context in sorted({phase.context for phase in plan.phases}):
+        axes.axvline(context, color="grey", linestyle=":", linewidth=1)
+    axes.set(xscale="log", xlabel="tokens of a document (dotted: the contexts)", ylabel="documents")
+    axes.legend()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        raise InputError(f"The picture {path} cannot be written: {error}.") from error

@@ -1,0 +1,155 @@
+"""The rows of a whole run, each found by its number: phases, mixtures, and each source's way through them."""
+
+import bisect
+import dataclasses
+import hashlib
+from typing import NamedTuple
+
+from zaya_jax.config.schema import CORPUS, Config, PhaseConfig
+from zaya_jax.data.manifest import digest_of
+from zaya_jax.data.mixture import Mixture
+from zaya_jax.data.rows import Row
+from zaya_jax.data.shards import Documents
+from zaya_jax.data.sources import Prepared, Source
+from zaya_jax.data.stream import Packer, Position, Stage
+from zaya_jax.errors import InputError
+
+
+class Share(NamedTuple):
+    """What a phase takes of a source."""
+
+    rows: int
+    epochs: float  # read in this phase
+    stage: Stage
+    documents: Documents
+    counts: dict[str, int]  # what was done to conversations to make them fit
+
+
+@dataclasses.dataclass(frozen=True)
+class PhasePlan:
+    """The rows of one phase."""
+
+    config: PhaseConfig
+    context: int  # tokens a row
+    first_row: int  # of the run
+    rows: int
+    mixture: Mixture
+    shares: dict[str, Share]
+    bytes_per_token: float | None  # of text, on average; None where the loss does not count all tokens
+
+    def row(self, index: int) -> Row:
+        """Row `index` of the phase, see `rows.Packing.row`."""
+        source, place = self.mixture.locate(index)
+        return self.shares[self.mixture.names[source]].stage.row(place)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """All rows of a run. Picklable; safe to read from several threads.
+
+    Attributes:
+      phases: in order.
+      order: digest of what the rows and their order depend on.
+    """
+
+    phases: tuple[PhasePlan, ...]
+    order: str
+
+    def __len__(self) -> int:
+        """Rows of the run."""
+        return self.phases[-1].first_row + self.phases[-1].rows
+
+    def __getitem__(self, index: int) -> Row:
+        """One row, see `rows.Packing.row`."""
+        phase = self.phase_of_row(index)
+        return phase.row(index - phase.first_row)
+
+    def phase_of_row(self, index: int) -> PhasePlan:
+        """The phase that a row of the run belongs to."""
+        return self.phases[bisect.bisect_right([phase.first_row for phase in self.phases], index) - 1]
+
+
+def plan_run(config: Config, prepared: Prepared) -> RunPlan:
+    """Plan what each step of a run reads; a pure function of the configuration and the sources' content.
+
+    Args:
+      config: `data`, `seed`, `train.steps` and `train.global_batch` are used.
+      prepared: the sources.
+
+    Raises:
+      InputError: a source would be read more often than its `max_epochs`, or a phase finds nothing to read in one.
+    """
+    positions = dict.fromkeys(prepared.sources, Position())
+    batch, steps = config.train.global_batch, [phase.first_step for phase in config.data.phases] + [config.train.steps]
+    phases = []
+    for index, phase in enumerate(config.data.phases):
+        context = config.data.context_of(phase)
+        weights = phase.mixture or {name: s.manifest.train.tokens for name, s in prepared.sources.items()}
+        mixture, rows = Mixture(weights), (steps[index + 1] - steps[index]) * batch
+        shares = {}
+        for name, count in zip(mixture.names, mixture.counts(rows), strict=True):
+            documents, manifest = prepared.open(name, "train", phase, context)
+            packer = packer_of(config, prepared, phase, _seed_of(config, name))
+            stage = packer.stage(documents, manifest.content, positions[name], f"data.sources.{name}")
+            before, after = positions[name], stage.after(count, positions[name])
+            epochs = after.epochs_read
+            _check_epochs(prepared, name, epochs, index)
+            counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
+            shares[name] = Share(count, epochs - before.epochs_read, stage, documents, counts)
+            positions[name] = after
+        phases.append(PhasePlan(phase, context, steps[index] * batch, rows, mixture, shares,
+                                _bytes_per_token(prepared, shares)))  # fmt: skip
+    return RunPlan(tuple(phases), _order(config, phases))
+
+
+def packer_of(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
+    """How `phase` makes rows of documents, in an order drawn from `seed` or in their own."""
+    return Packer(phase.packing, phase.over_length, config.data.context_of(phase), seed, prepared.cache / "plans")
+
+
+def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:
+    """How held-out documents of a source become rows of `data.context` tokens; None where no phase reads the source.
+
+    As the last phase that reads it does, but no token is left out: only conversations are trimmed.
+    """
+    reading = [phase for phase in config.data.phases if not phase.mixture or source.name in phase.mixture]
+    if not reading:
+        return None
+    trimmed = source.manifest.kind == "chat" and reading[-1].over_length == "trim"
+    return dataclasses.replace(reading[-1], context=None, over_length="trim" if trimmed else "split")
+
+
+def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: int) -> None:
+    most = prepared.sources[name].max_epochs
+    if most is not None and epochs > most + 1e-9:
+        raise InputError(
+            f"By the end of data.phases[{phase}] the source {name} would be read {epochs:.3f} times, but "
+            f"data.sources.{name}.max_epochs is {most:g}; lower its weight, shorten the phase, or raise the limit."
+        )
+
+
+def _bytes_per_token(prepared: Prepared, shares: dict[str, Share]) -> float | None:
+    total = 0.0
+    for name, share in shares.items():
+        manifest = prepared.sources[name].manifest
+        if manifest.kind == "chat":
+            return None
+        total += share.rows * manifest.train.text_bytes / manifest.train.tokens
+    return total / sum(share.rows for share in shares.values())
+
+
+def _order(config: Config, phases: list[PhasePlan]) -> str:
+    """Of one phase the batch size is no part: rows are the same, whatever number of them makes a step."""
+    described = [
+        [phase.first_row, phase.context, phase.config.packing, phase.config.over_length,
+         [[name, phase.mixture.counts(phase.mixture.period)[index], share.stage.content]
+          for index, (name, share) in enumerate(phase.shares.items())]]
+        for phase in phases
+    ]  # fmt: skip
+    return digest_of(config.seed, described)
+
+
+def _seed_of(config: Config, name: str) -> int:
+    """A seed of each source's own, so that sources of equal size are not in the same order; the corpus is alone."""
+    own = 0 if name == CORPUS else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
+    return config.seed + (own << 32)

@@ -1,0 +1,130 @@
+"""Conversations as tokens: a template writes them out, trimming makes them fit, and the result is kept."""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zaya_jax.data.chat import Conversation, Span, Template, encode_pieces, load_template
+from zaya_jax.data.convert import (
+    Record,
+    Skipped,
+    convert,
+    default_workers,
+    read_note,
+    refuse_in_worker,
+    remove_notes,
+)
+from zaya_jax.data.corpus import Split
+from zaya_jax.data.files import locked, write_atomically
+from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, describe_file, digest_of, read_manifest
+from zaya_jax.data.prepare import TOKENIZER, write_merged
+from zaya_jax.data.shards import Records, pack_text, token_dtype
+from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zaya_jax.data.trimming import trim
+from zaya_jax.data.verify import verify_files
+
+
+@dataclass(frozen=True)
+class RenderUnit:
+    """One shard of conversations."""
+
+    folder: Path
+    split: Split
+    shard: ShardEntry
+
+
+@dataclass(frozen=True)
+class RenderWork:
+    """A shard of conversations to records of tokens and what the loss counts: what an assistant writes."""
+
+    tokenizer: Path
+    eot: str
+    template: Template
+    limit: int | None  # tokens; None trims nothing
+
+    def __call__(self, unit: RenderUnit) -> Iterator[Record | Skipped]:
+        """A record a conversation; one that cannot fit has no tokens, and so keeps its number."""
+        tokenizer = _tokenizer(self.tokenizer, self.eot)
+        dtype = token_dtype(tokenizer.vocab_size)
+        records = Records(unit.folder, (unit.shard,))
+
+        def render(conversation: Conversation) -> list[Span]:
+            pieces = self.template.render(conversation, bos=tokenizer.eot_text, eos=tokenizer.eot_text)
+            return encode_pieces(pieces, tokenizer.encode_template)
+
+        for number in range(len(records)):
+            data = records[number]
+            conversation = json.loads(data)
+            try:
+                if self.limit is None:
+                    spans, outcome = render(conversation), None
+                else:
+                    spans, outcome = trim(conversation, self.limit, render)
+            except ValueError as error:
+                yield Skipped(f"{unit.folder / unit.shard.file}:{number}", "template", str(error))
+                continue
+            spans = spans or []
+            tokens = np.array([token for span in spans for token in span.tokens], dtype)
+            counts = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
+            said = len(tokenizer.decode(tokens[counts].tolist()).encode())
+            yield Record(unit.split, pack_text(tokens, counts), len(tokens), said, len(data), outcome)
+
+
+def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
+                  cache: Path) -> tuple[Path, Manifest]:  # fmt: skip
+    """Find a split of the conversations of a prepared folder written out as tokens, or write it out.
+
+    The result lies in `cache/DIGEST`. Of several processes on one file system one makes it, with all its cores, and
+    the others wait; what a killed one has done is not done again.
+
+    Args:
+      folder: of the kind 'chat'.
+      manifest: of it.
+      split: train or heldout.
+      template: a Jinja file; None is the built-in one.
+      limit: tokens that a conversation may have, see `trim`; None trims nothing.
+      cache: a folder.
+
+    Returns:
+      A folder of the kind 'masked' and its manifest, in which the other split is empty. Its documents are those of
+      `folder` in the same order; one that cannot fit has no tokens. Counted are the outcomes of trimming.
+
+    Raises:
+      InputError: the template cannot be used, or a conversation with it.
+      RunStopped: a process was killed.
+    """
+    refuse_in_worker()  # which would wait for its parent
+    loaded = load_template(template)
+    inputs = digest_of(FORMAT, manifest.content, split, loaded.digest, limit)
+    target = cache / inputs
+    remedy = f"Delete the folder {target}, so that it is made anew."
+    with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
+        if not (target / MANIFEST).exists():
+            _render(folder, manifest, split, loaded, limit, target, inputs)
+    rendered = read_manifest(target, remedy)
+    verify_files(target, rendered, cache, remedy)
+    return target, rendered
+
+
+def _render(folder: Path, manifest: Manifest, split: Split, template: Template, limit: int | None, target: Path,
+            inputs: str) -> None:  # fmt: skip
+    target.mkdir(exist_ok=True)
+    write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
+    units = [RenderUnit(folder, split, shard) for shard in manifest.split(split).shards]
+    work = RenderWork(target / TOKENIZER, manifest.eot, template, limit)
+    convert(target, units, range(len(units)), work, sizes=[unit.shard.bytes for unit in units],
+            workers=default_workers(), limit=0, label=f"writing out the {split} conversations of {folder.name}",
+            advice=f"The chat template {template.name} must write out each of them")  # fmt: skip
+    notes = [note for number in range(len(units)) if (note := read_note(target, number)) is not None]
+    write_merged(target, notes, kind="masked", inputs=inputs, eot=manifest.eot,
+                 tokenizer=describe_file(target / TOKENIZER))  # fmt: skip
+    remove_notes(target)
+
+
+@functools.lru_cache(maxsize=1)
+def _tokenizer(path: Path, eot: str) -> Tokenizer:
+    return load_tokenizer(path, eot)  # its folder is named by what it holds

@@ -1,0 +1,193 @@
+"""Rows of a fixed length from items, each row found by its index alone.
+
+Nothing is carried from one row to the next: any row can be made first, by any process, and a run resumes by
+knowing one number.
+"""
+
+import functools
+from typing import Protocol
+
+import numpy as np
+
+from zaya_jax.data.bins import Bins
+from zaya_jax.data.items import Items
+from zaya_jax.data.shards import Documents, Text
+
+Row = dict[str, np.ndarray]
+
+_EPOCHS_KEPT = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
+
+
+class Packing(Protocol):
+    """Items as rows, in an order of each epoch's own."""
+
+    @property
+    def per_epoch(self) -> int:
+        """Rows of an epoch."""
+        ...
+
+    def row(self, epoch: int, index: int) -> Row:
+        """Row `index` of an epoch.
+
+        Returns:
+          Arrays of shape [s]. `tokens` and `targets` int32: what the model sees and what follows it.
+          `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
+          item. `loss_mask` bool: true where the target belongs to the same item as the token and the loss counts it.
+        """
+        ...
+
+    def after(self, epoch: int, rows: int) -> Items:
+        """What the first `rows` rows of an epoch leave of its items, in the order they would have come."""
+        ...
+
+
+class Windows:
+    """Windows over the concatenation of the items; of s + 1 tokens each, one shared with the next window.
+
+    An epoch predicts each token of the concatenation but the first once.
+    """
+
+    def __init__(self, documents: Documents, items: Items, context: int, *, seed: int | None) -> None:
+        """Describe the windows; nothing is read yet.
+
+        Args:
+          documents: the items are of.
+          items: at least 2 tokens of them, for a window to be.
+          context: s, tokens a window gives to the model.
+          seed: permutes the items anew in each epoch, as a pure function of (seed, epoch); with None they stay.
+        """
+        self._documents, self._items, self._context, self._seed = documents, items, context, seed
+        self._tokens = items.tokens
+        self.per_epoch = max(0, -(-(self._tokens - 1) // context))  # the last one may be padded
+        self._epoch = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._order)
+
+    def row(self, epoch: int, index: int) -> Row:
+        """See `Packing.row`."""
+        row = _RowMaker(self._context + 1)
+        order, ends = self._epoch(epoch)
+        start = index * self._context
+        stop = min(start + self._context + 1, self._tokens)
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        for place in range(first, last + 1):
+            item = order[place]
+            begin = ends[place] - self._items.length[item]  # of the item in the concatenation
+            skip = self._items.start[item] - begin  # from a place in the concatenation to one in the document
+            text = self._documents[int(self._items.document[item])]
+            row.add(text, max(start, begin) + skip, min(stop, ends[place]) + skip)
+        return {
+            "tokens": row.tokens[:-1],
+            "targets": row.tokens[1:],
+            "segment_ids": row.segments[:-1],
+            "positions": row.positions[:-1],
+            "loss_mask": (row.segments[1:] == row.segments[:-1]) & (row.segments[1:] > 0) & row.counts[1:],
+        }
+
+    def after(self, epoch: int, rows: int) -> Items:
+        """See `Packing.after`. The item that a window's end cuts is left with its rest."""
+        order, ends = self._epoch(epoch)
+        start = rows * self._context  # the next window's first token, which is the last one's last target
+        first = int(np.searchsorted(ends, start, side="right"))
+        rest = self._items.take(order[first:])
+        if len(rest.length):
+            cut = start - (ends[first] - rest.length[0])
+            rest.start[0] += cut
+            rest.length[0] -= cut
+        return rest
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The orders kept in memory do not travel to another process."""
+        return _windows, (self._documents, self._items, self._context, self._seed)
+
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The epoch's items in order, and where in its concatenation each ends: int64 [items] both."""
+        order = permutation(len(self._items.length), self._seed, epoch)
+        return order, np.cumsum(self._items.length[order])
+
+
+class BinRows:
+    """A row for each bin of whole items; every token of an item but the first is predicted once an epoch."""
+
+    def __init__(self, documents: Documents, items: Items, bins: Bins, context: int, *, seed: int | None) -> None:
+        """Describe the rows; nothing is read yet.
+
+        Args:
+          documents: the items are of.
+          items: each of 2 to s + 1 tokens.
+          bins: of their sizes, which are one less than their lengths.
+          context: s, tokens a row.
+          seed: permutes the bins anew in each epoch; with None they stay.
+        """
+        self._documents, self._items, self._bins = documents, items, bins
+        self._context, self._seed = context, seed
+        self.per_epoch = len(bins)
+        self._epoch = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._order)
+
+    def row(self, epoch: int, index: int) -> Row:
+        """See `Packing.row`."""
+        row = _RowMaker(self._context)
+        targets, mask = np.zeros((2, self._context), np.int32)
+        for item in self._bins[int(self._epoch(epoch)[index])]:
+            start, length = int(self._items.start[item]), int(self._items.length[item])
+            text = self._documents[int(self._items.document[item])]
+            place = slice(row.filled, row.filled + length - 1)
+            targets[place] = text.tokens[start + 1 : start + length]
+            mask[place] = True if text.counts is None else text.counts[start + 1 : start + length]
+            row.add(text, start, start + length - 1)
+        return {
+            "tokens": row.tokens,
+            "targets": targets,
+            "segment_ids": row.segments,
+            "positions": row.positions,
+            "loss_mask": mask.astype(bool),
+        }
+
+    def after(self, epoch: int, rows: int) -> Items:
+        """See `Packing.after`."""
+        bins, starts = self._epoch(epoch)[rows:], self._bins.starts
+        sizes = starts[bins + 1] - starts[bins]
+        within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        return self._items.take(self._bins.members[np.repeat(starts[bins], sizes) + within])
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """The orders kept in memory do not travel to another process."""
+        return _bin_rows, (self._documents, self._items, self._bins, self._context, self._seed)
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return permutation(len(self._bins), self._seed, epoch)
+
+
+def permutation(count: int, seed: int | None, epoch: int) -> np.ndarray:
+    """An order of `count` things, int64 [count], a pure function of (seed, epoch); with no seed their own."""
+    if seed is None:
+        return np.arange(count)
+    # Sorting raw bits: numpy promises their stream for good, which it does not for `permutation`.
+    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
+    return np.argsort(bits, kind="stable")
+
+
+class _RowMaker:
+    """Arrays of a row, filled from the left."""
+
+    def __init__(self, size: int) -> None:
+        self.tokens, self.segments, self.positions = np.zeros((3, size), np.int32)
+        self.counts = np.ones(size, bool)
+        self.filled, self._segment = 0, 0
+
+    def add(self, text: Text, start: int, stop: int) -> None:
+        """Append the tokens [start, stop) of a document as the next segment."""
+        place = slice(self.filled, self.filled + stop - start)
+        self._segment += 1
+        self.tokens[place] = text.tokens[start:stop]
+        self.segments[place] = self._segment
+        self.positions[place] = np.arange(stop - start)
+        if text.counts is not None:
+            self.counts[place] = text.counts[start:stop]
+        self.filled = place.stop
+
+
+def _windows(documents: Documents, items: Items, context: int, seed: int | None) -> Windows:
+    return Windows(documents, items, context, seed=seed)
+
+
+def _bin_rows(documents: Documents, items: Items, bins: Bins, context: int, seed: int | None) -> BinRows:
+    return BinRows(documents, items, bins, context, seed=seed)

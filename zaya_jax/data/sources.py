@@ -1,0 +1,114 @@
+"""What a run reads: its prepared sources, checked to fit one another and the model."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zaya_jax.config.schema import CORPUS, Config, PhaseConfig
+from zaya_jax.data.corpus import Split
+from zaya_jax.data.embedded import cache_remedy, open_corpus, read_baselines
+from zaya_jax.data.manifest import Manifest
+from zaya_jax.data.prepare import open_manifest, remedy
+from zaya_jax.data.render import open_rendered
+from zaya_jax.data.shards import Documents, open_documents
+from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from zaya_jax.data.verify import verify_files
+from zaya_jax.errors import InputError
+
+
+@dataclass(frozen=True)
+class Source:
+    """One prepared folder."""
+
+    name: str
+    folder: Path
+    manifest: Manifest
+    max_epochs: float | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All sources of a run, every file of them checked; they share one tokenizer."""
+
+    tokenizer: Tokenizer
+    sources: dict[str, Source]
+    baselines: dict[str, float]  # bits per byte of the embedded corpus' held-out text, see `compressor_baselines`
+    cache: Path
+    _opened: dict[tuple[str, str], Documents] = field(default_factory=dict, repr=False, compare=False)
+
+    def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
+        """The documents of a source as `phase` reads them, and the manifest that counts them.
+
+        Args:
+          name: of the source.
+          split: train or heldout.
+          phase: its template writes conversations out, and with 'trim' they are made to fit a row.
+          context: tokens a row.
+
+        Raises:
+          InputError: the template cannot be used, or a conversation with it.
+        """
+        source = self.sources[name]
+        folder, manifest = source.folder, source.manifest
+        if manifest.kind == "chat":
+            limit = context + 1 if phase.over_length == "trim" else None
+            folder, manifest = open_rendered(folder, manifest, split, phase.template, limit, self.cache)
+        return self._documents(folder, manifest, split), manifest
+
+    def _documents(self, folder: Path, manifest: Manifest, split: Split) -> Documents:
+        """Opened once: phases share what they hold of a document's length."""
+        key = str(folder), split
+        if key not in self._opened:
+            self._opened[key] = open_documents(folder, manifest, split)
+        return self._opened[key]
+
+
+def open_sources(config: Config) -> Prepared:
+    """Open what `data.sources` names, or prepare `data.corpus` where it names nothing.
+
+    Raises:
+      InputError: a folder is missing, not complete or damaged, the sources are of several tokenizers, the tokenizer
+        has more tokens than the model, or there is nothing to train on or to hold out.
+    """
+    cache = Path(config.data.cache_dir).expanduser()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"The folder data.cache_dir ({cache}) cannot be written: {error.strerror}.") from error
+    if config.data.sources:
+        sources = {}
+        for name, given in config.data.sources.items():
+            folder = Path(given.path).expanduser()
+            try:
+                sources[name] = Source(name, folder, open_manifest(folder), given.max_epochs)
+            except InputError as error:
+                raise InputError(f"data.sources.{name} cannot be read. {error}") from error
+    else:
+        sources = {CORPUS: Source(CORPUS, *open_corpus(config))}
+    first = next(iter(sources.values()))
+    for source in sources.values():
+        if _tokenizer_of(source) != _tokenizer_of(first):
+            raise InputError(
+                f"data.sources.{source.name} was prepared with another tokenizer than data.sources.{first.name}; "
+                "prepare both with the same tokenizer.json."
+            )
+        if source.manifest.train.documents == 0:
+            raise InputError(f"data.sources.{source.name} holds no document to train on.")
+    read = {name for phase in config.data.phases for name in phase.mixture or sources}
+    if not any(sources[name].manifest.heldout.documents for name in read):
+        raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) holds out a document, so nothing "
+                         "could be evaluated; prepare one with a larger --heldout.")  # fmt: skip
+    for source in sources.values():
+        what_to_do = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
+        try:
+            verify_files(source.folder, source.manifest, cache, what_to_do)
+        except OSError as error:
+            raise InputError(f"{error.filename} cannot be used: {error.strerror}.") from error
+    path = first.folder / first.manifest.tokenizer.file
+    tokenizer = load_tokenizer(path, first.manifest.eot)
+    check_vocabulary(tokenizer, config.model.vocab_size, path)
+    baselines = {} if config.data.sources else read_baselines(first.folder)
+    return Prepared(tokenizer, sources, baselines, cache)
+
+
+def _tokenizer_of(source: Source) -> tuple[str, str]:
+    return source.manifest.tokenizer.digest, source.manifest.eot
