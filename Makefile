@@ -27,7 +27,7 @@ help:
 	@echo "make test     the tests"
 	@echo "make lint     ruff, basedpyright and the import contracts"
 	@echo "make parity   compare with transformers' PyTorch model (installs torch)"
-	@echo "make bench    time a training step against transformers (installs torch)"
+	@echo "make bench    time a step against transformers, data against Grain and datasets (installs them)"
 	@echo "make soak     the tests that take minutes"
 	@echo "make clean    remove environments and caches; runs/ is kept"
 
@@ -46,8 +46,9 @@ lint: $(VENV)/.stamp-dev
 parity: $(VENV)/.stamp-parity
 	$(PY) -m pytest -m parity $(PYTEST_ARGS)
 
-bench: $(VENV)/.stamp-parity
+bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
+	$(PY) -m zaya_jax.bench data
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
@@ -93,3 +94,8 @@ $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch and transformers for the parity tests (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[test,notebooks,parity]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(VENV)/.stamp-bench: $(VENV)/.stamp-parity
+	@echo "Installing the peers of the benchmarks"
+	@$(PIP) install -qq -e '.[test,notebooks,parity,bench]' -c constraints.txt
+	@touch $@

@@ -1,11 +1,14 @@
 import functools
+import multiprocessing
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from zaya_jax.bench.aside import aside
+from zaya_jax.bench import aside as module
+from zaya_jax.bench.aside import aside, interleave
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 
@@ -52,3 +55,32 @@ def test_a_process_killed_between_two_steps_is_told():
         time.sleep(0.5)
         with pytest.raises(RuntimeError, match="ended with status -9"):
             step()
+
+
+def test_a_step_may_start_processes():
+    with aside(functools.partial, run_elsewhere) as step:
+        assert step() == 0
+
+
+def run_elsewhere():
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_steps_are_timed_in_turn_after_one_pass_each(monkeypatch):
+    calls, now = [], [0.0]
+
+    def step(name, seconds):
+        def run():
+            calls.append(name)
+            now[0] += seconds
+            return len(calls)
+
+        return run
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    passes = interleave({"ours": step("ours", 1.0), "peer": step("peer", 3.0)}, 2)
+    assert calls == ["ours", "peer"] * 3
+    assert passes == {"ours": ([1.0, 1.0], [3, 5]), "peer": ([3.0, 3.0], [4, 6])}

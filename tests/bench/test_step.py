@@ -8,8 +8,9 @@ import pytest
 
 from tests.train_helpers import CONFIG, ROOT, change, fast_jit, setup
 from zaya_jax.bench import __main__ as command
+from zaya_jax.bench import aside
 from zaya_jax.bench import step as bench
-from zaya_jax.bench.step import bench_step, default_config, interleave, our_step
+from zaya_jax.bench.step import bench_step, default_config, our_step
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.step import make_local_loss
 
@@ -26,6 +27,7 @@ def test_our_step_is_a_pass_over_every_token(tokens):
     first = loss()
     assert first == loss()
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": np.ones_like(tokens[:, 1:]),
+             "positions": np.broadcast_to(np.arange(tokens.shape[1] - 1), tokens[:, 1:].shape),
              "loss_mask": np.ones(tokens[:, 1:].shape, bool)}  # fmt: skip
     state = setup().state
     plain = fast_jit(make_local_loss(CONFIG, setup().blueprint))(state.params, state.balance, batch)[0]
@@ -38,23 +40,6 @@ def test_the_dtype_is_the_one_asked_for(monkeypatch, tokens):
     monkeypatch.setattr(bench, "init_state", lambda *_: np.zeros(1))
     our_step(CONFIG, "bfloat16", tokens)
     assert seen == ["bfloat16"]
-
-
-def test_steps_are_timed_in_turn_after_one_pass_each(monkeypatch):
-    calls, now = [], [0.0]
-
-    def step(name, seconds):
-        def run():
-            calls.append(name)
-            now[0] += seconds
-            return 0.0
-
-        return run
-
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
-    times = interleave({"ours": step("ours", 1.0), "peer": step("peer", 3.0)}, 2)
-    assert calls == ["ours", "peer"] * 3
-    assert times == {"ours": [1.0, 1.0], "peer": [3.0, 3.0]}
 
 
 def in_this_process(make, *arguments):
@@ -77,7 +62,7 @@ def peers(monkeypatch):
 
         return maker
 
-    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(aside, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
     monkeypatch.setattr(bench, "aside", in_this_process)
     monkeypatch.setattr(bench, "our_step", make("ours", 1.0))
     monkeypatch.setattr(bench, "peer_step", make("peer", 2.0))

@@ -13,25 +13,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zaya_jax.bench", description="Measure against a peer.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     step = verbs.add_parser("step", help="forward and backward pass against transformers' zaya, on this machine")
-    step.add_argument("--repeats", type=int, default=7, help="timed passes of each, interleaved (default 7)")
+    _add_common(step, repeats=7)
     step.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
-    step.add_argument("--output", metavar="FILE", help="write the result there as JSON")
     step.add_argument("--config", metavar="FILE", help="model, batch and context (default: the 52.75M-parameter one)")
     step.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+    step.set_defaults(run=_step)
+    data = verbs.add_parser("data", help="packing against Grain's, preparing against datasets, and the memory of both")
+    _add_common(data, repeats=5)
+    data.set_defaults(run=_data)
     given = parser.parse_args(arguments)
     try:
-        from zaya_jax.bench.step import bench_step, default_config
-
-        if given.overrides and not given.config:
-            raise InputError(f"{given.overrides[0]} overrides a configuration, but none is given: add --config FILE.")
-        config = load_config(given.config, given.overrides) if given.config else default_config()
-        bench_step(
-            config, ["float32", "bfloat16"] if given.dtype == "both" else [given.dtype], given.repeats, given.output
-        )
+        given.run(given)
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _add_common(verb: argparse.ArgumentParser, *, repeats: int) -> None:
+    verb.add_argument("--repeats", type=int, default=repeats,
+                      help=f"timed passes of each side, interleaved (default {repeats})")  # fmt: skip
+    verb.add_argument("--output", metavar="FILE", help="write the result there as JSON")
+
+
+def _step(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.step import bench_step, default_config
+
+    if given.overrides and not given.config:
+        raise InputError(f"{given.overrides[0]} overrides a configuration, but none is given: add --config FILE.")
+    config = load_config(given.config, given.overrides) if given.config else default_config()
+    dtypes = ["float32", "bfloat16"] if given.dtype == "both" else [given.dtype]
+    bench_step(config, dtypes, given.repeats, given.output)
+
+
+def _data(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.data import Sizes, bench_data
+
+    bench_data(Sizes(), given.repeats, given.output)
 
 
 if __name__ == "__main__":

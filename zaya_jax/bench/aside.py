@@ -1,4 +1,4 @@
-"""A step in a process of its own, as it would run for its users.
+"""Steps in processes of their own, as they would run for their users, timed in turn.
 
 In one process the sides disturb each other: PyTorch's libraries, once loaded, cost XLA a tenth of its speed
 on a CPU, and each side's idle threads wait for work on the other's cores.
@@ -6,9 +6,19 @@ on a CPU, and each side's idle threads wait for work on the other's cores.
 
 import contextlib
 import multiprocessing
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
+
+SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop waiting on the cores
+
+
+class Passes(NamedTuple):
+    """The timed passes of a step, in order."""
+
+    seconds: list[float]
+    results: list[Any]  # what it returned
 
 
 @contextlib.contextmanager
@@ -24,7 +34,8 @@ def aside(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[C
       is raised here.
     """
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+    # No daemon, since those may not start processes, and a step may.
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, arguments))
     process.start()
     theirs.close()  # the other process holds it: its end is the pipe's end
 
@@ -48,6 +59,21 @@ def aside(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[C
     finally:
         ours.close()
         process.join()
+
+
+def interleave(steps: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Passes]:
+    """Time each step, one after the other in turn, after one pass of each to warm up."""
+    passes = {name: Passes([], []) for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(repeats):
+        for name, step in steps.items():
+            time.sleep(SETTLE)
+            start = time.perf_counter()
+            result = step()
+            passes[name].seconds.append(time.perf_counter() - start)
+            passes[name].results.append(result)
+    return passes
 
 
 def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:

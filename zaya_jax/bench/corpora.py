@@ -1,0 +1,99 @@
+"""What the data benchmark reads: a tokenizer, lines of real text, and prepared folders of drawn documents."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zaya_jax.config import DataConfig
+from zaya_jax.data.convert import Record, convert, read_note, remove_notes
+from zaya_jax.data.corpus import find_corpus
+from zaya_jax.data.manifest import Manifest, describe_file, digest_of
+from zaya_jax.data.prepare import TOKENIZER, write_merged
+from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
+
+_MEDIAN, _SIGMA = 700, 1.1  # of the log-normal lengths of drawn documents, in tokens
+_HELDOUT_EVERY = 100  # documents
+
+
+def read_texts(config: DataConfig) -> list[str]:
+    """The train split of an embedded corpus."""
+    return list(find_corpus(config).texts("train"))
+
+
+def write_tokenizer(path: Path, texts: Sequence[str], vocab_size: int) -> None:
+    """Train a tokenizer on the texts and write it."""
+    train_tokenizer(texts, vocab_size).save(path)
+
+
+def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
+    """Write JSONL of at least `size` bytes: all texts in an order drawn anew, again and again."""
+    rng, left = np.random.default_rng(0), size
+    with path.open("wb") as file:
+        while left > 0:
+            for index in rng.permutation(len(texts)):
+                left -= file.write(json.dumps({"text": texts[index]}).encode() + b"\n")
+                if left <= 0:
+                    break
+
+
+def repeat_lines(path: Path, lines: Path, times: int) -> None:
+    """Write what the file `lines` holds several times over."""
+    content = lines.read_bytes()
+    with path.open("wb") as file:
+        for _ in range(times):
+            file.write(content)
+
+
+def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
+    """Write a prepared folder of drawn documents.
+
+    Args:
+      folder: gets `shards` train shards of `tokens` tokens in all, and about a hundredth of it held out.
+      tokenizer: what the tokens could be of.
+      tokens: at least.
+      shards: of equal size.
+    """
+    folder.mkdir()
+    (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
+    loaded = load_tokenizer(tokenizer)
+    [eot] = loaded.encode_template(loaded.eot_text)
+    draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
+    units = range(shards)
+    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0, advice="None is bad",
+            label="drawing documents")  # fmt: skip
+    notes = [note for unit in units if (note := read_note(folder, unit)) is not None]
+    manifest = write_merged(folder, notes, kind="tokens", inputs=digest_of(draw, shards), eot=loaded.eot_text,
+                            tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
+    remove_notes(folder)
+    return manifest
+
+
+class Draw(NamedTuple):
+    """Documents of log-normal lengths, and of tokens as frequent as words are (Zipf's law)."""
+
+    vocab_size: int
+    eot: int
+    tokens: int  # of a unit's train split
+
+    @property
+    def bytes(self) -> int:
+        """Of a unit's train split."""
+        return self.tokens * token_dtype(self.vocab_size).itemsize
+
+    def __call__(self, unit: int) -> Iterator[Record]:
+        """The unit's documents, which depend on its number alone."""
+        rng, dtype, drawn, nth = np.random.default_rng(unit), token_dtype(self.vocab_size), 0, 0
+        frequency = 1 / np.arange(2, self.vocab_size + 2)
+        frequency[self.eot] = 0
+        steps = np.cumsum(frequency)
+        while drawn < self.tokens:
+            tokens = np.full(2 + max(1, int(rng.lognormal(np.log(_MEDIAN), _SIGMA))), self.eot, dtype)
+            tokens[1:-1] = np.searchsorted(steps, steps[-1] * rng.random(len(tokens) - 2), side="right")
+            heldout = nth % _HELDOUT_EVERY == 0
+            yield Record("heldout" if heldout else "train", tokens.tobytes(), len(tokens), 4 * len(tokens),
+                         0 if heldout else tokens.nbytes)  # fmt: skip
+            drawn, nth = drawn + (0 if heldout else len(tokens)), nth + 1
