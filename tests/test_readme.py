@@ -1,19 +1,26 @@
 """README.md does what it says: its Python runs, its commands are accepted, what it names exists."""
 
+import json
 import re
 import shlex
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow
 import pytest
 
+from tests.data_helpers import small_tokenizer
 from zaya_jax.config import load_config, to_dict
+from zaya_jax.data.__main__ import __file__ as data_main_file
+from zaya_jax.data.__main__ import _parser as data_parser
+from zaya_jax.data.__main__ import main as data
 from zaya_jax.main import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 IN_A_RUN = {"config.yaml", "metrics.jsonl", "checkpoints/", "loss.png"}
+OF_A_READER = {"mine.yaml"}
 
 
 def blocks(language: str) -> list[str]:
@@ -40,7 +47,7 @@ def config_keys(tree: dict, where: str = "") -> Iterator[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
-    kinds = ("make ", "python -m zaya_jax.main ", "pip install -e ")
+    kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "pip install -e ")
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 
@@ -62,10 +69,42 @@ def test_the_python_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("arguments", commands("python -m zaya_jax.main"), ids=" ".join)
-def test_training_commands_are_accepted(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys):
-    monkeypatch.chdir(ROOT)
+def test_training_commands_are_accepted(arguments: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "mine.yaml").write_text(*blocks("yaml"))
+    monkeypatch.chdir(tmp_path)
     assert main([*arguments, "--print-config"]) == 0
     assert "num_experts" in capsys.readouterr().out
+
+
+def test_the_data_commands_prepare_and_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "mine.yaml").write_text(*blocks("yaml"))
+    notes = [json.dumps({"text": f"def function_{i}(self):\n    return {i}\n" * 9}) for i in range(300)]
+    talk = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
+    (tmp_path / "notes.jsonl").write_text("\n".join(notes))
+    with pyarrow.CompressedOutputStream(str(tmp_path / "talks.jsonl.zst"), "zstd") as file:
+        file.write((json.dumps(talk) + "\n").encode() * 90)
+    small_tokenizer().save(tmp_path / "tokenizer.json")
+    monkeypatch.chdir(tmp_path)
+    for arguments in commands("python -m zaya_jax.data"):
+        assert data(arguments) == 0
+    assert (tmp_path / "runs" / "mine" / "lengths.png").is_file()
+    text = capsys.readouterr().out
+    assert "data/notes is complete." in text
+    assert "[[It is 2.<|im_end|>]]" in text
+
+
+def test_the_manual_shows_a_configuration_and_commands_that_are_accepted(tmp_path: Path):
+    manual = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```yaml\n(.*?)^```$", manual, re.MULTILINE | re.DOTALL)
+    path = tmp_path / "shown.yaml"
+    path.write_text(f"extends: {ROOT / 'configs' / 'zaya1_8b.yaml'}\ntrain: {{steps: 300000}}\n{shown}")
+    config = load_config(path)
+    assert [config.data.context_of(phase) for phase in config.data.phases] == [4096, 32768]
+    for line in re.findall(r"^python -m zaya_jax.data (.*)$", manual, re.MULTILINE):
+        data_parser().parse_args(shlex.split(line))
+    assert set(re.findall(r"`(--[a-z-]+)", manual)) <= set(re.findall(r"--[a-z-]+", Path(data_main_file).read_text()))
 
 
 def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
@@ -107,7 +146,7 @@ def test_files_and_links_exist():
     ]
     named = [name for name in NAMED if re.fullmatch(r"[\w./]+(\.(py|yaml|toml|md|jsonl|png|svg|ipynb)|/)", name)]
     assert {"docs/model.svg", "zaya_jax/main.py", "configs/zaya1_8b.yaml"} <= {*links, *listed, *named}
-    paths = {*links, *listed, *named} - IN_A_RUN - {""}
+    paths = {*links, *listed, *named} - IN_A_RUN - OF_A_READER - {""}
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
@@ -120,4 +159,4 @@ def test_links_within_the_page_lead_somewhere():
 
 
 def test_it_stays_short():
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 210
