@@ -132,3 +132,9 @@ def test_another_format_is_named(folder):
     (folder / MANIFEST).write_text(text.replace('"format": 2', '"format": 99'))
     with refused(folder, folder / MANIFEST, "is of format 99"):
         read_manifest(folder, REMEDY)
+
+
+def test_another_format_is_named_though_its_fields_are_others(folder):
+    (folder / MANIFEST).write_text('{"format": 1, "corpus_digest": ""}')
+    with refused(folder, folder / MANIFEST, "is of format 1, but this version reads 2"):
+        read_manifest(folder, REMEDY)

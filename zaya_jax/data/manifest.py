@@ -114,13 +114,14 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
       InputError: the manifest cannot be read, or a file is missing or has another size.
     """
     try:
-        manifest = _parse(json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
+        tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found = tree["format"]
+        manifest = _parse(tree) if found == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
-    if manifest.format != FORMAT:
+    if manifest is None:  # its fields may be others too
         raise InputError(
-            f"The manifest {folder / MANIFEST} is of format {manifest.format}, but this version reads {FORMAT}. "
-            f"{remedy}"
+            f"The manifest {folder / MANIFEST} is of format {found}, but this version reads {FORMAT}. {remedy}"
         )
     for entry in manifest.files():
         if not isinstance(entry.file, str) or Path(entry.file).name != entry.file:
@@ -140,12 +141,11 @@ def _parse(tree: dict[str, Any]) -> Manifest:
         files[name] = tuple(map(entry, tree.pop(name)))
     splits = {split: _parse_split(tree.pop(split)) for split in SPLITS}
     manifest = Manifest(**files, **splits, **tree)
-    if manifest.format == FORMAT:
-        for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
-            if value not in allowed:
-                raise ValueError(f"its {name} is {value!r}, which is none of {', '.join(allowed)}")
-        if not isinstance(manifest.counts, dict) or not isinstance(manifest.content, str):
-            raise ValueError("its counts or its content are of another type")
+    for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
+        if value not in allowed:
+            raise ValueError(f"its {name} is {value!r}, which is none of {', '.join(allowed)}")
+    if not isinstance(manifest.counts, dict) or not isinstance(manifest.content, str):
+        raise ValueError("its counts or its content are of another type")
     return manifest
 
 
