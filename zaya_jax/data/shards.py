@@ -18,6 +18,7 @@ from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
 from zaya_jax.errors import InputError, RunStopped
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
+_MOST_OPEN = 16384  # shards
 _DECODED_DOCUMENTS = 16  # kept in memory: neighbouring windows lie in the same document
 
 
@@ -118,7 +119,8 @@ class Records:
         self._folder, self._shards = folder, shards
         self._ends = np.cumsum([shard.documents for shard in shards]).tolist()
         # Open shards are kept, but leave room for what else the process opens.
-        kept = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        kept = _MOST_OPEN if allowed == resource.RLIM_INFINITY else min(_MOST_OPEN, max(16, allowed // 4))
         self._open = functools.lru_cache(maxsize=kept)(self._source)
 
     def __len__(self) -> int:
