@@ -198,6 +198,15 @@ def test_the_command_imports_neither_jax_nor_grain(call, tmp_path):
     assert (tmp_path / "out" / MANIFEST).exists()
 
 
+@pytest.fixture
+def ctrl_c_arrives():
+    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_arrives")
 def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
     call[2] = str(write_jsonl(tmp_path / "long.jsonl", [{"text": " ".join(TEXTS)}] * 6000))
     command = start(sys.executable, "-m", "zaya_jax.data", *call)
@@ -207,6 +216,6 @@ def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
         time.sleep(0.005)
     command.send_signal(signal.SIGINT)
     out, err = command.communicate(timeout=30)
-    assert (command.returncode, out) == (130, "")
+    assert (command.returncode, out) == (130, ""), err
     assert err == "Interrupted: the same command goes on from what is done.\n"
     assert not list((tmp_path / "out").glob("*.partial"))
