@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config.loader import _build
-from zaya_jax.config.schema import Config
+from zaya_jax.config import Config
 from zaya_jax.data.convert import Record, convert, read_note, remove_notes
 from zaya_jax.data.manifest import Manifest, describe_file
 from zaya_jax.data.prepare import TOKENIZER, write_merged

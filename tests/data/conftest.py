@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_jax.config.schema import Config, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from zaya_jax.config import Config, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
 from zaya_jax.data.sources import open_sources
 
 CONTEXT = 16

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.config.schema import DataConfig
+from zaya_jax.config import DataConfig
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.errors import InputError
 

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from zaya_jax.config.schema import Config, DataConfig, ModelConfig, SourceConfig
+from zaya_jax.config import Config, DataConfig, ModelConfig, SourceConfig
 from zaya_jax.config.table import Table
 from zaya_jax.data.convert import read_note
 from zaya_jax.data.corpus import SPLITS

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.schema import AttentionKind
+from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
 
 _SIZES = {  # ours: theirs

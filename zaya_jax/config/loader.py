@@ -21,7 +21,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Args:
       path: a YAML file. Its key `extends` names another, relative to it, whose values it overrides.
-      overrides: `section.key=value`, the value in YAML, applied last.
+      overrides: `section.key=value`, the value in YAML, applied last. Items of a list are overridden by their
+        `name` or their index (`phases.midtrain.tokens=1_000_000`), in a file likewise.
 
     Returns:
       The checked configuration.
@@ -128,11 +129,35 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(_read(path.parent / base, (*readers, path.resolve())), tree)
 
 
-def _merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+        old, here = merged.get(key), _join(where, key)
+        if isinstance(old, dict) and isinstance(value, dict):
+            merged[key] = _merge(old, value, here)
+        elif isinstance(old, list) and isinstance(value, dict):
+            merged[key] = _merge_items(old, value, here)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[Any]:
+    """The list `base` with some of its items overridden, each found by its `name` or its index."""
+    merged = list(base)
+    names = [item.get("name") if isinstance(item, dict) else None for item in base]
+    for key, value in over.items():
+        if key in names:
+            index = names.index(key)
+        elif key.isdecimal() and int(key) < len(base):
+            index = int(key)
+        else:
+            known = [name for name in names if isinstance(name, str)]
+            raise InputError(f"{where} has no item {key!r}; it has "
+                             f"{', '.join(known) or f'those from 0 to {len(base) - 1}'}.")  # fmt: skip
+        item = merged[index]
+        here = _join(where, key)
+        merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value
     return merged
 
 
@@ -160,7 +185,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, where)
-    if origin is types.UnionType:  # only `X | None` is used
+    if origin in (types.UnionType, typing.Union):  # only `X | None` is used
         return None if value is None else _convert(args[0], value, where)
     if origin is typing.Literal:
         if value not in args:

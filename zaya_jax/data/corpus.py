@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from zaya_jax.config.schema import DataConfig
+from zaya_jax.config import DataConfig
 from zaya_jax.errors import InputError
 
 Split = Literal["train", "heldout"]

@@ -5,7 +5,7 @@ from typing import get_args
 
 import numpy as np
 
-from zaya_jax.config.schema import Config
+from zaya_jax.config import Config
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
 from zaya_jax.data.rows import Row

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.config.schema import Config
+from zaya_jax.config import Config
 from zaya_jax.data.baselines import compressor_baselines, end_of
 from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
 from zaya_jax.data.files import locked

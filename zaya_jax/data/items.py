@@ -4,7 +4,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from zaya_jax.config.schema import OverLength
+from zaya_jax.config.phases import OverLength
 
 
 class Items(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from zaya_jax.config.schema import Config
+from zaya_jax.config import Config
 from zaya_jax.data.plan import RunPlan, heldout_phase, packer_of, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared

@@ -5,7 +5,8 @@ import dataclasses
 import hashlib
 from typing import NamedTuple
 
-from zaya_jax.config.schema import CORPUS, Config, PhaseConfig
+from zaya_jax.config import Config, PhaseConfig
+from zaya_jax.config.data import CORPUS
 from zaya_jax.data.manifest import digest_of
 from zaya_jax.data.mixture import Mixture
 from zaya_jax.data.rows import Row

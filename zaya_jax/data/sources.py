@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zaya_jax.config.schema import CORPUS, Config, PhaseConfig
+from zaya_jax.config import Config, PhaseConfig
+from zaya_jax.config.data import CORPUS
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.embedded import cache_remedy, open_corpus, read_baselines
 from zaya_jax.data.manifest import Manifest

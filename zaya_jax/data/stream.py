@@ -9,7 +9,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from zaya_jax.config.schema import OverLength, Packing
+from zaya_jax.config.phases import OverLength, Packing
 from zaya_jax.data.bins import Bins, pack
 from zaya_jax.data.files import partial_name
 from zaya_jax.data.items import Items, fit, whole_documents

@@ -5,7 +5,7 @@ counted as the two they are, and recomputation in the backward pass is not count
 """
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.schema import AttentionKind
+from zaya_jax.config.model import AttentionKind
 
 
 def total_parameters(config: ModelConfig) -> int:

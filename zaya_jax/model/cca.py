@@ -8,7 +8,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.schema import AttentionKind
+from zaya_jax.config.model import AttentionKind
 from zaya_jax.model import cache as decode
 from zaya_jax.model.cache import LayerCache
 from zaya_jax.model.layers import matrix, param, recomputed

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.schema import AttentionKind, Remat
+from zaya_jax.config.model import AttentionKind
+from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.model.cache import Cache, LayerCache
 from zaya_jax.model.cca import CCA, Context

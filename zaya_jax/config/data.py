@@ -1,0 +1,51 @@
+"""What is read."""
+
+from dataclasses import dataclass, field
+
+from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.table import Table
+
+CORPUS = "corpus"  # the source's name where data.sources names none
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """Documents that `python -m zaya_jax.data prepare` made."""
+
+    path: str  # the folder
+    max_epochs: float | None = None  # times a run may read it at most
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What is read: prepared sources, or the text files of a folder as the one source 'corpus'."""
+
+    corpus: str = "stdlib"  # 'stdlib' (the source of the running Python's standard library) or a folder
+    suffixes: tuple[str, ...] = (".py",)  # files taken from the folder
+    heldout_fraction: float = 0.04  # of the files, by a hash of each path
+    sources: Table[SourceConfig] = field(
+        default_factory=Table[SourceConfig]
+    )  # read in place of the corpus where there are any
+    cache_dir: str = "runs/data"  # what is made of sources and corpus is kept here, by content
+    context: int = 512  # tokens a row, of phases that do not say and of held-out text
+    workers: int = 0  # processes that make batches; with 0, threads of the training process do
+
+    def check(self) -> None:
+        """Raise `InputError` for a context, a fraction or a source that cannot be."""
+        require_positive("data", self, "context")
+        require_path("data.corpus", self.corpus)
+        require_path("data.cache_dir", self.cache_dir)
+        require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
+        require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list of at least one file suffix")
+        require(0 <= self.workers <= 256, "data.workers", self.workers, "between 0 and 256")
+        for name, source in self.sources.items():
+            require(name.replace("-", "_").isidentifier(), "data.sources", name, "a name of letters, digits, _ and -")
+            require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
+            require_path(f"data.sources.{name}.path", source.path)
+            require(source.max_epochs is None or source.max_epochs > 0, f"data.sources.{name}.max_epochs",
+                    source.max_epochs, "greater than zero")  # fmt: skip
+
+    @property
+    def source_names(self) -> list[str]:
+        """The sources that there are."""
+        return list(self.sources) or [CORPUS]

@@ -1,0 +1,92 @@
+"""The architecture."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zaya_jax.config.checks import require, require_positive
+
+AttentionKind = Literal["full", "sliding"]
+AttentionForm = Literal["cca", "gqa"]
+RouterForm = Literal["zaya", "linear"]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The ZAYA1 architecture (zaya1.md §1.1). Defaults are those of the released 8B.
+
+    `attention`, `router` and `residual_scaling` take a part of it away, to see what the part is worth.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int  # each is one CCA and one mixture-of-experts sublayer
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_experts: int  # real experts; the router has one more class, skip
+    expert_size: int  # width of each of gate and up
+    router_size: int
+    max_positions: int
+    layer_pattern: tuple[AttentionKind, ...] = ("full",)  # repeated along the depth
+    sliding_window: int | None = None  # keys a query sees, itself included
+    attention: AttentionForm = "cca"  # or grouped-query attention without compression, convolutions and norms
+    router: RouterForm = "zaya"  # or one matrix, without depth averaging and without the class skip
+    residual_scaling: bool = True  # or plain sums of stream and output
+    rope_base: float = 5.0e6  # of full layers; a phase may have its own
+    sliding_rope_base: float = 1.0e4
+    rotary_fraction: float = 0.5  # part of each head's channels that carries the position
+    depthwise_kernel: int = 2
+    grouped_kernel: int = 2
+    attention_bias: bool = False
+    head_bias: bool = False
+    norm_eps: float = 1.0e-5
+    init_std: float = 0.02  # of the embedding; matrices start at the inverse root of their input's width
+
+    def check(self) -> None:
+        """Raise `InputError` where the sizes do not fit one another."""
+        require_positive("model", self, "vocab_size", "hidden_size", "num_layers", "num_query_heads", "num_kv_heads",
+                         "head_dim", "num_experts", "expert_size", "router_size", "max_positions",
+                         "depthwise_kernel", "grouped_kernel", "norm_eps", "init_std", "rope_base",
+                         "sliding_rope_base")  # fmt: skip
+        require(self.num_query_heads % self.num_kv_heads == 0, "model.num_query_heads", self.num_query_heads,
+                f"a multiple of model.num_kv_heads ({self.num_kv_heads})")  # fmt: skip
+        require((self.num_kv_heads * self.head_dim) % 2 == 0, "model.head_dim", self.head_dim,
+                "even where model.num_kv_heads is odd, since half of the value is delayed")  # fmt: skip
+        require(0 <= self.rotary_fraction <= 1, "model.rotary_fraction", self.rotary_fraction, "between 0 and 1")
+        require(self.rotary_size % 2 == 0, "model.rotary_fraction", self.rotary_fraction,
+                f"such that its part of model.head_dim ({self.head_dim}) is an even number of channels")  # fmt: skip
+        require(len(self.layer_pattern) > 0 and self.num_layers % len(self.layer_pattern) == 0,
+                "model.layer_pattern", list(self.layer_pattern),
+                f"a list whose length divides model.num_layers ({self.num_layers})")  # fmt: skip
+        if "sliding" in self.layer_pattern:
+            require(self.sliding_window is not None and self.sliding_window > 0, "model.sliding_window",
+                    self.sliding_window, "a positive number of tokens, since a layer is sliding")  # fmt: skip
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a head that are rotated."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_query_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all keys (or of all values) together."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def period(self) -> tuple[AttentionKind, ...]:
+        """The shortest pattern that gives the same layers: what one step of the layer scan holds."""
+        pattern = self.layer_pattern
+        for length in range(1, len(pattern) + 1):
+            if len(pattern) % length == 0 and pattern == pattern[:length] * (len(pattern) // length):
+                return pattern[:length]
+        return pattern
+
+    @property
+    def num_groups(self) -> int:
+        """Steps of the layer scan."""
+        return self.num_layers // len(self.period)

@@ -1,0 +1,135 @@
+"""The parts of a run: what is read for how many tokens, in which batches, at which learning rate."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.table import Table
+
+Remat = Literal["none", "dots", "full"]
+Packing = Literal["windows", "bins"]
+OverLength = Literal["split", "trim", "drop"]
+ScheduleShape = Literal["constant", "cosine", "linear", "wsd"]
+
+MAX_SIZES = 8  # of a ramp's batches: each is compiled
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The learning rate over tokens, in parts of the optimizer's rates, so that no batch size bends it.
+
+    It rises linearly from 0 to `peak`, then goes to `final` as its shape says. It begins with the phase that
+    gives it and spans the phases after it, up to the next one that gives its own.
+    """
+
+    shape: ScheduleShape = "cosine"  # wsd stays at the peak until its linear decay
+    peak: float = 1.0
+    final: float = 0.1  # at the end of the last phase it spans; not used by constant
+    warmup_tokens: int = 0
+    decay_tokens: int | None = None  # of wsd, and of it alone: tokens before the end over which it decays
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` for a value outside its range; `where` is the schedule's own key."""
+        require_positive(where, self, "peak")
+        require(self.shape == "constant" or 0 <= self.final <= self.peak, f"{where}.final", self.final,
+                f"at least 0 and at most {where}.peak ({self.peak})")  # fmt: skip
+        require(self.warmup_tokens >= 0, f"{where}.warmup_tokens", self.warmup_tokens, "at least 0")
+        if self.shape == "wsd":
+            require(self.decay_tokens is not None and self.decay_tokens > 0, f"{where}.decay_tokens",
+                    self.decay_tokens, "greater than zero, since the shape is wsd")  # fmt: skip
+        else:
+            require(self.decay_tokens is None, f"{where}.decay_tokens", self.decay_tokens,
+                    f"left out, since the shape is {self.shape}")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BatchSizeConfig:
+    """The size of steps up to a point of a phase."""
+
+    until: int  # tokens of the phase
+    tokens: int  # a step
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """Tokens of a step, padding included. They may rise along the phase: linearly, or in given steps."""
+
+    tokens: int = 8192  # a step, once any ramp is over
+    start: int | None = None  # a step, where a linear ramp begins; the sizes between are multiples of it
+    ramp_tokens: int = 0  # of the phase, over which a linear ramp rises
+    stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
+    micro: int | None = None  # sequences a device works through at once, gradients added up; all of its own where None
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` for a value outside its range; `where` is the batch's own key."""
+        require_positive(where, self, "tokens")
+        require(self.micro is None or self.micro > 0, f"{where}.micro", self.micro, "greater than zero")
+        if self.start is None:
+            require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens,
+                    f"0 where {where}.start is not given")  # fmt: skip
+        else:
+            require(self.start > 0, f"{where}.start", self.start, "greater than zero")
+            require(self.start < self.tokens and self.tokens % self.start == 0, f"{where}.start", self.start,
+                    f"a part of {where}.tokens ({self.tokens}) that divides it")  # fmt: skip
+            require(self.ramp_tokens > 0, f"{where}.ramp_tokens", self.ramp_tokens,
+                    f"greater than zero where {where}.start is given")  # fmt: skip
+            require(not self.stepped, f"{where}.stepped", list(self.stepped), f"left out where {where}.start is given")
+        require(len(self.stepped) < MAX_SIZES, f"{where}.stepped", list(self.stepped),
+                f"a list of at most {MAX_SIZES - 1} sizes, since each is compiled")  # fmt: skip
+        before = 0
+        for index, size in enumerate(self.stepped):
+            require_positive(f"{where}.stepped[{index}]", size, "tokens")
+            require(size.until > before, f"{where}.stepped[{index}].until", size.until, f"greater than {before}")
+            before = size.until
+
+    def sizes(self) -> list[tuple[int | None, int]]:
+        """Tokens a step up to a token of the phase, in order; the last size has no end.
+
+        A linear ramp of few multiples of `start` takes all of them, a longer one `MAX_SIZES` of them, spread
+        evenly. Each begins where the ramp is nearer to it than to the one before.
+        """
+        if self.start is None:
+            return [*((size.until, size.tokens) for size in self.stepped), (None, self.tokens)]
+        most = self.tokens // self.start
+        count = min(most, MAX_SIZES)
+        multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
+        ends: list[int | None] = []
+        for low, high in zip(multiples, multiples[1:], strict=False):
+            middle = (low + high) / 2  # in multiples of the start
+            ends.append(round(self.ramp_tokens * (middle - 1) / (most - 1)))
+        return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """A part of the run. What it does not give is that of the run."""
+
+    tokens: int  # budget, padding included; the phase ends with the step that reaches it
+    name: str = "train"
+    context: int | None = None  # tokens a row; data.context where None
+    rope_base: float | None = None  # of full layers; model.rope_base where None
+    mixture: Table[float] = field(
+        default_factory=Table[float]
+    )  # rows of each source, as parts; by their tokens where empty
+    packing: Packing = "windows"  # windows of the concatenated documents, or bins of whole documents
+    over_length: OverLength = "split"  # what becomes of a document longer than a row
+    template: str | None = None  # Jinja file that writes out conversations; the built-in one where None
+    schedule: ScheduleConfig | None = None  # that of the phase before goes on where None
+    batch: BatchConfig | None = None  # train.batch where None
+    remat: Remat | None = None  # train.remat where None
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
+        require_positive(where, self, "tokens")
+        require(self.name.replace("-", "_").isidentifier(), f"{where}.name", self.name,
+                "a name of letters, digits, _ and -")  # fmt: skip
+        require(self.context is None or self.context > 0, f"{where}.context", self.context, "greater than zero")
+        require(self.rope_base is None or self.rope_base > 0, f"{where}.rope_base", self.rope_base, "greater than zero")
+        for name, weight in self.mixture.items():
+            require(weight > 0, f"{where}.mixture.{name}", weight, "greater than zero (a source not named is not read)")
+        if self.template is not None:
+            require_path(f"{where}.template", self.template)
+        if self.schedule is not None:
+            self.schedule.check(f"{where}.schedule")
+        if self.batch is not None:
+            self.batch.check(f"{where}.batch")

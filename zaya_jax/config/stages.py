@@ -1,0 +1,86 @@
+"""The steps of a run, counted out of its budgets in tokens: exact, and known before anything is compiled."""
+
+import bisect
+import functools
+from typing import NamedTuple
+
+from zaya_jax.config.schema import Config
+
+
+class Stage(NamedTuple):
+    """Steps in a row that are alike: of one phase, with batches of one size."""
+
+    phase: int  # index in `Config.phases`
+    first_step: int  # of the run, counted from 0
+    steps: int
+    context: int  # tokens a row
+    sequences: int  # a step
+    first_row: int  # of the run: rows before this stage
+    first_token: int  # of the run: tokens before this stage, padding included
+
+    @property
+    def tokens(self) -> int:
+        """A step."""
+        return self.sequences * self.context
+
+    @property
+    def end(self) -> int:
+        """The step after the last one."""
+        return self.first_step + self.steps
+
+
+@functools.lru_cache(maxsize=64)
+def stages(config: Config) -> tuple[Stage, ...]:
+    """The stages of a run in order, none empty.
+
+    A step has the size that its first token finds, and a phase ends with the first step that reaches its
+    budget: it reads at most a step more than that.
+    """
+    found: list[Stage] = []
+    step = row = token = 0
+    for index, phase in enumerate(config.phases):
+        context, begun = config.context_of(phase), token
+        for until, size in config.batch_of(phase).sizes():
+            bound = begun + (phase.tokens if until is None else min(until, phase.tokens))
+            count = max(0, -(-(bound - token) // size))
+            if count:
+                found.append(Stage(index, step, count, context, size // context, row, token))
+            step, row, token = step + count, row + count * (size // context), token + count * size
+    return tuple(found)
+
+
+def total_steps(config: Config) -> int:
+    """Steps of the whole run."""
+    return stages(config)[-1].end
+
+
+def first_step(config: Config) -> int:
+    """The step that the run begins with: 0, or that of `start_phase`."""
+    if config.start_phase is None:
+        return 0
+    index = [phase.name for phase in config.phases].index(config.start_phase)
+    return phase_steps(config)[index][0]
+
+
+def phase_steps(config: Config) -> list[tuple[int, int]]:
+    """For each phase its first step, and the step after its last."""
+    parts = [[stage for stage in stages(config) if stage.phase == index] for index in range(len(config.phases))]
+    return [(part[0].first_step, part[-1].end) for part in parts]
+
+
+def stage_at(config: Config, step: int) -> Stage:
+    """The stage of the step `step`, counted from 0; the last one for steps after the end."""
+    found = stages(config)
+    return found[bisect.bisect_right([stage.first_step for stage in found], step) - 1]
+
+
+def tokens_before(config: Config, step: int) -> int:
+    """Tokens of all steps before `step`, padding included."""
+    stage = stage_at(config, step)
+    return stage.first_token + (step - stage.first_step) * stage.tokens
+
+
+def rows_before(config: Config, step: int) -> int:
+    """Rows of all steps before `step`."""
+    stage = stage_at(config, step)
+    return stage.first_row + (step - stage.first_step) * stage.sequences
