@@ -16,7 +16,16 @@ from zaya_jax.bench.data_peers import GrainSettings, datasets_preparing, find_da
 from zaya_jax.bench.memory import peak_memory
 from zaya_jax.bench.planning import measure_planning
 from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.config import Config, DataConfig, ModelConfig, SourceConfig, Table, TrainConfig
+from zaya_jax.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    PhaseConfig,
+    SourceConfig,
+    Table,
+    TrainConfig,
+)
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
@@ -203,9 +212,10 @@ def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int, batches: 
             vocab_size=sizes.vocab_size, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4,
             num_experts=2, expert_size=8, router_size=4, max_positions=sizes.context,
         ),
+        (PhaseConfig(tokens=2 * (_SKIPPED + batches) * sizes.batch * sizes.context),),
         data=DataConfig(sources=Table({"drawn": SourceConfig(path=str(folder))}), context=sizes.context,
                         cache_dir=str(cache), workers=workers),
-        train=TrainConfig(steps=2 * (_SKIPPED + batches), global_batch=sizes.batch),
+        train=TrainConfig(batch=BatchConfig(tokens=sizes.batch * sizes.context)),
     )  # fmt: skip
     config.check()
     prepared = open_sources(config)

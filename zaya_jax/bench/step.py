@@ -12,7 +12,7 @@ import numpy as np
 from zaya_jax.bench.aside import aside, interleave
 from zaya_jax.bench.peer import peer_step
 from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.config import Config, DataConfig, ModelConfig, TrainConfig
+from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig, stages
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.gradient import summed_gradient
@@ -27,21 +27,23 @@ def default_config() -> Config:
         vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
         num_experts=12, expert_size=384, router_size=64, max_positions=2048,
     )  # fmt: skip
-    return Config(model, data=DataConfig(context=512), train=TrainConfig(steps=1, global_batch=4, remat="dots"))
+    train = TrainConfig(batch=BatchConfig(tokens=4 * 512), remat="dots")
+    return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
 
 
 def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
     """Time both sides, print tokens/s and their ratio, and write them to `output` where given.
 
     Args:
-      config: its model, `train.global_batch`, `train.remat` and `data.context` are used.
+      config: the model, batch, context and rematerialisation of its first step are used.
       dtypes: 'float32', 'bfloat16'.
       repeats: timed passes of each side.
       output: a JSON file.
     """
     check_request(repeats, output)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
-    batch, context, threads = config.train.global_batch, config.data.context, len(os.sched_getaffinity(0))
+    first, threads = stages(config)[0], len(os.sched_getaffinity(0))
+    batch, context = first.sequences, first.context
     tokens_bs = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, context + 1))
     results = describe_run(
         "forward and backward pass", f"{total_parameters(config.model):,} parameters, batch {batch} x {context}",

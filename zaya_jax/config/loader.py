@@ -40,7 +40,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         for part in reversed(key.split(".")):
             value = {part: value}
         tree = _merge(tree, value)
-    config = _build(Config, tree, "")
+    return from_dict(tree)
+
+
+def from_dict(tree: Mapping[str, Any]) -> Config:
+    """The checked configuration of a tree that `to_dict` made, or YAML.
+
+    Raises:
+      InputError: as `load_config`.
+    """
+    config = _build(Config, dict(tree), "")
     config.check()
     return config
 

@@ -1,5 +1,6 @@
 """The parts of a run: what is read for how many tokens, in which batches, at which learning rate."""
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -94,7 +95,7 @@ class BatchConfig:
         count = min(most, MAX_SIZES)
         multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
         ends: list[int | None] = []
-        for low, high in zip(multiples, multiples[1:], strict=False):
+        for low, high in itertools.pairwise(multiples):
             middle = (low + high) / 2  # in multiples of the start
             ends.append(round(self.ramp_tokens * (middle - 1) / (most - 1)))
         return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))

@@ -4,6 +4,7 @@ import bisect
 import functools
 from typing import NamedTuple
 
+from zaya_jax.config.phases import ScheduleConfig
 from zaya_jax.config.schema import Config
 
 
@@ -27,6 +28,14 @@ class Stage(NamedTuple):
     def end(self) -> int:
         """The step after the last one."""
         return self.first_step + self.steps
+
+
+class Span(NamedTuple):
+    """A learning-rate schedule, and the tokens of the run that it spans."""
+
+    schedule: ScheduleConfig
+    first_token: int
+    tokens: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -84,3 +93,15 @@ def rows_before(config: Config, step: int) -> int:
     """Rows of all steps before `step`."""
     stage = stage_at(config, step)
     return stage.first_row + (step - stage.first_step) * stage.sequences
+
+
+def schedule_spans(config: Config) -> list[Span]:
+    """For each phase the schedule it is in: its own, or that of the phase before."""
+    steps = phase_steps(config)
+    givers = [index for index, phase in enumerate(config.phases) if phase.schedule is not None or index == 0]
+    spans = []
+    for giver, after in zip(givers, [*givers[1:], len(steps)], strict=True):
+        begin, end = tokens_before(config, steps[giver][0]), tokens_before(config, steps[after - 1][1])
+        span = Span(config.phases[giver].schedule or ScheduleConfig(), begin, end - begin)
+        spans += [span] * (after - giver)
+    return spans

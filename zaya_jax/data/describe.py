@@ -6,6 +6,7 @@ from typing import get_args
 import numpy as np
 
 from zaya_jax.config import Config
+from zaya_jax.config.stages import Stage, stages
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
 from zaya_jax.data.rows import Row
@@ -40,10 +41,11 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     parts = [_sources(prepared)]
     token_bytes = max(np.dtype(source.manifest.dtype).itemsize for source in prepared.sources.values())
     for index, phase in enumerate(plan.phases):
+        steps = [stage for stage in stages(config) if stage.phase == index]
         # Documents of a row lie apart from each other: reading each begins with a page of its own.
         sigma = fragmentation(extra_faults=_documents_a_row(phase), context=phase.context, token_bytes=token_bytes)
         load = storage_load(
-            global_batch=config.train.global_batch,
+            global_batch=steps[-1].sequences,
             context=phase.context,
             step_seconds=step_seconds,
             max_operations_per_second=max_iops,
@@ -51,16 +53,16 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
             fragmentation=sigma,
         )
         storage = _storage(load, sigma, step_seconds, max_iops)
-        parts.append("\n".join([_phase(index, phase, config.train.global_batch), storage]))
+        parts.append("\n".join([_phase(phase, steps), storage]))
     path = png or Path(config.run_dir).expanduser() / PICTURE
     _picture(plan, path)
     parts.append(f"Lengths of the documents: {path}")
-    for index, phase in enumerate(plan.phases):
+    for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
                 row = share.stage.row(number)
-                parts.append(f"Phase {index}, {name}, row {number}, [[what the loss counts]], ---- between documents:\n"
-                             f"{shown(row, prepared.tokenizer)}")  # fmt: skip
+                parts.append(f"Phase {phase.config.name}, {name}, row {number}, [[what the loss counts]], ---- between "
+                             f"documents:\n{shown(row, prepared.tokenizer)}")  # fmt: skip
     return "\n\n".join(parts)
 
 
@@ -107,8 +109,8 @@ def _sources(prepared: Prepared) -> str:
     return "\n".join([_table(rows), *left_out])
 
 
-def _phase(index: int, phase: PhasePlan, batch: int) -> str:
-    settings, last = phase.config, phase.config.first_step + phase.rows // batch
+def _phase(phase: PhasePlan, stages: list[Stage]) -> str:
+    settings = phase.config
     rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents")]
     trimmed = []
     for name, share in phase.shares.items():
@@ -121,8 +123,9 @@ def _phase(index: int, phase: PhasePlan, batch: int) -> str:
         if share.counts:
             outcomes = ", ".join(f"{share.counts.get(of, 0):,} {of.replace('_', ' ')}" for of in get_args(Outcome))
             trimmed.append(f"{name}: conversations made to fit {phase.context:,} tokens: {outcomes}")
-    head = (f"Phase {index}: steps {settings.first_step:,} to {last:,}, {batch:,} rows of {phase.context:,} tokens a "
-            f"step, {settings.packing}, {phase.rows * phase.context:,} tokens")  # fmt: skip
+    batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
+    head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
+            f"{phase.context:,} tokens a step, {settings.packing}, {phase.rows * phase.context:,} tokens")  # fmt: skip
     return "\n".join([head, _table(rows), *trimmed])
 
 

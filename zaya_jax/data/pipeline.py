@@ -1,6 +1,7 @@
 """Batches for training and for the held-out loss."""
 
 import asyncio
+import bisect
 import json
 from collections.abc import Awaitable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from zaya_jax.config import Config
+from zaya_jax.config.stages import Stage, first_step, rows_before, stages
 from zaya_jax.data.plan import RunPlan, heldout_phase, packer_of, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared
@@ -38,16 +40,16 @@ class TrainBatches(Iterator[Batch]):
     """
 
     def __init__(
-        self, plan: RunPlan, global_batch: int, *, workers: int = 0, process_index: int = 0, process_count: int = 1
-    ) -> None:
-        """Start at the first row; see `train_batches`."""
+        self, plan: RunPlan, steps: tuple[Stage, ...], *, start: int = 0, workers: int = 0, process_index: int = 0,
+        process_count: int = 1
+    ) -> None:  # fmt: skip
+        """Start at the row `start`; see `train_batches`."""
         self.plan = plan
-        self._global_batch, self._workers = global_batch, workers
-        share = global_batch // process_count
-        self._part = range(process_index * share, (process_index + 1) * share)  # of each batch's rows
+        self._stages, self._workers = steps, workers
+        self._part = (process_index, process_count)  # of each batch's rows
         self._writes_state = process_index == 0  # it is the same in every process
         self._refused: InputError | None = None
-        self._sequences = 0  # given so far, by all processes together
+        self._sequences = start  # given so far, by all processes together
         self._batches = self._start()
 
     def __next__(self) -> Batch:
@@ -58,7 +60,7 @@ class TrainBatches(Iterator[Batch]):
         """
         self.check()
         batch = next(self._batches)
-        self._sequences += self._global_batch
+        self._sequences += len(batch["tokens"]) * self._part[1]
         return batch
 
     def check(self) -> None:
@@ -80,7 +82,11 @@ class TrainBatches(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on from here; JSON can hold it."""
-        return {"sequences": self._sequences, "order": self.plan.order}
+        return {"sequences": self._sequences, "order": self._order(self._sequences)}
+
+    def _order(self, sequences: int) -> list[str]:
+        """The orders of the phases that are begun when so many rows have been given."""
+        return [phase.order for phase in self.plan.phases if phase.first_row < sequences]
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where `get_state` was called, in this process or another.
@@ -88,11 +94,11 @@ class TrainBatches(Iterator[Batch]):
         Raises:
           InputError: the state is of other data.
         """
-        if state["order"] != self.plan.order:
+        if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
-                "The saved position is in other data: the content of a source or of the corpus, a key of data, "
-                "model.vocab_size, seed or (with several phases) train.global_batch has changed since. Restore the "
-                "old values, or start a new run_dir."
+                "The saved position is in other data: the content of a source or of the corpus, a key of data, of a "
+                "phase that is begun, model.vocab_size or seed has changed since. Restore the old values, or start a "
+                "new run_dir."
             )
         self._batches.close()
         self._refused = None
@@ -128,7 +134,7 @@ class TrainBatches(Iterator[Batch]):
     def _start(self) -> Any:
         import grain  # here, since it imports jax, which preparing data must not
 
-        batches = grain.MapDataset.source(_Batches(self.plan, self._sequences, self._global_batch, self._part))
+        batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, *self._part))
         threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
         dataset = batches.to_iter_dataset(threads)
         if self._workers:
@@ -139,41 +145,52 @@ class TrainBatches(Iterator[Batch]):
 
 
 class _Batches:
-    """Item i: the rows `part` of the i-th batch from the row `start` on."""
+    """Item i: the i-th batch from the row `start` on, of it the rows of one process."""
 
-    def __init__(self, plan: RunPlan, start: int, global_batch: int, part: range) -> None:
-        self._plan, self._start, self._global_batch, self._part = plan, start, global_batch, part
+    def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, index: int, count: int) -> None:
+        self._plan, self._stages, self._index, self._count = plan, steps, index, count
+        self._first = self._step_of_row(start)
 
     def __len__(self) -> int:
-        return max(0, (len(self._plan) - self._start) // self._global_batch)
+        return max(0, self._stages[-1].end - self._first)
 
     def __getitem__(self, index: int) -> Batch:
-        start = self._start + index * self._global_batch
-        return _stack([self._plan[start + row] for row in self._part])
+        step = self._first + index
+        stage = self._stages[bisect.bisect_right(self._stages, step, key=lambda stage: stage.first_step) - 1]
+        share = stage.sequences // self._count
+        start = stage.first_row + (step - stage.first_step) * stage.sequences + self._index * share
+        return _stack([self._plan[row] for row in range(start, start + share)])
+
+    def _step_of_row(self, row: int) -> int:
+        stage = self._stages[bisect.bisect_right(self._stages, row, key=lambda stage: stage.first_row) - 1]
+        return stage.first_step + (row - stage.first_row) // stage.sequences
 
 
 def train_batches(
     config: Config, prepared: Prepared, *, process_index: int = 0, process_count: int = 1
 ) -> TrainBatches:
-    """The batches of a run, `train.steps` of them.
+    """The batches of a run, one a step.
 
     Args:
-      config: `data`, `train.steps`, `train.global_batch` and `seed` are used.
+      config: `data`, `phases`, `train.batch`, `start_phase` and `seed` are used.
       prepared: the sources.
       process_index: of this process among those that share each batch.
       process_count: of those processes; the i-th gets the i-th contiguous part of the rows.
 
     Returns:
-      An iterator over dicts of arrays [train.global_batch / process_count, s]; see `rows.Packing.row`.
+      An iterator over dicts of arrays [a step's sequences / process_count, s]; see `rows.Packing.row`.
 
     Raises:
-      InputError: `train.global_batch` is not a multiple of `process_count`, or as `plan_run`.
+      InputError: a step's sequences are not a multiple of `process_count`, or as `plan_run`.
     """
-    global_batch = config.train.global_batch
-    if global_batch % process_count:
-        raise InputError(f"train.global_batch is {global_batch}, but must be a multiple of the {process_count} "
-                         "processes that share it.")  # fmt: skip
-    return TrainBatches(plan_run(config, prepared), global_batch, workers=config.data.workers,
+    for stage in stages(config):
+        if stage.sequences % process_count:
+            raise InputError(
+                f"The batch of phase {config.phases[stage.phase].name} has {stage.sequences} sequences a step, but "
+                f"must have a multiple of the {process_count} processes that share it."
+            )
+    start = rows_before(config, first_step(config))
+    return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,
                         process_index=process_index, process_count=process_count)  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.data import CORPUS
+from zaya_jax.config.stages import phase_steps, rows_before
 from zaya_jax.data.manifest import digest_of
 from zaya_jax.data.mixture import Mixture
 from zaya_jax.data.rows import Row
@@ -37,6 +38,7 @@ class PhasePlan:
     mixture: Mixture
     shares: dict[str, Share]
     bytes_per_token: float | None  # of text, on average; None where the loss does not count all tokens
+    order: str  # digest of what the rows and their order depend on
 
     def row(self, index: int) -> Row:
         """Row `index` of the phase, see `rows.Packing.row`."""
@@ -46,15 +48,9 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run. Picklable; safe to read from several threads.
-
-    Attributes:
-      phases: in order.
-      order: digest of what the rows and their order depend on.
-    """
+    """All rows of a run. Picklable; safe to read from several threads."""
 
     phases: tuple[PhasePlan, ...]
-    order: str
 
     def __len__(self) -> int:
         """Rows of the run."""
@@ -74,19 +70,18 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
     """Plan what each step of a run reads; a pure function of the configuration and the sources' content.
 
     Args:
-      config: `data`, `seed`, `train.steps` and `train.global_batch` are used.
+      config: `data`, `seed` and `phases` are used.
       prepared: the sources.
 
     Raises:
       InputError: a source would be read more often than its `max_epochs`, or a phase finds nothing to read in one.
     """
     positions = dict.fromkeys(prepared.sources, Position())
-    batch, steps = config.train.global_batch, [phase.first_step for phase in config.data.phases] + [config.train.steps]
-    phases = []
-    for index, phase in enumerate(config.data.phases):
-        context = config.data.context_of(phase)
+    phases: list[PhasePlan] = []
+    for index, (phase, (begin, end)) in enumerate(zip(config.phases, phase_steps(config), strict=True)):
+        context, first_row = config.context_of(phase), rows_before(config, begin)
         weights = phase.mixture or {name: s.manifest.train.tokens for name, s in prepared.sources.items()}
-        mixture, rows = Mixture(weights), (steps[index + 1] - steps[index]) * batch
+        mixture, rows = Mixture(weights), rows_before(config, end) - first_row
         shares = {}
         for name, count in zip(mixture.names, mixture.counts(rows), strict=True):
             documents, manifest = prepared.open(name, "train", phase, context)
@@ -94,18 +89,18 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             stage = packer.stage(documents, manifest.content, positions[name], f"data.sources.{name}")
             before, after = positions[name], stage.after(count, positions[name])
             epochs = after.epochs_read
-            _check_epochs(prepared, name, epochs, index)
+            _check_epochs(prepared, name, epochs, f"phases[{index}] ({phase.name})")
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
             shares[name] = Share(count, epochs - before.epochs_read, stage, documents, counts)
             positions[name] = after
-        phases.append(PhasePlan(phase, context, steps[index] * batch, rows, mixture, shares,
-                                _bytes_per_token(prepared, shares)))  # fmt: skip
-    return RunPlan(tuple(phases), _order(config, phases))
+        phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
+                                _order(config.seed, phase, context, first_row, mixture, shares)))  # fmt: skip
+    return RunPlan(tuple(phases))
 
 
 def packer_of(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
     """How `phase` makes rows of documents, in an order drawn from `seed` or in their own."""
-    return Packer(phase.packing, phase.over_length, config.data.context_of(phase), seed, prepared.cache / "plans")
+    return Packer(phase.packing, phase.over_length, config.context_of(phase), seed, prepared.cache / "plans")
 
 
 def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:
@@ -113,18 +108,18 @@ def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:
 
     As the last phase that reads it does, but no token is left out: only conversations are trimmed.
     """
-    reading = [phase for phase in config.data.phases if not phase.mixture or source.name in phase.mixture]
+    reading = [phase for phase in config.phases if not phase.mixture or source.name in phase.mixture]
     if not reading:
         return None
     trimmed = source.manifest.kind == "chat" and reading[-1].over_length == "trim"
     return dataclasses.replace(reading[-1], context=None, over_length="trim" if trimmed else "split")
 
 
-def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: int) -> None:
+def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> None:
     most = prepared.sources[name].max_epochs
     if most is not None and epochs > most + 1e-9:
         raise InputError(
-            f"By the end of data.phases[{phase}] the source {name} would be read {epochs:.3f} times, but "
+            f"By the end of {phase} the source {name} would be read {epochs:.3f} times, but "
             f"data.sources.{name}.max_epochs is {most:g}; lower its weight, shorten the phase, or raise the limit."
         )
 
@@ -139,15 +134,14 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, Share]) -> float | No
     return total / sum(share.rows for share in shares.values())
 
 
-def _order(config: Config, phases: list[PhasePlan]) -> str:
-    """Of one phase the batch size is no part: rows are the same, whatever number of them makes a step."""
+def _order(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
+           shares: dict[str, Share]) -> str:  # fmt: skip
+    """Neither batch nor budget is a part: rows are the same, whatever number of them makes a step or is read."""
     described = [
-        [phase.first_row, phase.context, phase.config.packing, phase.config.over_length,
-         [[name, phase.mixture.counts(phase.mixture.period)[index], share.stage.content]
-          for index, (name, share) in enumerate(phase.shares.items())]]
-        for phase in phases
-    ]  # fmt: skip
-    return digest_of(config.seed, described)
+        [name, parts, share.stage.content]
+        for (name, share), parts in zip(shares.items(), mixture.counts(mixture.period), strict=True)
+    ]
+    return digest_of(seed, first_row, context, phase.packing, phase.over_length, described)
 
 
 def _seed_of(config: Config, name: str) -> int:

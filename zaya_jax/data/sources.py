@@ -94,7 +94,7 @@ def open_sources(config: Config) -> Prepared:
             )
         if source.manifest.train.documents == 0:
             raise InputError(f"data.sources.{source.name} holds no document to train on.")
-    read = {name for phase in config.data.phases for name in phase.mixture or sources}
+    read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
         raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) holds out a document, so nothing "
                          "could be evaluated; prepare one with a larger --heldout.")  # fmt: skip

@@ -35,9 +35,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_batch(mesh: Mesh, sequences: int, key: str) -> None:
-    """Raise `InputError` unless `sequences`, given by the configuration's `key`, split evenly."""
-    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    if sequences % shards:
+def batch_shards(mesh: Mesh) -> int:
+    """Parts that the sequences of a batch are split into."""
+    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+
+
+def check_batch(mesh: Mesh, sequences: int, key: str, micro: int = 1) -> None:
+    """Raise `InputError` unless `sequences`, given by the configuration's `key`, make whole parts of `micro` each."""
+    shards = batch_shards(mesh)
+    if sequences % (shards * micro):
+        each = "" if micro == 1 else f" times {micro} sequences a device works through at once"
         raise InputError(f"{key} makes {sequences} sequences, but must make a multiple of {shards}, the number of "
-                         f"devices they are split over.")  # fmt: skip
+                         f"devices they are split over{each}.")  # fmt: skip

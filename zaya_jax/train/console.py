@@ -17,9 +17,10 @@ class ConsoleReport:
     """Prints every `log_every` steps: loss, bits per byte, tokens/s, FLOP/s or MFU, load entropy, ETA."""
 
     def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: Callable[[int], float],
-                 bytes_per_token: Callable[[int], float | None], devices: int, device_kind: str) -> None:  # fmt: skip
-        self._steps, self._log_every = steps, log_every
-        self._flops, self._bytes = flops_per_token, bytes_per_token
+                 bytes_per_token: Callable[[int], float | None], tokens_left: Callable[[int], int], devices: int,
+                 device_kind: str) -> None:  # fmt: skip
+        self._steps, self._log_every, self._phase = steps, log_every, None
+        self._flops, self._bytes, self._tokens_left = flops_per_token, bytes_per_token, tokens_left
         self._peak = next((peak * devices for name, peak in _PEAKS.items() if name in device_kind), None)
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._bar = Progress(
@@ -49,6 +50,12 @@ class ConsoleReport:
     def row(self, row: dict[str, Any]) -> None:
         """Take note of one step's metrics, and print them when it is time."""
         step = row["step"]
+        if row["phase"] != self._phase:
+            if self._phase is not None:
+                self.say(f"Phase {row['phase']} begins after step {step - 1}.")
+            self._phase = row["phase"]
+        if "skip" in row:
+            self.say(f"Step {step} changed nothing: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
         self._tokens += row["tokens"]
         self._bar.update(self._task, completed=step)
         if step % self._log_every and step != self._steps:
@@ -60,7 +67,7 @@ class ConsoleReport:
         work = speed * self._flops(step)
         share = f"{work / 1e9:.1f} GFLOP/s" if self._peak is None else f"MFU {100 * work / self._peak:.1f} %"
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
-        left = (self._steps - step) * (row["tokens"] / speed) if speed else 0.0
+        left = self._tokens_left(step) / speed if speed else 0.0
         held = f" | held-out {row['heldout_loss']:.3f}" if "heldout_loss" in row else ""
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         self.say(

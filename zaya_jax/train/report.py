@@ -3,6 +3,7 @@
 import jax
 
 from zaya_jax.config import Config
+from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_bytes
 from zaya_jax.generate.decode import generate
 from zaya_jax.train.loop import TrainResult
@@ -33,7 +34,7 @@ def continuation(config: Config, result: TrainResult) -> str:
     """The configured prompt and what the model writes after it."""
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [tokenizer.eot, *tokenizer.encode(sample.prompt)]
-    key = jax.random.fold_in(result.state.rng, config.train.steps)
+    key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
     (tokens,) = generate(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
                          stop_token=tokenizer.eot, key=key)  # fmt: skip

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,17 @@ from typing import Any
 import yaml
 
 from zaya_jax.config import Config, to_dict, to_yaml
+from zaya_jax.config.stages import phase_steps, schedule_spans
 from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+PHASES = "phases"  # links to the checkpoint at each phase's end
 
-# Keys that change nothing of what is computed, and so may differ when a run goes on.
-_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir", "data.workers")
+# Keys that change nothing of what is computed, and so may differ when a run goes on; `check_past` sees to phases.
+_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir", "data.workers", "phases")
 
 
 @contextmanager
@@ -51,9 +53,47 @@ def open_run(config: Config) -> Iterator[Path]:
 
 
 def claim_run(folder: Path, config: Config) -> None:
-    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good."""
-    if not (folder / CONFIG).exists():
-        write_atomically(folder / CONFIG, to_yaml(config))
+    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good.
+
+    Where there is one, nothing in it but phases to come can be another.
+    """
+    path = folder / CONFIG
+    if not path.exists() or yaml.safe_load(path.read_text(encoding="utf-8"))["phases"] != to_dict(config)["phases"]:
+        write_atomically(path, to_yaml(config))
+
+
+def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
+    """Give each phase's last checkpoint, among those of `steps`, the phase's name: a link in `phases/`."""
+    for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True):
+        link = folder / PHASES / phase.name
+        if end in steps and not link.is_symlink():
+            link.parent.mkdir(exist_ok=True)
+            link.symlink_to(Path("..", CHECKPOINTS, str(end)))
+
+
+def check_past(old: Config, new: Config, step: int) -> None:
+    """Raise `InputError` where phases that are begun after `step` steps of a run have changed since."""
+    spans = list(zip(schedule_spans(old), schedule_spans(new), strict=False))
+    for index, (phase, (first, _)) in enumerate(zip(old.phases, phase_steps(old), strict=True)):
+        if first >= step:
+            return
+        where = f"phases[{index}] ({phase.name})"
+        if index >= len(new.phases):
+            raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
+                             "run_dir.")  # fmt: skip
+        before, now = to_dict(phase), to_dict(new.phases[index])
+        for key, value in before.items():
+            if value != now[key]:
+                raise InputError(
+                    f"{where}: {key} was {value!r} and is now {now[key]!r}, but the phase is begun. Take the old value "
+                    "to go on with that run, or choose another run_dir."
+                )
+        was, becomes = spans[index]
+        if was != becomes:
+            raise InputError(
+                f"{where}: schedule spanned {was.tokens} tokens and now spans {becomes.tokens}, since a phase after it "
+                "has changed; give the first new phase a schedule of its own, or choose another run_dir."
+            )
 
 
 def _compare(folder: Path, config: Config) -> None:

@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zaya_jax.config import Config
+from zaya_jax.config import Config, ModelConfig
+from zaya_jax.config.phases import Remat
+from zaya_jax.config.stages import first_step
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import Arrays, balancing_biases, parameters, roles
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.optim.build import make_balancer, make_optimizer
+from zaya_jax.train.spikes import Recent, no_recent
 
 
 @jax.tree_util.register_dataclass
@@ -26,7 +29,8 @@ class TrainState:
       opt_state: of `params`.
       balance_state: of `balance`.
       step: int32, steps done, skipped ones included.
-      skipped: int32, steps skipped in a row just now for a loss or gradient that is not finite.
+      skipped: int32, steps skipped in a row just now.
+      recent: what the last steps that were not skipped had, to tell a spike by.
       rng: key of whatever is drawn at random beside data and initialisation.
     """
 
@@ -36,25 +40,33 @@ class TrainState:
     balance_state: Any
     step: jax.Array
     skipped: jax.Array
+    recent: Recent
     rng: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What is fixed over a run: the abstract model, the roles of its parameters, and the transforms."""
+    """What is fixed over a phase: the abstract model, the roles of its parameters, and the transforms."""
 
     model: Zaya
+    remat: Remat
     roles: dict[str, Role]
     optimizer: optax.GradientTransformation
     balancer: optax.GradientTransformation
 
 
-def make_blueprint(config: Config) -> Blueprint:
-    """The blueprint of a configured run; nothing is allocated."""
-    model = jax.eval_shape(functools.partial(Zaya, config.model), jax.random.key(0))
+def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
+    """The blueprint of a phase of a configured run; nothing is allocated."""
+    model = _abstract_model(config.model_of(config.phases[phase]))
     model_roles = roles(model)
     optimizer = make_optimizer(config.optimizer, model_roles, config.train.compute_dtype)
-    return Blueprint(model, model_roles, optimizer, make_balancer(config.optimizer.balance))
+    return Blueprint(model, config.remat_of(config.phases[phase]), model_roles, optimizer,
+                     make_balancer(config.optimizer.balance))  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract_model(config: ModelConfig) -> Zaya:
+    return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
 
 
 def init_state(config: Config, blueprint: Blueprint) -> TrainState:
@@ -67,7 +79,8 @@ def init_state(config: Config, blueprint: Blueprint) -> TrainState:
         balance=balance,
         opt_state=blueprint.optimizer.init(params),
         balance_state=blueprint.balancer.init(balance),
-        step=jnp.zeros((), jnp.int32),
+        step=jnp.asarray(first_step(config), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
+        recent=no_recent(config.train.spike),
         rng=key_run,
     )

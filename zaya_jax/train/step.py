@@ -5,17 +5,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from zaya_jax.config import Config
+from zaya_jax.config.stages import phase_steps
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, cast_for_compute, with_values
 from zaya_jax.ops import LOCAL, Ops, ops_for
 from zaya_jax.ops.target import target_of
 from zaya_jax.optim.build import load_error
-from zaya_jax.optim.schedule import cosine_with_warmup
+from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.gradient import summed, summed_gradient
+from zaya_jax.train.spikes import forget, judge, remember
 from zaya_jax.train.state import Blueprint, TrainState
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]
@@ -30,7 +33,7 @@ def make_local_loss(
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         compute = cast_for_compute(params, blueprint.roles, config.train.compute_dtype)
         model = with_values(blueprint.model, {**compute, **balance})
-        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=config.train.remat)
+        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat)
         weights = batch["loss_mask"].reshape(-1).astype(jnp.float32)
         # The head takes the fp32 master, so that its gradient, the largest sum of all, is fp32 throughout.
         loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
@@ -43,17 +46,19 @@ def make_local_loss(
 def make_train_step(
     config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The function (state, batch) → (state, metrics).
+    """The function (state, batch) → (state, metrics) of the phase that `blueprint` is of.
 
-    The batch's leaves are [micro-batches, sequences, context]. A step whose loss or gradient is not finite
-    changes nothing but the counters.
+    The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a loss or gradient
+    that is not finite or is a spike (`spikes.judge`), changes nothing but the counters.
 
-    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (Muon's),
-    `tokens`, and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load` (over the mean),
-    `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row.
+    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (of the matrices),
+    `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
+    (over the mean), `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row, `skip` says why
+    (index of `spikes.REASONS`).
     """
     gradient = summed_gradient(make_local_loss(config, blueprint, ops or _ops_on(mesh)), mesh)
-    options = config.optimizer
+    options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
+    firsts = np.array([first for first, _ in phase_steps(config)], np.int32)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         sums, grads = gradient(state.params, state.balance, batch)
@@ -62,28 +67,32 @@ def make_train_step(
         norm = optax.tree.norm(grads) / tokens
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
         grads = jax.tree.map(lambda g: g * factor, grads)
-        rate = cosine_with_warmup(state.step, steps=config.train.steps, warmup=options.warmup_steps,
-                                  final=options.final_fraction)  # fmt: skip
+        rate = rate_at(state.step)
         updates, opt_state = blueprint.optimizer.update(grads, state.opt_state, state.params)
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
-        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
-        new, old = (params, balance, opt_state, balance_state), (state.params, state.balance, state.opt_state,
-                                                                 state.balance_state)  # fmt: skip
-        params, balance, opt_state, balance_state = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-        skipped = jnp.where(finite, 0, state.skipped + 1)
+        recent = forget(state.recent, (state.step == firsts).any())
+        skip = judge(spike, recent, loss, norm)
+        new = (params, balance, opt_state, balance_state, remember(recent, loss, norm))
+        old = (state.params, state.balance, state.opt_state, state.balance_state, recent)
+        moved = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
+        skipped = jnp.where(skip == 0, 0, state.skipped + 1)
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": rate * options.muon.learning_rate,
+            "learning_rate": rate * (options.muon if options.matrices == "muon" else options.adamw).learning_rate,
             "tokens": sums["tokens"],
             "skipped": skipped,
-            **_expert_metrics(sums["counts"], balance),
+            "skip": skip,
+            **_expert_metrics(sums["counts"], moved[1]),
         }
-        return TrainState(params, balance, opt_state, balance_state, state.step + 1, skipped, state.rng), metrics
+        params, balance, opt_state, balance_state, recent = moved
+        return TrainState(
+            params, balance, opt_state, balance_state, state.step + 1, skipped, recent, state.rng
+        ), metrics
 
     return train_step
 
