@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config.loader import _build
-from zaya_jax.config import Config
+from zaya_jax.config import Config, from_dict
 from zaya_jax.data.convert import Record, convert, read_note, remove_notes
 from zaya_jax.data.manifest import Manifest, describe_file
 from zaya_jax.data.prepare import TOKENIZER, write_merged
@@ -63,16 +62,25 @@ def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str =
 
 def run_config(folder: Path, sources: list[str], phases: list[dict[str, Any]], *, steps: int = 8, batch: int = 8,
                seed: int = 0, **data: Any) -> Config:  # fmt: skip
-    """A checked configuration that reads the sources `folder/NAME`."""
-    config = _build(Config, {
+    """A checked configuration that reads the sources `folder/NAME`.
+
+    Phases are as in YAML, but begin at a `first_step` (the first at 0) and have `batch` sequences a step.
+    """
+    phases = phases or [{}]
+    firsts = [phase.get("first_step", 0) for phase in phases] + [steps]
+    parts = []
+    for index, phase in enumerate(phases):
+        size = batch * (phase.get("context") or data.get("context", 16))
+        parts.append({"name": f"phase{index}", "tokens": (firsts[index + 1] - firsts[index]) * size,
+                      "batch": {"tokens": size}, **phase})  # fmt: skip
+        parts[-1].pop("first_step", None)
+    return from_dict({
         "model": {"vocab_size": VOCAB, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
                   "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": 512},
         "run_dir": str(folder / "run"),
         "seed": seed,
-        "data": {"sources": {name: {"path": str(folder / name)} for name in sources}, "phases": phases,
+        "data": {"sources": {name: {"path": str(folder / name)} for name in sources},
                  "cache_dir": str(folder / "cache"), "context": 16, **data},
-        "train": {"steps": steps, "global_batch": batch},
+        "phases": parts,
         "evaluation": {"batch": 3},
-    }, "")  # fmt: skip
-    config.check()
-    return config
+    })  # fmt: skip

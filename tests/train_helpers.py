@@ -21,17 +21,23 @@ import yaml
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import (
     AdamWConfig,
+    BatchConfig,
     CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
     MuonConfig,
     OptimizerConfig,
+    PhaseConfig,
+    ScheduleConfig,
+    Table,
     TrainConfig,
     load_config,
+    stages,
 )
+from zaya_jax.config.stages import Stage
 from zaya_jax.parallel.mesh import make_mesh, replicated
-from zaya_jax.train import loop
+from zaya_jax.train import compiled, loop
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
 from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
@@ -43,10 +49,12 @@ MODEL = ModelConfig(
     expert_size=16, router_size=8, max_positions=64, rope_base=1.0e4,
 )  # fmt: skip
 # Its rates fall to a twentieth at the last step, so that a step can be a large or a small one in one compiled function.
-RATES = OptimizerConfig(muon=MuonConfig(learning_rate=0.01), adamw=AdamWConfig(learning_rate=0.01), final_fraction=0.05)
+RATES = OptimizerConfig(muon=MuonConfig(learning_rate=0.01, iterates="float32"), adamw=AdamWConfig(learning_rate=0.01))
+FALLING = ScheduleConfig(final=0.05)
 CONFIG = Config(
-    MODEL, data=DataConfig(context=32), optimizer=RATES, train=TrainConfig(steps=100, global_batch=8, micro_batches=2)
-)
+    MODEL, (PhaseConfig(tokens=100 * 8 * 32, schedule=FALLING),), data=DataConfig(context=32), optimizer=RATES,
+    train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro=4)),
+)  # fmt: skip
 # Compiles in half the time; enough for what is compared within itself.
 fast_jit = functools.partial(
     jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -86,7 +94,8 @@ def setup(config: Config = CONFIG) -> Setup:
 def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
     """Packed rows whose counts of real tokens differ widely, and padding; leaves [micro-batches, sequences, s]."""
     rng = np.random.default_rng(seed)
-    b, s = config.train.global_batch, config.data.context
+    first = stages(config)[0]
+    b, s = first.sequences, first.context
     text = rng.integers(0, config.model.vocab_size, (b, s + 1))
     starts, place = rng.random((b, s)) < 0.1, np.arange(s)
     segments = np.cumsum(starts, -1) + 1
@@ -98,7 +107,7 @@ def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
         mask[row, end - 1 :] = False
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "segment_ids": segments, "positions": positions}
     batch = {name: array.astype(np.int32) for name, array in batch.items()} | {"loss_mask": mask}
-    return {name: micro(array, config.train.micro_batches) for name, array in batch.items()}
+    return {name: micro(array, b // (config.train.batch.micro or b)) for name, array in batch.items()}
 
 
 def micro(array: np.ndarray, count: int) -> np.ndarray:
@@ -162,8 +171,9 @@ def run_tree(folder: Path, run: str = "run") -> dict[str, Any]:
         "model": dataclasses.asdict(MODEL) | {"layer_pattern": ["full"]},
         "data": {"corpus": str(folder / "corpus"), "suffixes": [".txt"], "heldout_fraction": 0.3,
                  "cache_dir": str(folder / "cache"), "context": 32},
-        "optimizer": {"warmup_steps": 2, "adamw": {"learning_rate": 0.01}, "muon": {"learning_rate": 0.01}},
-        "train": {"steps": 12, "global_batch": 4, "micro_batches": 2, "log_every": 4},
+        "phases": [{"tokens": 12 * 128, "schedule": {"warmup_tokens": 256}}],
+        "optimizer": {"adamw": {"learning_rate": 0.01}, "muon": {"learning_rate": 0.01, "iterates": "float32"}},
+        "train": {"batch": {"tokens": 128, "micro": 2}, "log_every": 4},
         "evaluation": {"every": 6, "batches": 1, "batch": 2},
         "checkpoint": {"every": 5, "keep": 2},
         "sample": {"prompt": "the model", "tokens": 8},
@@ -205,8 +215,9 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
             return getattr(jax, name)
 
     monkeypatch.setattr(loop, "jax", Jax())
-    monkeypatch.setattr(loop, "make_train_step", _train_step)
-    monkeypatch.setattr(loop, "make_evaluation_step", _evaluation_step)
+    monkeypatch.setattr(compiled, "jax", Jax())
+    monkeypatch.setattr(compiled, "compile_step", _compiled_step)
+    monkeypatch.setattr(compiled, "make_evaluation_step", _evaluation_step)
     monkeypatch.setattr(loop, "init_state", lambda config, _: _start(_same_start(config)))
 
 
@@ -217,24 +228,40 @@ def _same_step(config: Config) -> Config:
     """`config` without what no compiled function depends on."""
     train = dataclasses.replace(config.train, max_skipped_steps=10, log_every=10)
     data = DataConfig(context=config.data.context)
-    return Config(config.model, optimizer=config.optimizer, train=train, data=data)
+    phases = tuple(dataclasses.replace(phase, mixture=Table(), template=None, packing="windows", over_length="split")
+                   for phase in config.phases)  # fmt: skip
+    return Config(config.model, phases, optimizer=config.optimizer, train=train, data=data)
 
 
 def _same_start(config: Config) -> Config:
-    return dataclasses.replace(_same_step(config), seed=config.seed)
+    return dataclasses.replace(_same_step(config), seed=config.seed, start_phase=config.start_phase)
+
+
+_compile_step = compiled.compile_step
 
 
 @functools.cache
-def _cached_step(make: Callable, config: Config) -> Callable:
-    return make(config, make_blueprint(config), make_mesh())
+def _cached_step(config: Config, stage: Stage) -> Callable:
+    mesh = make_mesh()
+    return _compile_step(config, stage, mesh, loop._abstract_state(config, mesh))
 
 
-def _train_step(config: Config, *_: Any) -> Callable:
-    return _cached_step(make_train_step, _same_step(config))
+def _compiled_step(config: Config, stage: Stage, *_: Any) -> Callable:
+    """Of the first stage that has the same key, so that a key has one function."""
+    config, mesh = _same_step(config), make_mesh()
+    first = next(one for one in stages(config)
+                 if compiled.step_key(config, one, mesh) == compiled.step_key(config, stage, mesh))  # fmt: skip
+    return _cached_step(config, first)
 
 
-def _evaluation_step(config: Config, *_: Any) -> Callable:
-    return _cached_step(make_evaluation_step, _same_step(config))
+@functools.cache
+def _cached_evaluation(config: Config, blueprint_of: int) -> Callable:
+    return make_evaluation_step(config, make_blueprint(config, blueprint_of), make_mesh())
+
+
+def _evaluation_step(config: Config, blueprint: Blueprint, *_: Any) -> Callable:
+    bases = [config.model_of(phase).rope_base for phase in config.phases]
+    return _cached_evaluation(_same_step(config), bases.index(blueprint.model.config.rope_base))
 
 
 @functools.cache
@@ -270,7 +297,7 @@ def draw_moments(rng: random.Random, count: int) -> list[Moment]:
 def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
     """Compare a run that is killed `kills` times, and started again with the same command, with one that is not."""
     rng = random.Random(seed)
-    overrides = {"train.steps": steps, "train.micro_batches": 1, "checkpoint.every": 3, "evaluation.every": 15,
+    overrides = {"phases.0.tokens": steps * 128, "train.batch.micro": 4, "checkpoint.every": 3, "evaluation.every": 15,
                  "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
     alone, killed = (_KilledRun(folder, run, overrides) for run in ("alone", "killed"))
     alone.finish()
