@@ -161,9 +161,8 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
         elif key.isdecimal() and int(key) < len(base):
             index = int(key)
         else:
-            known = [name for name in names if isinstance(name, str)]
-            raise InputError(f"{where} has no item {key!r}; it has "
-                             f"{', '.join(known) or f'those from 0 to {len(base) - 1}'}.")  # fmt: skip
+            known = [name if isinstance(name, str) else str(place) for place, name in enumerate(names)]
+            raise InputError(f"{where} has no item {key!r}; it has {', '.join(known) or 'none'}.")
         item = merged[index]
         here = _join(where, key)
         merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value

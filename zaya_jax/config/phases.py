@@ -121,9 +121,10 @@ class PhaseConfig:
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
-        require_positive(where, self, "tokens")
         require(self.name.replace("-", "_").isidentifier(), f"{where}.name", self.name,
                 "a name of letters, digits, _ and -")  # fmt: skip
+        where = f"{where} ({self.name})"
+        require_positive(where, self, "tokens")
         require(self.context is None or self.context > 0, f"{where}.context", self.context, "greater than zero")
         require(self.rope_base is None or self.rope_base > 0, f"{where}.rope_base", self.rope_base, "greater than zero")
         for name, weight in self.mixture.items():

@@ -100,7 +100,7 @@ class Config:
     phases: tuple[PhaseConfig, ...]  # in order; optimizer, balancing and each source go on from one to the next
     run_dir: str = "runs/run"
     seed: int = 0
-    init_from: str | None = None  # a run's folder, or one of its checkpoints, whose state this run begins with
+    init_from: str | None = None  # the state it begins with: RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
     start_phase: str | None = None  # the phase this run begins with; the first where None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -131,10 +131,10 @@ class Config:
         for index, phase in enumerate(self.phases):
             where = f"phases[{index}] ({phase.name})"
             require(phase.name not in names[:index], f"phases[{index}].name", phase.name, "a name of its own")
-            require(self.context_of(phase) <= self.model.max_positions, f"{where}: context", self.context_of(phase),
+            require(self.context_of(phase) <= self.model.max_positions, f"{where}.context", self.context_of(phase),
                     longest)  # fmt: skip
             for source in phase.mixture:
-                require(source in self.data.source_names, f"{where}: mixture", source,
+                require(source in self.data.source_names, f"{where}.mixture", source,
                         f"made of sources that there are: {', '.join(self.data.source_names)}")  # fmt: skip
             self._check_batch(phase, where)
         require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
@@ -144,9 +144,9 @@ class Config:
     def _check_batch(self, phase: PhaseConfig, where: str) -> None:
         batch, context = self.batch_of(phase), self.context_of(phase)
         for _, size in batch.sizes():
-            require(size % context == 0, f"{where}: batch", size,
+            require(size % context == 0, f"{where}.batch", size,
                     f"a multiple of the context ({context}), since a step is made of whole rows")  # fmt: skip
-            require(batch.micro is None or (size // context) % batch.micro == 0, f"{where}: batch.micro", batch.micro,
+            require(batch.micro is None or (size // context) % batch.micro == 0, f"{where}.batch.micro", batch.micro,
                     f"a number that divides the step's {size // context} sequences")  # fmt: skip
 
     def _check_schedules(self) -> None:
@@ -158,7 +158,7 @@ class Config:
                 continue
             budget = sum(phase.tokens for phase in self.phases[first:after])
             needed = schedule.warmup_tokens + (schedule.decay_tokens or 0)
-            require(needed <= budget, f"phases[{first}] ({self.phases[first].name}): schedule", needed,
+            require(needed <= budget, f"phases[{first}] ({self.phases[first].name}).schedule", needed,
                     f"such that warm-up and decay take at most the {budget} tokens of the phases it spans")  # fmt: skip
 
     def context_of(self, phase: PhaseConfig) -> int:

@@ -1,0 +1,176 @@
+"""Phases that cannot be are refused by index, name and field; sizes of a batch along a phase."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.config_helpers import NO_PATHS, SMALL, SOURCES, changed, refused
+from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig, Table
+from zaya_jax.config.phases import MAX_SIZES
+
+CHANGES = {"data.sources": SOURCES, "train.batch": BatchConfig(128)}
+
+
+def phases(second, **first):
+    """Changes to the small configuration: two phases, of them `second` called 'mid'."""
+    return CHANGES | {"phases": (PhaseConfig(**{"tokens": 1000, **first}),
+                                 PhaseConfig(**{"tokens": 1000, "name": "mid", **second}))}  # fmt: skip
+
+
+def size(until, tokens=64):
+    return BatchSizeConfig(until, tokens)
+
+
+def batch(*args, **fields):
+    return {"batch": BatchConfig(*args, **fields)}
+
+
+def schedule(*args, **fields):
+    return {"schedule": ScheduleConfig(*args, **fields)}
+
+
+SIZES = [BatchSizeConfig(until, 64) for until in range(1, 1 + MAX_SIZES)]
+BAD = [
+    ({"tokens": 0}, "tokens is 0, but must be greater than zero"),
+    ({"tokens": -5}, "tokens is -5, but must be greater than zero"),
+    ({"context": 0}, "context is 0, but must be greater than zero"),
+    ({"context": 65}, "context is 65, but must be at most model.max_positions (64)"),
+    ({"rope_base": 0.0}, "rope_base is 0.0, but must be greater than zero"),
+    ({"mixture": Table({"web": 1.0, "code": 0.0})},
+     "mixture.code is 0.0, but must be greater than zero (a source not named is not read)"),
+    ({"mixture": Table({"web": -1.0})},
+     "mixture.web is -1.0, but must be greater than zero (a source not named is not read)"),
+    ({"mixture": Table({"webb": 1.0})}, "mixture is 'webb', but must be made of sources that there are: web, code"),
+    ({"mixture": Table({"corpus": 1.0})}, "mixture is 'corpus', but must be made of sources that there are: web, code"),
+    # the batch
+    (batch(0), "batch.tokens is 0, but must be greater than zero"),
+    (batch(100), "batch is 100, but must be a multiple of the context (32), since a step is made of whole rows"),
+    ({"context": 24}, "batch is 128, but must be a multiple of the context (24), since a step is made of whole rows"),
+    (batch(128, start=16, ramp_tokens=9),
+     "batch is 16, but must be a multiple of the context (32), since a step is made of whole rows"),
+    (batch(128, stepped=(size(9, 40),)),
+     "batch is 40, but must be a multiple of the context (32), since a step is made of whole rows"),
+    (batch(128, micro=3), "batch.micro is 3, but must be a number that divides the step's 4 sequences"),
+    (batch(128, start=64, ramp_tokens=9, micro=4),
+     "batch.micro is 4, but must be a number that divides the step's 2 sequences"),
+    (batch(128, micro=0), "batch.micro is 0, but must be greater than zero"),
+    (batch(128, start=0, ramp_tokens=9), "batch.start is 0, but must be greater than zero"),
+    (batch(128, start=-32, ramp_tokens=9), "batch.start is -32, but must be greater than zero"),
+    *((batch(tokens, start=start, ramp_tokens=9),
+       f"batch.start is {start}, but must be a part of PHASE.batch.tokens ({tokens}) that divides it")
+      for tokens, start in [(160, 64), (128, 128), (128, 256)]),
+    (batch(128, ramp_tokens=9), "batch.ramp_tokens is 9, but must be 0 where PHASE.batch.start is not given"),
+    (batch(128, start=32), "batch.ramp_tokens is 0, but must be greater than zero where PHASE.batch.start is given"),
+    (batch(128, start=32, ramp_tokens=9, stepped=(size(9),)),
+     f"batch.stepped is {[size(9)]}, but must be left out where PHASE.batch.start is given"),
+    (batch(128, stepped=tuple(SIZES)),
+     f"batch.stepped is {SIZES}, but must be a list of at most {MAX_SIZES - 1} sizes, since each is compiled"),
+    (batch(128, stepped=(size(9), size(9))), "batch.stepped[1].until is 9, but must be greater than 9"),
+    (batch(128, stepped=(size(9), size(12), size(3))), "batch.stepped[2].until is 3, but must be greater than 12"),
+    (batch(128, stepped=(size(0),)), "batch.stepped[0].until is 0, but must be greater than 0"),
+    (batch(128, stepped=(size(9), size(12, 0))), "batch.stepped[1].tokens is 0, but must be greater than zero"),
+    # the schedule
+    (schedule(peak=0.0), "schedule.peak is 0.0, but must be greater than zero"),
+    (schedule(final=1.5), "schedule.final is 1.5, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
+    (schedule("linear", 0.05), "schedule.final is 0.1, but must be at least 0 and at most PHASE.schedule.peak (0.05)"),
+    (schedule(final=-0.1), "schedule.final is -0.1, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
+    (schedule(warmup_tokens=-1), "schedule.warmup_tokens is -1, but must be at least 0"),
+    (schedule(warmup_tokens=1001),
+     "schedule is 1001, but must be such that warm-up and decay take at most the 1000 tokens of the phases it spans"),
+    (schedule("wsd", warmup_tokens=900, decay_tokens=101),
+     "schedule is 1001, but must be such that warm-up and decay take at most the 1000 tokens of the phases it spans"),
+    (schedule("wsd"), "schedule.decay_tokens is None, but must be greater than zero, since the shape is wsd"),
+    (schedule("wsd", decay_tokens=0), "schedule.decay_tokens is 0, but must be greater than zero, since the shape is "
+     "wsd"),
+    *((schedule(shape, decay_tokens=5),
+       f"schedule.decay_tokens is 5, but must be left out, since the shape is {shape}")
+      for shape in ("constant", "cosine", "linear")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("second", "said"), BAD, ids=[said[:60] for _, said in BAD])
+def test_what_cannot_be_is_refused_with_phase_and_field(second, said):
+    where = "phases[1] (mid)"
+    assert refused(phases(second)) == f"{where}.{said.replace('PHASE', where)}."
+
+
+def test_the_phase_that_is_named_is_the_one_that_is_wrong():
+    assert refused(phases({}, context=65, name="a-9")).startswith("phases[0] (a-9).context is 65, ")
+    # A schedule spans the phases up to the next that gives one, and the first phase's own is named.
+    long = schedule(warmup_tokens=1500)
+    changed(SMALL, phases({}, **long)).check()
+    assert refused(phases(schedule(), **long)).startswith("phases[0] (train).schedule is 1500, but ")
+    # The batch of the run is wrong only for the phase whose rows do not fit it.
+    assert refused(phases({"context": 48})).startswith("phases[1] (mid).batch is 128, ")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
+def test_a_phase_needs_a_name_that_a_key_can_hold(name):
+    said = f"phases[1].name is {name!r}, but must be a name of letters, digits, _ and -."
+    assert refused(phases({"name": name})) == said
+
+
+def test_two_phases_of_one_name_are_refused():
+    assert refused(phases({"name": "train"})) == "phases[1].name is 'train', but must be a name of its own."
+
+
+def test_there_must_be_a_phase():
+    assert refused({"phases": ()}) == "phases is [], but must be a list of at least one phase."
+
+
+def test_a_start_phase_that_is_not_there_is_named_with_those_that_are():
+    assert refused(phases({}) | {"start_phase": "midd"}) == "start_phase is 'midd', but must be one of train, mid."
+
+
+@pytest.mark.parametrize("value", NO_PATHS)
+def test_a_template_that_can_be_no_path_is_named(value):
+    said = refused(phases({"template": value}))
+    assert said.startswith("phases[1] (mid).template is ")
+    assert " can be no path: " in said
+
+
+@pytest.mark.parametrize("second", [
+    {"tokens": 1},
+    {"tokens": 10**15},
+    {"context": 64},
+    batch(32),
+    batch(128, micro=4),
+    batch(128, stepped=tuple(SIZES[1:])),
+    batch(32 * 10**6, start=32, ramp_tokens=1),
+    schedule(warmup_tokens=1000),
+    schedule("wsd", warmup_tokens=400, decay_tokens=600, final=0.0),
+    schedule("constant", peak=0.01),  # its final is not used
+    schedule(peak=2.0, final=2.0),
+])  # fmt: skip
+def test_the_edges_of_the_possible(second):
+    changed(SMALL, phases(second)).check()
+
+
+@given(start=st.integers(1, 50), parts=st.integers(2, 3000), ramp=st.integers(1, 10**13))
+def test_a_ramp_is_few_multiples_of_its_start_that_rise_evenly(start, parts, ramp):
+    config = BatchConfig(start * parts, start=start, ramp_tokens=ramp)
+    config.check("batch")
+    ends, sizes = zip(*config.sizes(), strict=True)
+    multiples = [size // start for size in sizes]
+    assert [size % start for size in sizes] == [0] * len(sizes)
+    assert (multiples[0], multiples[-1], ends[-1]) == (1, parts, None)
+    assert len(multiples) == min(parts, MAX_SIZES)
+    gaps = [high - low for low, high in itertools.pairwise(multiples)]
+    assert min(gaps) >= 1
+    assert max(gaps) - min(gaps) <= 1
+    assert list(ends[:-1]) == sorted(ends[:-1])
+    assert ends[0] >= 0
+    assert ends[-2] <= ramp
+
+
+@given(start=st.integers(1, 50), parts=st.integers(2, 3000), ramp=st.integers(1, 10**9), place=st.floats(0, 1.2))
+def test_a_ramp_is_the_nearest_of_its_sizes_to_the_line(start, parts, ramp, place):
+    config = BatchConfig(start * parts, start=start, ramp_tokens=ramp)
+    token = int(place * ramp)
+    here = next(size for end, size in config.sizes() if end is None or token < end)
+    line = start + (config.tokens - start) * min(token / ramp, 1)
+    nearest = min(abs(size - line) for _, size in config.sizes())
+    # An end is a whole token, so that a token next to it may be on either side.
+    assert abs(here - line) <= nearest + 2 * (config.tokens - start) / ramp + 1e-6 * config.tokens

@@ -1,0 +1,183 @@
+"""The steps of a run against a simulation of it, step by step."""
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.config_helpers import SMALL, changed
+from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
+from zaya_jax.config.phases import MAX_SIZES
+from zaya_jax.config.stages import (
+    first_step,
+    phase_steps,
+    rows_before,
+    schedule_spans,
+    stage_at,
+    stages,
+    tokens_before,
+    total_steps,
+)
+
+
+@st.composite
+def batches(draw, context):
+    """Batches of whole rows: of one size, with a linear ramp, or stepped."""
+    rows = draw(st.integers(1, 6))
+    kind = draw(st.sampled_from(["one", "ramp", "stepped"]))
+    if kind == "ramp":
+        parts = draw(st.integers(2, 20))
+        return BatchConfig(rows * parts * context, start=rows * context, ramp_tokens=draw(st.integers(1, 4000)))
+    ends = sorted(draw(st.sets(st.integers(1, 1500), max_size=4))) if kind == "stepped" else []
+    sizes = tuple(BatchSizeConfig(end, draw(st.integers(1, 6)) * context) for end in ends)
+    return BatchConfig(rows * context, stepped=sizes)
+
+
+@st.composite
+def runs(draw):
+    """Configurations of up to four phases, some with a batch, a context and a schedule of their own."""
+    phases = []
+    for index in range(draw(st.integers(1, 4))):
+        context = draw(st.sampled_from([None, 1, 2, 8, 24]))
+        own = draw(st.booleans()) or context == 24  # the batch of the run is of 16 tokens
+        phases.append(PhaseConfig(
+            draw(st.integers(1, 3000)), f"p{index}", context=context,
+            batch=draw(batches(context or 8)) if own else None,
+            schedule=draw(st.sampled_from([None, ScheduleConfig(), ScheduleConfig("constant")])),
+        ))  # fmt: skip
+    names = [None, *(phase.name for phase in phases)]
+    config = changed(SMALL, {"data.context": 8, "train.batch": BatchConfig(16), "phases": tuple(phases),
+                             "start_phase": draw(st.sampled_from(names))})  # fmt: skip
+    config.check()
+    return config
+
+
+class Step(NamedTuple):
+    phase: int
+    context: int
+    tokens: int  # of it
+    rows_before: int
+    tokens_before: int
+
+
+def size_at(batch, token):
+    """Tokens of the step whose first token is `token` of the phase: of the interval that it lies in."""
+    for until, size in batch.sizes():
+        if until is None or token < until:
+            return size
+    raise AssertionError
+
+
+def simulate(config):
+    """Every step of the run, one after another."""
+    steps, rows, tokens = [], 0, 0
+    for index, phase in enumerate(config.phases):
+        context, begun = config.context_of(phase), tokens
+        while tokens - begun < phase.tokens:
+            size = size_at(config.batch_of(phase), tokens - begun)
+            steps.append(Step(index, context, size, rows, tokens))
+            rows, tokens = rows + size // context, tokens + size
+    return steps, rows, tokens
+
+
+@given(runs())
+def test_the_steps_are_those_of_a_simulation(config):
+    steps, rows, tokens = simulate(config)
+    assert total_steps(config) == len(steps)
+    for number, step in enumerate(steps):
+        stage = stage_at(config, number)
+        assert (stage.phase, stage.context, stage.tokens) == step[:3]
+        assert stage.first_step <= number < stage.end
+        assert (rows_before(config, number), tokens_before(config, number)) == step[3:]
+    assert (rows_before(config, len(steps)), tokens_before(config, len(steps))) == (rows, tokens)
+    for index, (first, end) in enumerate(phase_steps(config)):
+        own = [number for number, step in enumerate(steps) if step.phase == index]
+        assert (first, end) == (own[0], own[-1] + 1)
+        # A phase ends with the first step that reaches its budget.
+        read = tokens_before(config, end) - tokens_before(config, first)
+        assert config.phases[index].tokens <= read < config.phases[index].tokens + steps[end - 1].tokens
+    if config.start_phase is None:
+        assert first_step(config) == 0
+    else:
+        assert config.phases[steps[first_step(config)].phase].name == config.start_phase
+        assert first_step(config) == 0 or steps[first_step(config) - 1].phase < steps[first_step(config)].phase
+
+
+@given(runs())
+def test_stages_follow_each_other_without_a_gap_and_none_is_empty(config):
+    found = stages(config)
+    assert (found[0].first_step, found[0].first_row, found[0].first_token, found[0].phase) == (0, 0, 0, 0)
+    for stage, after in itertools.pairwise(found):
+        assert stage.end == after.first_step
+        assert stage.first_row + stage.steps * stage.sequences == after.first_row
+        assert stage.first_token + stage.steps * stage.tokens == after.first_token
+        assert after.phase - stage.phase in (0, 1)
+    assert all(stage.steps > 0 for stage in found)
+    assert found[-1].phase == len(config.phases) - 1
+    assert found[-1].end == total_steps(config)
+    assert stage_at(config, found[-1].end + 10**6) == found[-1]
+
+
+@given(runs())
+def test_a_schedule_spans_the_phases_up_to_the_next_one(config):
+    steps, _, _ = simulate(config)
+    spans = schedule_spans(config)
+    assert len(spans) == len(config.phases)
+    for index, (phase, span) in enumerate(zip(config.phases, spans, strict=True)):
+        if phase.schedule is None and index:
+            assert span == spans[index - 1]
+            continue
+        carried = list(itertools.takewhile(lambda later: later.schedule is None, config.phases[index + 1 :]))
+        own = [step for step in steps if index <= step.phase <= index + len(carried)]
+        assert span.schedule == (phase.schedule or ScheduleConfig())
+        assert (span.first_token, span.tokens) == (own[0].tokens_before, sum(step.tokens for step in own))
+
+
+@given(rows=st.integers(1, 4), parts=st.integers(2, 40), ramp=st.integers(400, 10**6), more=st.integers(0, 2000))
+def test_a_ramp_keeps_near_its_line(rows, parts, ramp, more):
+    start, full = rows * 8, rows * parts * 8
+    phase = PhaseConfig(ramp + more, batch=BatchConfig(full, start=start, ramp_tokens=ramp))
+    config = changed(SMALL, {"data.context": 8, "phases": (phase,)})
+    config.check()
+    found = stages(config)
+    assert len({stage.tokens for stage in found}) <= MAX_SIZES
+    assert all(stage.tokens % start == 0 for stage in found)
+    assert [stage.tokens for stage in found] == sorted(stage.tokens for stage in found)
+    sizes = [size for _, size in phase.batch.sizes()]
+    gap = max(high - low for low, high in itertools.pairwise(sizes))
+    for stage in found:
+        for step in (stage.first_step, stage.end - 1):  # the line rises: between the two it is between its ends
+            token = tokens_before(config, step)
+            line = start + (full - start) * min(token / ramp, 1)
+            assert abs(stage.tokens - line) <= gap / 2 + (full - start) / ramp  # an end is a whole token
+
+
+def test_budgets_of_trillions_are_exact():
+    ramp = BatchConfig(16_777_216, start=4_194_304, ramp_tokens=50 * 10**9)
+    phases = (PhaseConfig(8 * 10**12 + 1, "base", context=4096, batch=ramp),
+              PhaseConfig(1, "last", context=32768, batch=BatchConfig(16_777_216)))  # fmt: skip
+    config = changed(SMALL, {"model.max_positions": 32768, "phases": phases})
+    config.check()
+    sizes = [(stage.tokens, stage.steps) for stage in stages(config)]
+    token = 0
+    for (size, steps), end in zip(sizes, (8_333_333_333, 25 * 10**9, 41_666_666_667), strict=False):  # 1/6, 1/2, 5/6
+        assert token + (steps - 1) * size < end <= token + steps * size
+        token += steps * size
+    assert [size for size, _ in sizes] == [4_194_304, 8_388_608, 12_582_912, 16_777_216, 16_777_216]
+    (_, end), last = phase_steps(config)
+    assert last == (end, end + 1)
+    assert 8 * 10**12 + 1 <= tokens_before(config, end) < 8 * 10**12 + 1 + 16_777_216
+
+
+@pytest.mark.parametrize(("stepped", "sizes"), [
+    ([(1, 64)], [64, 32, 32]),  # a step begun before an end has its size
+    ([(64, 64), (65, 96)], [64, 96]),
+    ([(10, 32), (20, 64), (40, 96)], [32, 96]),  # an interval that no step begins in is left out
+    ([(5000, 64)], [64, 64]),  # the budget ends within an interval
+])  # fmt: skip
+def test_stepped_sizes_by_hand(stepped, sizes):
+    batch = BatchConfig(32, stepped=tuple(BatchSizeConfig(until, tokens) for until, tokens in stepped))
+    config = changed(SMALL, {"phases": (PhaseConfig(128, batch=batch),)})
+    assert [stage.tokens for stage in stages(config) for _ in range(stage.steps)] == sizes

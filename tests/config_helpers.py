@@ -1,0 +1,30 @@
+"""A small configuration that can be, and what is said of changes to it."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.helpers import TINY
+from zaya_jax.config import Config, DataConfig, PhaseConfig, SourceConfig, Table
+from zaya_jax.errors import InputError
+
+SMALL = Config(TINY, (PhaseConfig(tokens=10 * 8192),), data=DataConfig(context=32))
+SOURCES = Table({"web": SourceConfig("web"), "code": SourceConfig("code", 1.5)})
+NO_PATHS = ["a\0b", "~no_such_user_here/x", "x" * 5000, "\ud800"]
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """`config` with fields `a.b` set."""
+    for key, value in changes.items():
+        first, _, rest = key.partition(".")
+        new = changed(getattr(config, first), {rest: value}) if rest else value
+        config = dataclasses.replace(config, **{first: new})
+    return config
+
+
+def refused(changes: dict[str, Any]) -> str:
+    """The sentence that `SMALL` with the changes is refused with."""
+    with pytest.raises(InputError) as caught:
+        changed(SMALL, changes).check()
+    return str(caught.value)
