@@ -18,13 +18,15 @@ def clock(monkeypatch):
 
 def make(**changes):
     options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": lambda _: 2e6,
-               "bytes_per_token": lambda _: 4.0, "devices": 2, "device_kind": "cpu"}  # fmt: skip
+               "bytes_per_token": lambda _: 4.0, "tokens_left": lambda step: (12 - step) * 100, "devices": 2,
+               "device_kind": "cpu"}  # fmt: skip
     return ConsoleReport(**{**options, **changes})
 
 
 def row(step, **changes):
     return {
         "step": step,
+        "phase": "train",
         "loss": 2.772588722239781,
         "tokens": 100.0,
         "load_entropy": [0.5, 1.0],

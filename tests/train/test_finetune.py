@@ -54,13 +54,13 @@ def tuned(tmp_path_factory):
         "data": {
             "cache_dir": str(folder / "cache"), "context": 96,
             "sources": {name: {"path": str(folder / name)} for name in ("code", "talk")},
-            "phases": [
-                {"mixture": {"code": 1}, "context": 32},
-                {"first_step": 10, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim"},
-            ],
         },
-        "optimizer": {"muon": {"learning_rate": 0.02}, "adamw": {"learning_rate": 0.02}},
-        "train": {"steps": 30, "global_batch": 8},
+        "phases": [
+            {"name": "text", "tokens": 10 * 8 * 32, "mixture": {"code": 1}, "context": 32, "batch": {"tokens": 8 * 32}},
+            {"name": "chat", "tokens": 20 * 8 * 96, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim",
+             "batch": {"tokens": 8 * 96}},
+        ],
+        "optimizer": {"muon": {"learning_rate": 0.02, "iterates": "float32"}, "adamw": {"learning_rate": 0.02}},
         "evaluation": {"every": 10, "batch": 8},
         "checkpoint": {"every": 10},
         "sample": {"prompt": "return", "tokens": 4},
@@ -154,8 +154,8 @@ def test_describe_shows_the_conversations(tuned, capsys):
     _, _, folder = tuned
     assert data_main(["describe", str(folder / "tune.yaml")]) == 0
     text = capsys.readouterr().out
-    assert "Phase 1: steps 10 to 30, 8 rows of 96 tokens a step, bins" in text
-    sample = text.partition("Phase 1, talk, row 0")[2].partition("\n")[2]
+    assert "Phase chat: steps 10 to 30, 8 rows of 96 tokens a step, bins" in text
+    sample = text.partition("Phase chat, talk, row 0")[2].partition("\n")[2]
     assert "<|im_start|>user\n" in sample
     assert "[[" in sample
     assert "return" in sample.partition("[[")[2].partition("]]")[0]

@@ -52,7 +52,7 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
     folder = Path(config.run_dir)
     assert result.run_dir == folder
     names = {path.name for path in folder.iterdir()} - {".lock"}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png"}
+    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png", "phases.json"}
     assert load_config(folder / "config.yaml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"10", "12"}  # the newest two of 5, 10, 12
@@ -66,25 +66,26 @@ def test_each_step_has_one_row_with_everything(finished):
         looked = row["step"] in (6, 12)
         assert set(row) == {
             "step", "loss", "grad_norm", "learning_rate", "tokens", "skipped", "load_entropy", "max_load", "skip_rate",
-            "bias_range", *(["heldout_loss"] if looked else []),
+            "bias_range", "phase", "tokens_seen", *(["heldout_loss"] if looked else []),
         }  # fmt: skip
         assert all(len(row[name]) == 2 for name in ("load_entropy", "max_load", "skip_rate", "bias_range"))
         assert row["skipped"] == 0
-        assert 0 < row["tokens"] <= config.train.global_batch * config.data.context
-    assert [row["learning_rate"] for row in rows[:3]] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01], rel=1e-5)
+        assert 0 < row["tokens"] <= config.train.batch.tokens
+        assert (row["phase"], row["tokens_seen"]) == ("train", row["step"] * config.train.batch.tokens)
+    assert [row["learning_rate"] for row in rows[:2]] == pytest.approx([0.01 / 2, 0.01], rel=1e-5)
     assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
     assert rows[-1]["heldout_loss"] < rows[5]["heldout_loss"]
 
 
 def test_the_result_holds_the_last_state_as_a_model(finished):
     config, result = finished
-    assert int(result.state.step) == config.train.steps
+    assert int(result.state.step) == 12
     assert not differing(parameters(result.model), result.state.params)
     assert not differing(balancing_biases(result.model), result.state.balance)
     assert not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(result.model))
-    state, position = restore(config, config.train.steps)
+    state, position = restore(config, 12)
     assert not differing(state, result.state)
-    assert json.loads(position)["sequences"] == config.train.steps * config.train.global_batch
+    assert json.loads(position)["sequences"] == 12 * 4
 
 
 def test_the_whole_heldout_text_is_looked_at_in_the_end(finished):
@@ -112,7 +113,7 @@ def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
     config = small_run(tmp_path)
     train_until(config, 8)
     result = train(change(config, {"checkpoint.every": 4, "checkpoint.keep": 1, "train.log_every": 3}))
-    assert int(result.state.step) == config.train.steps
+    assert int(result.state.step) == 12
 
 
 # --- going on --------------------------------------------------------------------------------------------------
@@ -213,8 +214,9 @@ def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, s
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"train.global_batch": 12}, r"train\.global_batch / micro_batches makes 6"),
-        ({"train.micro_batches": 1, "evaluation.batch": 6}, r"evaluation\.batch makes 6"),
+        ({"train.batch.tokens": 12 * 32}, r"phases\[0\] \(train\): batch makes 12 sequences.* times 2 sequences"),
+        ({"train.batch.tokens": 6 * 32, "train.batch.micro": None}, r"phases\[0\] \(train\): batch makes 6 sequences"),
+        ({"train.batch.micro": 1, "evaluation.batch": 6}, r"evaluation\.batch makes 6"),
     ],
 )
 def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_made(
@@ -223,8 +225,9 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     config = change(small_run(tmp_path), changes)
     shape = {"data": 4, "fsdp": 1, "expert": 1, "context": 1}
     monkeypatch.setattr(loop, "make_mesh", lambda: SimpleNamespace(shape=shape))
-    with pytest.raises(InputError, match=rf"{key}.* multiple of 4, the number of devices"):
+    with pytest.raises(InputError, match=f"^{key}") as caught:
         train(config)
+    assert "multiple of 4, the number of devices" in str(caught.value)
     assert not Path(config.run_dir).exists()
 
 
@@ -248,7 +251,7 @@ def test_another_architecture_is_refused(finished, tmp_path):
     path = Path(config.run_dir) / "config.yaml"
     refused(other, "holds a run of another configuration: model.num_experts was 4 and is now 2")
     path.write_text(path.read_text().replace("num_experts: 4", "num_experts: 2"))
-    refused(other, f"The checkpoint of step 12 in {config.run_dir} is of another architecture")
+    refused(other, f"The checkpoint of step 12 in {config.run_dir} is of another architecture: model.num_experts")
 
 
 # --- steps that are not finite ---------------------------------------------------------------------------------
@@ -270,13 +273,16 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("most", [1, 3, 7])
 def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned, most):
     config = change(small_run(tmp_path), {"train.max_skipped_steps": most})
-    match = rf"^{most} steps in a row, up to step {most}, had a loss or gradient .*; try .*\.$"
+    match = rf"^{most} steps in a row, up to step {most}, were skipped, the last one for: not finite\..*; try .*\.$"
     for _ in range(2):  # the same command says the same
         with pytest.raises(RunStopped, match=match):
             train(config)
         rows = rows_of(tmp_path / "run")
         assert [row["skipped"] for row in rows] == list(range(1, most + 1))
         assert all(row["loss"] is None and row["grad_norm"] is None for row in rows)
+        assert [(row["skip"], row["rows"]) for row in rows] == [
+            ("not finite", [4 * step, 4 * step + 4]) for step in range(most)
+        ]
 
 
 def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):

@@ -80,6 +80,8 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
     keys = dict(leaves(to_dict(config)))
     assert keys.keys() > FREE
     for key in keys.keys() - {"run_dir"}:
+        if key == "phases":
+            continue  # what may change in them depends on how far the run is
         value = tuple(keys[key]) if isinstance(keys[key], list) else keys[key]
         changed = change(config, {key: other(value)})
         if key in FREE:

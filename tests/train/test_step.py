@@ -9,6 +9,8 @@ import optax
 import pytest
 
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
+from zaya_jax.config import ScheduleConfig
+from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
@@ -43,7 +45,9 @@ def plain_gradient():
 @functools.cache
 def descent(micro_batches=2, clip=1e9):
     """One step of plain gradient descent at rate 1, which shows the gradient: its metrics, state and gradient."""
-    config = change(CONFIG, {"train.micro_batches": micro_batches, "optimizer.clip_norm": clip})
+    steady = dataclasses.replace(CONFIG.phases[0], schedule=ScheduleConfig("constant"))
+    changes = {"train.batch.micro": 8 // micro_batches, "optimizer.clip_norm": clip, "phases": (steady,)}
+    config = change(CONFIG, changes)
     blueprint = dataclasses.replace(make_blueprint(config), optimizer=optax.scale(-1.0))
     step = fast_jit(make_train_step(config, blueprint, make_mesh(jax.devices()[:1])))
     state = dataclasses.replace(setup().state, opt_state=blueprint.optimizer.init(setup().state.params))
@@ -70,7 +74,7 @@ def first_step():
 
 
 def test_the_batch_of_these_tests_has_uneven_micro_batches():
-    mask = make_batch(change(CONFIG, {"train.micro_batches": 4}))["loss_mask"]
+    mask = make_batch(change(CONFIG, {"train.batch.micro": 2}))["loss_mask"]
     assert len(set(mask.sum((1, 2)).tolist())) > 2
 
 
@@ -130,15 +134,11 @@ def test_the_gradient_is_clipped_to_its_norm_and_the_metric_is_not():
 
 
 def test_the_rate_follows_the_schedule():
-    config = change(CONFIG, {"optimizer.warmup_steps": 4})
-    blueprint = make_blueprint(config)
-    step = jax.make_jaxpr(make_train_step(config, blueprint, make_mesh()), return_shape=True)
-    assert step(setup().state, make_batch())[1][1]["learning_rate"].dtype == jnp.float32
     state, rates = setup().state, []
     for at in (0, 50, 99, 200):
         metrics = setup().step(dataclasses.replace(state, step=jnp.int32(at)), make_batch())[1]
         rates.append(float(metrics["learning_rate"]) / CONFIG.optimizer.muon.learning_rate)
-    assert rates[0] == pytest.approx(1)
+    assert rates[0] == pytest.approx(1, abs=1e-3)
     assert 0.5 < rates[1] < 0.6
     assert rates[2:] == pytest.approx([0.05, 0.05])
 
@@ -261,7 +261,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     assert np.isfinite(metrics["loss"])
     assert (int(good.step), int(good.skipped), int(metrics["skipped"])) == (4, 0, 0)
     moved = {re.match(r"\.\w+", name)[0] for name in differing(healed, good)}
-    assert moved == {".params", ".balance", ".opt_state", ".balance_state", ".step", ".skipped"}
+    assert moved == {".params", ".balance", ".opt_state", ".balance_state", ".step", ".skipped", ".recent"}
 
 
 @jax.custom_vjp
@@ -334,7 +334,7 @@ def two_steps(devices):
         step = fast_jit(make_train_step(CONFIG, blueprint, mesh)).lower(state, batch).compile()
         hlo = step.as_text()
     # Adam's first update of a gradient that is zero but for rounding is as large as any: at small rates it is small.
-    last = jax.device_put(np.int32(CONFIG.train.steps), replicated(mesh))
+    last = jax.device_put(np.int32(total_steps(CONFIG)), replicated(mesh))
     state, _ = step(dataclasses.replace(state, step=last), batch)
     state, metrics = step(state, batch)
     evaluation = fast_jit(make_evaluation_step(CONFIG, blueprint, mesh))

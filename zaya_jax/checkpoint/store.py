@@ -1,5 +1,6 @@
 """Checkpoints of a run: asynchronous, atomic, the newest few kept (Orbax)."""
 
+import json
 import logging
 import os
 import platform
@@ -14,7 +15,8 @@ from orbax.checkpoint import v1 as ocp
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
 
-_FOLDER = "checkpoints"  # of a run, see `CheckpointStore`
+FOLDER = "checkpoints"  # of a run, see `CheckpointStore`
+PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
 
 
 def environment() -> dict[str, Any]:
@@ -116,28 +118,50 @@ class CheckpointStore:
             return _quietly(lambda: self._checkpointer.load_checkpointables(step, items), what)
 
 
-def read_checkpoint(path: Path, abstract_state: Any) -> tuple[Any, dict[str, Any]]:
-    """The state and the `about` of a checkpoint of any run, which is left as it is.
+def about_checkpoint(path: str) -> dict[str, Any]:
+    """The configuration and the environment of a checkpoint of any run; see `read_checkpoint`."""
+    folder = _checkpoint_folder(path)
+    items = {"about": None}
+    return _quietly(lambda: ocp.load_checkpointables(str(folder), items), f"The checkpoint {folder}")["about"]
+
+
+def read_checkpoint(path: str, abstract_state: Any) -> Any:
+    """The state of a checkpoint of any run, which is left as it is.
 
     Args:
-      path: the run's folder, for its newest checkpoint, or the folder of a checkpoint, or a link to one.
+      path: the run's folder, for its newest checkpoint; the folder of a checkpoint; or RUN_DIR@PHASE, for the last
+        checkpoint of a phase.
       abstract_state: says how the state is laid out.
 
     Raises:
       InputError: there is no checkpoint, or it holds other arrays than `abstract_state`, or cannot be read.
     """
-    folder = path.expanduser().resolve()
-    if (folder / _FOLDER).is_dir():
-        steps = [int(one.name) for one in (folder / _FOLDER).iterdir() if one.name.isdecimal()]
-        if not steps:
-            raise InputError(f"The run {path} has no checkpoint.")
-        folder = folder / _FOLDER / str(max(steps))
-    if folder.parent.name != _FOLDER or not folder.is_dir():
-        raise InputError(f"{path} is neither the folder of a run nor one of its checkpoints, such as "
-                         f"RUN_DIR/{_FOLDER}/100.")  # fmt: skip
-    what = f"The checkpoint {folder}"
-    about = _quietly(lambda: ocp.load_checkpointables(str(folder), {"about": None}), what)["about"]
-    return _quietly(lambda: ocp.load_checkpointables(str(folder), {"state": abstract_state}), what)["state"], about
+    folder = _checkpoint_folder(path)
+    items = {"state": abstract_state}
+    return _quietly(lambda: ocp.load_checkpointables(str(folder), items), f"The checkpoint {folder}")["state"]
+
+
+def _checkpoint_folder(path: str) -> Path:
+    run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
+    folder = Path(run if at else path).expanduser()
+    steps = [one.name for one in (folder / FOLDER).glob("*") if one.name.isdecimal()]
+    if at:
+        try:
+            ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"init_from is {path!r}, but {folder} is no run whose phases are known."
+            ) from error
+        if phase not in ends:
+            raise InputError(f"init_from is {path!r}, but the phases of {folder} that are done are: "
+                             f"{', '.join(ends) or 'none'}.")  # fmt: skip
+        return folder / FOLDER / str(ends[phase])
+    if steps:
+        return folder / FOLDER / max(steps, key=int)
+    if folder.parent.name == FOLDER and folder.name.isdecimal() and folder.is_dir():
+        return folder
+    raise InputError(f"init_from is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
+                     f"checkpoints (RUN_DIR/{FOLDER}/100), or RUN_DIR@PHASE for the last one of a phase.")  # fmt: skip
 
 
 def _quietly(load: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:

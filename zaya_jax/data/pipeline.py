@@ -92,13 +92,18 @@ class TrainBatches(Iterator[Batch]):
         """Go on where `get_state` was called, in this process or another.
 
         Raises:
-          InputError: the state is of other data.
+          InputError: the state is of other data, or of other batches.
         """
         if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
                 "The saved position is in other data: the content of a source or of the corpus, a key of data, of a "
                 "phase that is begun, model.vocab_size or seed has changed since. Restore the old values, or start a "
                 "new run_dir."
+            )
+        if not _begins_a_step(self._stages, int(state["sequences"])):
+            raise InputError(
+                f"The saved position is after {state['sequences']} rows, where no step of this run begins: the batch "
+                "of a phase that is begun has changed since. Restore the old one, or start a new run_dir."
             )
         self._batches.close()
         self._refused = None
@@ -149,7 +154,8 @@ class _Batches:
 
     def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, index: int, count: int) -> None:
         self._plan, self._stages, self._index, self._count = plan, steps, index, count
-        self._first = self._step_of_row(start)
+        stage = _stage_of_row(steps, start)
+        self._first = stage.first_step + (start - stage.first_row) // stage.sequences
 
     def __len__(self) -> int:
         return max(0, self._stages[-1].end - self._first)
@@ -161,9 +167,15 @@ class _Batches:
         start = stage.first_row + (step - stage.first_step) * stage.sequences + self._index * share
         return _stack([self._plan[row] for row in range(start, start + share)])
 
-    def _step_of_row(self, row: int) -> int:
-        stage = self._stages[bisect.bisect_right(self._stages, row, key=lambda stage: stage.first_row) - 1]
-        return stage.first_step + (row - stage.first_row) // stage.sequences
+
+def _stage_of_row(steps: tuple[Stage, ...], row: int) -> Stage:
+    return steps[bisect.bisect_right(steps, row, key=lambda stage: stage.first_row) - 1]
+
+
+def _begins_a_step(steps: tuple[Stage, ...], row: int) -> bool:
+    """Whether a step, or the end of the run, comes after `row` rows."""
+    stage = _stage_of_row(steps, row)
+    return (row - stage.first_row) % stage.sequences == 0
 
 
 def train_batches(

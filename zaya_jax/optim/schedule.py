@@ -20,40 +20,40 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
 
     The factor is that of the token the step ends with, so that a warm-up begins above 0 and the last step of
     a span has the schedule's `final`. Two runs whose batches differ have the same factor after as many tokens.
+    What has been read is counted from the start of the span and what is left from its end, so that either is
+    exact to fp32 where it is small, however long the span.
     """
-    rows = []
+    rows, shapes = [], []
     for stage in stages(config):
         schedule, begun, span = schedule_spans(config)[stage.phase]
+        shapes.append(_SHAPES.index(schedule.shape))
         rows.append({
-            "first_step": stage.first_step,
             "before": stage.first_token - begun,  # tokens of the span before the stage
+            "after": begun + span - stage.first_token - stage.steps * stage.tokens,  # and after it
             "step": stage.tokens,
             "warmup": schedule.warmup_tokens,
-            "falling": max(span - schedule.warmup_tokens, 1),
-            "left": span,
-            "decay": schedule.decay_tokens or 1,
+            "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
             "peak": schedule.peak,
             "final": schedule.final,
-            "shape": _SHAPES.index(schedule.shape),
         })  # fmt: skip
     tables = {name: np.array([row[name] for row in rows], np.float32) for name in rows[0]}
-    firsts = np.array([row["first_step"] for row in rows], np.int32)
-    shapes = np.array([row["shape"] for row in rows], np.int32)
+    firsts = np.array([stage.first_step for stage in stages(config)], np.int32)
+    ends = np.array([stage.end for stage in stages(config)], np.int32)
 
     def factor(step: jax.Array) -> jax.Array:
         stage = jnp.searchsorted(firsts, step, side="right") - 1
         of = {name: jnp.asarray(table)[stage] for name, table in tables.items()}
-        steps = (step - jnp.asarray(firsts)[stage] + 1).astype(jnp.float32)
-        token = of["before"] + steps * of["step"]
-        progress = jnp.clip((token - of["warmup"]) / of["falling"], 0.0, 1.0)
-        decaying = jnp.clip((of["left"] - token) / of["decay"], 0.0, 1.0)  # 1 until the decay begins
+        done = (step - jnp.asarray(firsts)[stage] + 1).astype(jnp.float32)
+        to_come = (jnp.asarray(ends)[stage] - step - 1).astype(jnp.float32)
+        token = of["before"] + done * of["step"]
+        left = jnp.clip((of["after"] + to_come * of["step"]) / of["falling"], 0.0, 1.0)  # 1 until the fall begins
         above = {  # the part of the way from the final factor up to the peak
-            "constant": jnp.ones_like(token),
-            "cosine": 0.5 * (1 + jnp.cos(math.pi * progress)),
-            "linear": 1 - progress,
-            "wsd": decaying,
+            "constant": jnp.ones_like(left),
+            "cosine": jnp.sin(0.5 * math.pi * left) ** 2,
+            "linear": left,
+            "wsd": left,
         }
-        part = jnp.stack([above[shape] for shape in _SHAPES])[jnp.asarray(shapes)[stage]]
+        part = jnp.stack([above[shape] for shape in _SHAPES])[jnp.asarray(shapes, jnp.int32)[stage]]
         falling = of["final"] + (of["peak"] - of["final"]) * part
         rising = of["peak"] * token / jnp.maximum(of["warmup"], 1.0)
         return jnp.where(token < of["warmup"], rising, falling)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zaya_jax.checkpoint.store import CheckpointStore, environment, read_checkpoint
+from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, read_checkpoint
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.stages import phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
@@ -22,7 +22,7 @@ from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
 from zaya_jax.train.plot import plot_run
-from zaya_jax.train.run_folder import CHECKPOINTS, METRICS, check_past, claim_run, name_phases, open_run
+from zaya_jax.train.run_folder import CHECKPOINTS, METRICS, check_past, claim_run, name_phases, note_phases, open_run
 from zaya_jax.train.state import TrainState, init_state, make_blueprint
 from zaya_jax.train.tracker import JsonlTracker, read_rows
 
@@ -67,9 +67,13 @@ def train(config: Config) -> TrainResult:
         with train_batches(config, prepared) as batches:
             watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                        for name in prepared.sources}  # fmt: skip
+            if config.init_from is not None:
+                _check_architecture(config, about_checkpoint(config.init_from), "The checkpoint init_from",
+                                    "choose another one")  # fmt: skip
+            claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
                 state = _restore_or_init(config, mesh, store, batches)
-                claim_run(folder, config)  # now that data and checkpoint are known to be good
+                note_phases(folder, config)
                 name_phases(folder, config, store.steps())
                 with CompiledSteps(config, mesh, _abstract_state(config, mesh)) as compiled:
                     state = _run(config, mesh, folder, store, batches, state, compiled, watched)
@@ -92,7 +96,7 @@ def _restore_or_init(config: Config, mesh: Mesh, store: CheckpointStore, batches
     step = store.latest()
     if step is None:
         state = jax.jit(init, out_shardings=replicated(mesh))()
-        return state if config.init_from is None else _taken_over(config, mesh, state)
+        return state if config.init_from is None else _taken_over(config, config.init_from, mesh, state)
     about = store.about(step)
     _check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
     check_past(from_dict(about["config"]), config, step)
@@ -105,11 +109,9 @@ def _restore_or_init(config: Config, mesh: Mesh, store: CheckpointStore, batches
     return state
 
 
-def _taken_over(config: Config, mesh: Mesh, fresh: TrainState) -> TrainState:
-    """The state of the checkpoint `init_from`, at this run's first step."""
-    path = Path(config.init_from or "")
-    state, about = read_checkpoint(path, _abstract_state(config, mesh))
-    _check_architecture(config, about, f"The checkpoint init_from ({path})", "choose another one")
+def _taken_over(config: Config, init_from: str, mesh: Mesh, fresh: TrainState) -> TrainState:
+    """The state of another run's checkpoint, at this run's first step."""
+    state = read_checkpoint(init_from, _abstract_state(config, mesh))
     return dataclasses.replace(state, step=fresh.step, skipped=fresh.skipped, recent=fresh.recent, rng=fresh.rng)
 
 
@@ -163,7 +165,8 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
                     journal.settle()
                     tracker.sync()
                     store.save(step, state, batches, to_dict(config))
-                    name_phases(folder, config, [step])
+                    if boundary:
+                        name_phases(folder, config, [*store.steps(), step])
                 if looking or saving:
                     report.restart_clock()
     if not (folder / PICTURE).exists():  # a finished run whose picture was removed

@@ -1,6 +1,7 @@
 """The folder of a run: whose it is, and that one process at a time writes to it."""
 
 import fcntl
+import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Any
 
 import yaml
 
+from zaya_jax.checkpoint.store import FOLDER as CHECKPOINTS
+from zaya_jax.checkpoint.store import PHASES
 from zaya_jax.config import Config, to_dict, to_yaml
 from zaya_jax.config.stages import phase_steps, schedule_spans
 from zaya_jax.data.files import write_atomically
@@ -16,8 +19,6 @@ from zaya_jax.errors import InputError
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
-PHASES = "phases"  # links to the checkpoint at each phase's end
 
 # Keys that change nothing of what is computed, and so may differ when a run goes on; `check_past` sees to phases.
 _FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir", "data.workers", "phases")
@@ -53,22 +54,25 @@ def open_run(config: Config) -> Iterator[Path]:
 
 
 def claim_run(folder: Path, config: Config) -> None:
-    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good.
+    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good."""
+    if not (folder / CONFIG).exists():
+        write_atomically(folder / CONFIG, to_yaml(config))
 
-    Where there is one, nothing in it but phases to come can be another.
-    """
-    path = folder / CONFIG
-    if not path.exists() or yaml.safe_load(path.read_text(encoding="utf-8"))["phases"] != to_dict(config)["phases"]:
-        write_atomically(path, to_yaml(config))
+
+def note_phases(folder: Path, config: Config) -> None:
+    """Write `config.yaml` anew where phases to come have changed; done once they are known to be to come."""
+    there = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    if there["phases"] != to_dict(config)["phases"]:
+        write_atomically(folder / CONFIG, to_yaml(config))
 
 
 def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
-    """Give each phase's last checkpoint, among those of `steps`, the phase's name: a link in `phases/`."""
-    for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True):
-        link = folder / PHASES / phase.name
-        if end in steps and not link.is_symlink():
-            link.parent.mkdir(exist_ok=True)
-            link.symlink_to(Path("..", CHECKPOINTS, str(end)))
+    """Note in `phases.json` which of the checkpoints of `steps` are the last of which phase: name to step."""
+    ends = {phase.name: end for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True)}
+    text = json.dumps({name: end for name, end in ends.items() if end in steps}, indent=1) + "\n"
+    path = folder / PHASES
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        write_atomically(path, text)
 
 
 def check_past(old: Config, new: Config, step: int) -> None:

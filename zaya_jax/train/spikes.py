@@ -19,7 +19,7 @@ class Recent(NamedTuple):
     """What the last accepted steps of the phase had.
 
     Attributes:
-      values: fp32 [2, window], loss (nats/token) and logarithm of the gradient norm; NaN where there is none yet.
+      values: fp32 [2, window], loss (nats/token) and logarithm of the gradient norm; 0 where there is none yet.
       accepted: int32, accepted steps of the phase.
     """
 
@@ -29,7 +29,7 @@ class Recent(NamedTuple):
 
 def no_recent(config: SpikeConfig) -> Recent:
     """Before the first step."""
-    return Recent(jnp.full((2, config.window), jnp.nan, jnp.float32), jnp.zeros((), jnp.int32))
+    return Recent(jnp.zeros((2, config.window), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> jax.Array:
@@ -44,8 +44,9 @@ def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if not config.window:
         return jnp.where(finite, 0, 1)
-    median = jnp.nanmedian(recent.values, axis=1)
-    deviation = 1.4826 * jnp.nanmedian(jnp.abs(recent.values - median[:, None]), axis=1)
+    known = jnp.where(jnp.arange(config.window) < recent.accepted, recent.values, jnp.nan)
+    median = jnp.nanmedian(known, axis=1)
+    deviation = 1.4826 * jnp.nanmedian(jnp.abs(known - median[:, None]), axis=1)
     least = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])
     limit = median + config.threshold * jnp.maximum(deviation, least)
     enough = recent.accepted >= min(_FEWEST, config.window)
@@ -64,7 +65,7 @@ def remember(recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
 
 def forget(recent: Recent, new_phase: jax.Array) -> Recent:
     """Nothing where a phase begins, whose data and rates are others."""
-    return Recent(jnp.where(new_phase, jnp.nan, recent.values), jnp.where(new_phase, 0, recent.accepted))
+    return Recent(jnp.where(new_phase, 0.0, recent.values), jnp.where(new_phase, 0, recent.accepted))
 
 
 def _values(loss: jax.Array, norm: jax.Array) -> jax.Array:
