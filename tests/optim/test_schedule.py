@@ -1,36 +1,195 @@
-import chex
+"""The factor of each step against one reckoned in float64, token by token of the run."""
+
+import math
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.optim.schedule import cosine_with_warmup
+from tests.config_helpers import SMALL, changed
+from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
+from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, tokens_before, total_steps
+from zaya_jax.optim.schedule import learning_rate_factor
+
+SHAPES = ["constant", "cosine", "linear", "wsd"]
+MOST = 2048
+TRILLIONS = 8 * 10**12
 
 
-def factors(steps, warmup, final):
-    return np.asarray(cosine_with_warmup(jnp.arange(60), steps=steps, warmup=warmup, final=final))[:steps]
+def run(*phases, context=8, **batch):
+    """A configuration of such phases, checked."""
+    config = changed(SMALL, {"data.context": context, "model.max_positions": 4096,
+                             "train.batch": BatchConfig(**{"tokens": 64, **batch}), "phases": phases})  # fmt: skip
+    config.check()
+    return config
 
 
-@given(steps=st.integers(3, 60), part=st.floats(0, 0.9), final=st.floats(0, 1))
-def test_rises_to_one_and_falls_to_the_end(steps, part, final):
-    warmup = int(steps * part)
-    f = factors(steps, warmup, final)
-    chex.assert_type(f, jnp.float32)
-    np.testing.assert_allclose(f[warmup], 1, rtol=1e-6)
-    np.testing.assert_allclose(np.diff(f[: warmup + 1]), 1 / (warmup + 1), rtol=1e-4)
-    assert (np.diff(f[warmup:]) <= 1e-6).all()
-    assert f.min() >= 0
-    assert f[0] > 0
-    if warmup < steps - 1:
-        np.testing.assert_allclose(f[-1], final, atol=1e-6)
+def reference(config, step):
+    """The factor of a step in float64."""
+    schedule, begun, tokens = schedule_spans(config)[stage_at(config, step).phase]
+    token = tokens_before(config, step + 1) - begun  # of the span, up to the step's end
+    if token < schedule.warmup_tokens:
+        return schedule.peak * token / schedule.warmup_tokens
+    left = tokens - token
+    match schedule.shape:
+        case "constant":
+            return schedule.peak
+        case "wsd":
+            part = min(left / schedule.decay_tokens, 1)
+        case "linear":
+            part = left / (tokens - schedule.warmup_tokens) if left else 0
+        case "cosine":
+            turn = left / (tokens - schedule.warmup_tokens) if left else 0
+            part = math.sin(math.pi * turn / 2) ** 2  # (1 - cos) / 2, exact near 0 too
+    return schedule.final + (schedule.peak - schedule.final) * part
 
 
-def test_halfway_down_it_is_halfway():
-    np.testing.assert_allclose(
-        factors(21, 0, 0.2)[[0, 5, 10, 20]], [1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2], rtol=1e-5
+def factors(config, steps):
+    """The factors of some steps, at most `MOST`; always as many are reckoned, so that one compilation serves all."""
+    padded = np.zeros(MOST, np.int32)
+    padded[: len(steps)] = steps
+    return np.asarray(jax.vmap(learning_rate_factor(config))(padded))[: len(steps)]
+
+
+@st.composite
+def schedules(draw, tokens):
+    """Schedules that fit into a budget of `tokens`."""
+    shape = draw(st.sampled_from(SHAPES))
+    peak = draw(st.sampled_from([1.0, 0.3, 2.5]))
+    warmup = draw(st.sampled_from([0, 1, tokens // 7, tokens // 2]))
+    decay = draw(st.integers(1, tokens // 2)) if shape == "wsd" else None
+    return ScheduleConfig(shape, peak, draw(st.sampled_from([0.0, 0.1, 1.0])) * peak, warmup, decay)
+
+
+@st.composite
+def runs(draw):
+    """Up to four phases, some with schedules and batches of their own."""
+    phases = []
+    for index in range(draw(st.integers(1, 4))):
+        tokens = draw(st.integers(2, 3000))
+        batch = draw(st.sampled_from([
+            None, BatchConfig(96), BatchConfig(160, start=32, ramp_tokens=2000),
+            BatchConfig(48, stepped=(BatchSizeConfig(200, 8), BatchSizeConfig(900, 128))),
+        ]))  # fmt: skip
+        schedule = draw(st.none() | schedules(tokens))
+        phases.append(PhaseConfig(tokens, f"p{index}", batch=batch, schedule=schedule))
+    return run(*phases)
+
+
+@given(runs())
+def test_every_step_has_the_factor_of_the_reference(config):
+    steps = range(total_steps(config))
+    found = factors(config, steps)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)
+
+
+@given(runs())
+def test_a_warm_up_begins_above_zero_and_a_span_ends_at_its_final(config):
+    spans, ends = schedule_spans(config), phase_steps(config)
+    for index, span in enumerate(spans):
+        first = tokens_before(config, ends[index][0]) == span.first_token
+        if first and span.schedule.warmup_tokens:
+            assert factors(config, [ends[index][0]])[0] > 0
+        last = index + 1 == len(spans) or spans[index + 1] != span
+        if last and span.schedule.shape != "constant":
+            assert factors(config, [ends[index][1] - 1])[0] == np.float32(span.schedule.final)
+
+
+@given(shape=st.sampled_from(SHAPES), warmup=st.integers(0, 4), parts=st.integers(1, 5))
+def test_the_factor_rises_in_the_warm_up_and_never_after_it(shape, warmup, parts):
+    decay = 64 * 7 if shape == "wsd" else None
+    schedule = ScheduleConfig(shape, warmup_tokens=64 * 4 * warmup, decay_tokens=decay)
+    config = run(
+        *(PhaseConfig(64 * 12, f"p{index}", schedule=None if index else schedule) for index in range(parts + 1))
     )
+    found = factors(config, range(total_steps(config)))
+    top = max(4 * warmup - 1, 0)
+    np.testing.assert_allclose(np.diff(found[: top + 1]), 1 / (4 * warmup or 1), rtol=1e-4)
+    assert (np.diff(found[top:]) <= 1e-6).all()
+    assert not top or found[top] == 1
 
 
-def test_a_run_of_one_step_and_steps_past_the_end():
-    assert factors(1, 0, 0.1) == 1
-    np.testing.assert_allclose(cosine_with_warmup(jnp.asarray(99), steps=10, warmup=2, final=0.1), 0.1, rtol=1e-6)
+BATCHES = [{"tokens": 1024, "start": 64, "ramp_tokens": 9000}, {"tokens": 512, "start": 256, "ramp_tokens": 20_000},
+           {"tokens": 128, "stepped": (BatchSizeConfig(1024, 32), BatchSizeConfig(8192, 256))}]  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_batch_size_bends_it(shape, batch):
+    schedule = ScheduleConfig(shape, 0.7, 0.05, 5000, 10_000 if shape == "wsd" else None)
+    bent = run(PhaseConfig(2**15, schedule=schedule), PhaseConfig(2**14, "b"), **batch)
+    read = [tokens_before(bent, end) - tokens_before(bent, first) for first, end in phase_steps(bent)]
+    flat = run(PhaseConfig(read[0], schedule=schedule), PhaseConfig(read[1], "b"), tokens=32)
+    by_token = []
+    for config in (bent, flat):
+        steps = range(total_steps(config))
+        ends = [tokens_before(config, step + 1) for step in steps]
+        by_token.append(dict(zip(ends, factors(config, steps), strict=True)))
+    assert by_token[0].keys() <= by_token[1].keys()
+    assert len(by_token[0]) > 50
+    np.testing.assert_allclose(list(by_token[0].values()), [by_token[1][token] for token in by_token[0]], rtol=1e-5)
+
+
+def test_a_schedule_goes_on_through_phases_and_one_of_its_own_begins_anew():
+    first = ScheduleConfig("linear", warmup_tokens=128, final=0.2)
+    whole = run(PhaseConfig(64 * 60, schedule=first))
+    parts = run(PhaseConfig(64 * 20, "a", schedule=first), PhaseConfig(64 * 25, "b"), PhaseConfig(64 * 15, "c"))
+    assert np.array_equal(factors(parts, range(60)), factors(whole, range(60)))
+    second = ScheduleConfig("cosine", peak=0.2, final=0.0, warmup_tokens=64 * 4)
+    again = run(PhaseConfig(64 * 60, "a", schedule=first), PhaseConfig(64 * 10, "b", schedule=second),
+                PhaseConfig(64 * 10, "c"))  # fmt: skip
+    assert np.array_equal(factors(again, range(60)), factors(whole, range(60)))
+    alone = run(PhaseConfig(64 * 20, schedule=second))
+    assert np.array_equal(factors(again, range(60, 80)), factors(alone, range(20)))
+
+
+@pytest.mark.parametrize("schedule", [
+    ScheduleConfig("cosine", final=0.0, warmup_tokens=10**9),
+    ScheduleConfig("linear", final=0.0, warmup_tokens=10**9),
+    ScheduleConfig("wsd", final=0.0, warmup_tokens=2000, decay_tokens=10**10),
+    ScheduleConfig("wsd", final=0.1, warmup_tokens=TRILLIONS // 3, decay_tokens=TRILLIONS // 2),
+    ScheduleConfig("constant", warmup_tokens=TRILLIONS // 2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("size", [4096, 16 * 2**20])
+def test_trillions_of_tokens_are_told_apart(schedule, size):
+    batch = {"tokens": size, "start": size // 4, "ramp_tokens": 10**11}
+    config = run(PhaseConfig(TRILLIONS // 2, "a", schedule=schedule), PhaseConfig(TRILLIONS // 2, "b"),
+                 context=1024, **batch)  # fmt: skip
+    (_, middle), (_, end) = phase_steps(config)
+    assert end < 2**31
+    rng = np.random.default_rng(0)
+    near = [edge + away for edge in (middle, end) for away in (-1000, -100, -10, -2, -1, 0) if edge + away < end]
+    steps = sorted({*rng.integers(0, end, 200).tolist(), *range(5), *near})
+    expected = np.array([reference(config, step) for step in steps])
+    np.testing.assert_allclose(factors(config, steps), expected, rtol=1e-5)
+
+
+def test_wsd_stays_at_the_peak_until_its_decay():
+    schedule = ScheduleConfig("wsd", 0.7, 0.0, warmup_tokens=64 * 10, decay_tokens=64 * 20)
+    found = factors(run(PhaseConfig(64 * 100, schedule=schedule)), range(100))
+    assert (found[9:80] == np.float32(0.7)).all()
+    assert (np.diff(found[79:]) < 0).all()
+    np.testing.assert_allclose(found[89], 0.35, rtol=1e-6)
+    assert found[99] == 0
+
+
+@given(runs())
+def test_compiled_or_not_it_is_the_same(config):
+    factor = learning_rate_factor(config)
+    steps = [0, 1, total_steps(config) // 2, total_steps(config) - 1]
+    compiled = jax.jit(factor)
+    for step in steps:
+        np.testing.assert_allclose(factor(jnp.int32(step)), compiled(jnp.int32(step)), rtol=1e-6, atol=1e-12)
+
+
+def test_after_the_end_it_is_the_final_one():
+    config = run(PhaseConfig(64 * 10, schedule=ScheduleConfig(final=0.25)))
+    assert (factors(config, [9, 10, 11, 10**9]) == np.float32(0.25)).all()
+
+
+def test_a_run_of_one_step_is_at_its_end():
+    assert factors(run(PhaseConfig(1, schedule=ScheduleConfig(final=0.1))), [0])[0] == np.float32(0.1)
