@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from zaya_jax.config import Config, DataConfig, EvaluationConfig, ModelConfig, TrainConfig
+from zaya_jax.config import BatchConfig, Config, DataConfig, EvaluationConfig, ModelConfig, PhaseConfig, TrainConfig
 from zaya_jax.data.sources import open_sources
 
 CONTEXT = 16
@@ -12,17 +12,18 @@ CONTEXT = 16
 
 @pytest.fixture(scope="session")
 def make_config():
-    def make(corpus, cache, *, vocab_size=300, context=CONTEXT, seed=0, steps=40, global_batch=4, **data):
+    def make(corpus, cache, *, vocab_size=300, context=CONTEXT, seed=0, steps=40, batch=4, **data):
         model = ModelConfig(
             vocab_size=vocab_size, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4,
             num_experts=2, expert_size=8, router_size=4, max_positions=64,
         )  # fmt: skip
         data = {"suffixes": (".txt",), "heldout_fraction": 0.3, **data}
         config = Config(
-            model=model,
+            model,
+            (PhaseConfig(tokens=steps * batch * context),),
             seed=seed,
             data=DataConfig(corpus=str(corpus), cache_dir=str(cache), context=context, **data),
-            train=TrainConfig(steps=steps, global_batch=global_batch),
+            train=TrainConfig(batch=BatchConfig(tokens=batch * context)),
             evaluation=EvaluationConfig(batch=3),
         )
         config.check()

@@ -31,8 +31,8 @@ def test_everything_is_told(config, tmp_path):
     numbers = {tuple(line.split()[:4]) for line in text.splitlines()}
     assert ("code", "tokens", "train", "30") in numbers
     assert ("talk", "chat", "heldout", "1") in numbers
-    assert "Phase 0: steps 0 to 4, 8 rows of 16 tokens a step, windows, 512 tokens" in text
-    assert "Phase 1: steps 4 to 8, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
+    assert "Phase phase0: steps 0 to 4, 8 rows of 16 tokens a step, windows, 512 tokens" in text
+    assert "Phase phase1: steps 4 to 8, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
     assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
     assert "talk: conversations made to fit 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
     # 8 rows of 16 tokens of 2 bytes are a sixteenth of a page of 4096, but each row lies on a page of its own.

@@ -1,4 +1,3 @@
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,8 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.config import PhaseConfig
+from tests.data_helpers import run_config, write_source
+from zaya_jax.config import BatchConfig, PhaseConfig
+from zaya_jax.config.stages import first_step, rows_before, stage_at, total_steps
 from zaya_jax.data.pipeline import heldout_batches, heldout_bytes, train_batches
+from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
 
 
@@ -32,7 +34,7 @@ def stream(tiny):
 
 def test_a_run_has_its_steps_and_several_epochs(tiny, stream):
     config, prepared = tiny
-    assert len(stream) == config.train.steps
+    assert len(stream) == total_steps(config)
     for batch in stream:
         assert {name: (array.shape, array.dtype.name) for name, array in batch.items()} == {
             "tokens": ((4, 16), "int32"),
@@ -95,12 +97,23 @@ def test_any_number_of_processes_gives_and_resumes_the_same_run(tiny, stream, be
             process.close()
 
 
-def test_a_larger_batch_goes_on_where_the_smaller_one_stopped(tiny, stream):
+def with_batch(config, sequences):
+    """`config` with as many sequences a step."""
+    batch = BatchConfig(tokens=sequences * config.data.context)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
+
+
+def test_a_larger_batch_goes_on_where_the_smaller_one_stopped_but_not_within_a_step(tiny, stream):
     config, prepared = tiny
-    larger = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8))
-    with train_batches(larger, prepared) as batches:
-        batches.set_state({**batches.get_state(), "sequences": 12})
-        assert np.array_equal(next(batches)["tokens"], np.concatenate([stream[i]["tokens"] for i in (3, 4)]))
+    with train_batches(with_batch(config, 8), prepared) as batches:
+        state = batches.get_state()
+        order = [phase.order for phase in batches.plan.phases]
+        batches.set_state({"sequences": 16, "order": order})
+        assert np.array_equal(next(batches)["tokens"], np.concatenate([stream[i]["tokens"] for i in (4, 5)]))
+        with pytest.raises(InputError, match=r"^The saved position is after 12 rows, where no step of this run begins"):
+            batches.set_state({"sequences": 12, "order": order})
+        assert batches.get_state() == {**state, "sequences": 24, "order": order}
+        assert np.array_equal(next(batches)["tokens"], np.concatenate([stream[i]["tokens"] for i in (6, 7)]))
 
 
 def test_closing_stops_the_threads(tiny):
@@ -117,29 +130,35 @@ def test_closing_stops_the_threads(tiny):
     assert not [thread for thread in started if thread.is_alive()]
 
 
+CHANGED = (
+    r"a source or of the corpus, a key of data, of a phase that is begun, model\.vocab_size or seed has changed since"
+)
+
+
 @pytest.mark.parametrize("change", ["seed", "context"])
 def test_a_state_of_other_data_is_refused(tiny, change):
     config, prepared = tiny
     with train_batches(config, prepared) as batches:
+        next(batches)
         state = batches.get_state()
     if change == "seed":
         config = dataclasses.replace(config, seed=1)
     else:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, context=8))
-    with train_batches(config, prepared) as batches, pytest.raises(InputError, match=r"seed or .* has changed since"):
+    with train_batches(config, prepared) as batches, pytest.raises(InputError, match=CHANGED):
         batches.set_state(state)
 
 
 def test_the_state_is_the_rows_given_and_a_digest_of_what_orders_them(tiny):
     with train_batches(*tiny) as batches:
-        first = batches.get_state()
+        assert batches.get_state() == {"sequences": 0, "order": []}
         next(batches)
-        assert batches.get_state() == {"sequences": 4, "order": batches.plan.order}
-    assert first == {"sequences": 0, "order": batches.plan.order}
+        assert batches.get_state() == {"sequences": 4, "order": [batches.plan.phases[0].order]}
 
 
 def test_rows_must_divide_among_the_processes(tiny):
-    with pytest.raises(InputError, match=r"train\.global_batch is 4, but must be a multiple of the 3 processes"):
+    said = r"^The batch of phase train has 4 sequences a step, but must have a multiple of the 3 processes"
+    with pytest.raises(InputError, match=said):
         train_batches(*tiny, process_index=0, process_count=3)
 
 
@@ -197,7 +216,7 @@ def test_heldout_is_given_once_in_order_and_filled_up(tiny):
     config, prepared = tiny
     batches = list(heldout_batches(config, prepared, "corpus"))
     assert {array.shape for batch in batches for array in batch.values()} == {(3, 16)}
-    documents, manifest = prepared.open("corpus", "heldout", PhaseConfig(), 16)
+    documents, manifest = prepared.open("corpus", "heldout", PhaseConfig(tokens=1), 16)
     text = np.concatenate([documents[i].tokens for i in range(len(documents))])
     targets = np.concatenate([batch["targets"].ravel() for batch in batches])
     mask = np.concatenate([batch["loss_mask"].ravel() for batch in batches])
@@ -219,17 +238,18 @@ def test_heldout_text_is_counted_for_its_source(tiny):
 
 def test_heldout_text_is_cut_into_windows_of_the_context_whatever_the_training_does(tiny):
     config, prepared = tiny
-    drop = PhaseConfig(over_length="drop", context=40)
-    other = dataclasses.replace(config, data=dataclasses.replace(config.data, phases=(drop,)))
+    drop = PhaseConfig(tokens=320, over_length="drop", context=40)
+    other = dataclasses.replace(config, phases=(drop,))
     expected = list(heldout_batches(config, prepared, "corpus"))
     assert all(map(same, heldout_batches(other, prepared, "corpus"), expected))
 
 
 def test_heldout_bins_hold_every_document_whole(tiny):
     config, prepared = tiny
-    bins = PhaseConfig(packing="bins", over_length="trim")
-    data = dataclasses.replace(config.data, phases=(bins,), context=60)
-    batches = list(heldout_batches(dataclasses.replace(config, data=data), prepared, "corpus"))
+    bins = PhaseConfig(tokens=240, packing="bins", over_length="trim")
+    data = dataclasses.replace(config.data, context=60)
+    other = dataclasses.replace(config, data=data, phases=(bins,))
+    batches = list(heldout_batches(other, prepared, "corpus"))
     entry = prepared.sources["corpus"].manifest.heldout
     mask = np.concatenate([batch["loss_mask"] for batch in batches])
     assert mask.shape[0] % 3 == 0
@@ -245,19 +265,127 @@ def test_heldout_can_be_limited(tiny, limit):
     assert all(map(same, some, every))
 
 
-CHANGED = (
-    r"a source or of the corpus, a key of data, model\.vocab_size, seed or .*train\.global_batch has changed since"
-)
-
-
 def test_a_message_names_what_may_have_changed(tiny):
     with train_batches(*tiny) as batches, pytest.raises(InputError, match=CHANGED):
-        batches.set_state({"sequences": 0, "order": "other"})
-    for phases in (1, 2):  # with one, a batch of another size goes on in the same rows
-        parts = tuple(PhaseConfig(first_step=step) for step in range(phases))
-        config = dataclasses.replace(tiny[0], data=dataclasses.replace(tiny[0].data, phases=parts))
-        larger = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8))
-        with train_batches(config, tiny[1]) as batches, train_batches(larger, tiny[1]) as others:
-            refusal = contextlib.nullcontext() if phases == 1 else pytest.raises(InputError, match=CHANGED)
-            with refusal:
-                others.set_state(batches.get_state())
+        batches.set_state({"sequences": 4, "order": ["other"]})
+
+
+# --- several phases, whose batches differ ----------------------------------------------------------------------
+
+BATCHES = [
+    {"tokens": 64}, {"tokens": 128}, {"tokens": 256, "start": 64, "ramp_tokens": 400},
+    {"tokens": 64, "stepped": [{"until": 100, "tokens": 192}, {"until": 500, "tokens": 128}]},
+]  # fmt: skip
+contexts = st.sampled_from([8, 16])  # of every batch 4 sequences and more
+settings = st.fixed_dictionaries(
+    {"tokens": st.integers(1, 1200), "context": contexts, "batch": st.sampled_from(BATCHES),
+     "packing": st.sampled_from(["windows", "bins"]), "mixture": st.sampled_from([{}, {"a": 1}, {"a": 2, "b": 1}])}
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two_sources(tmp_path_factory):
+    """A folder with the sources a and b, whose tokens tell them and their places apart."""
+    folder = tmp_path_factory.mktemp("two")
+    for name, first in (("a", 1), ("b", 150)):
+        lengths = [3, 40, 9, 17, 25, 6, 31]
+        documents = [
+            [first + (7 * number + place) % 149 for place in range(size)] for number, size in enumerate(lengths)
+        ]
+        write_source(folder / name, documents, [[1, 2, 3]])
+    return folder
+
+
+def two_source_run(folder, phases, **keys):
+    """A run of such phases, and what `open_sources` makes of it."""
+    config = run_config(folder, ["a", "b"], phases)
+    config = dataclasses.replace(config, **keys)
+    config.check()
+    return config, open_sources(config)
+
+
+def together(config, prepared, count, steps, state=None):
+    """Batches of some steps by `count` processes, put together; the state after them."""
+    hosts = [train_batches(config, prepared, process_index=index, process_count=count) for index in range(count)]
+    found = []
+    for host in hosts:
+        if state is not None:
+            host.set_state(state)
+    for _ in range(steps):
+        shares = [next(host) for host in hosts]
+        found.append({name: np.concatenate([share[name] for share in shares]) for name in shares[0]})
+    states = [json.loads(json.dumps(host.get_state())) for host in hosts]
+    for host in hosts:
+        host.close()
+    assert all(one == states[0] for one in states)
+    return found, states[0]
+
+
+@given(phases=st.lists(settings, min_size=1, max_size=3), before=st.sampled_from([1, 2, 4]),
+       after=st.sampled_from([1, 2, 4]), stop=st.floats(0, 1), first=st.integers(0, 2))  # fmt: skip
+def test_phases_of_any_batches_are_the_same_on_any_processes_after_any_interruption(
+    two_sources, phases, before, after, stop, first
+):
+    start = None if first == 0 else f"phase{min(first, len(phases)) - 1}"
+    config, prepared = two_source_run(two_sources, phases, start_phase=start)
+    begin, end = first_step(config), total_steps(config)
+    with train_batches(config, prepared) as batches:
+        assert batches.get_state()["sequences"] == rows_before(config, begin)
+        stream = list(batches)
+        rows = [batches.plan[row] for row in range(rows_before(config, begin), len(batches.plan))]
+    assert len(stream) == end - begin
+    for step, batch in zip(range(begin, end), stream, strict=True):
+        stage = stage_at(config, step)
+        assert batch["tokens"].shape == (stage.sequences, stage.context)
+    flat = [{name: batch[name][row] for name in batch} for batch in stream for row in range(len(batch["tokens"]))]
+    assert len(flat) == len(rows)
+    assert all(map(same, flat, rows))
+
+    cut = round(stop * len(stream))
+    begun, state = together(config, prepared, before, cut)
+    rest, last = together(config, prepared, after, len(stream) - cut, state)
+    assert all(map(same, [*begun, *rest], stream))
+    assert last["sequences"] == rows_before(config, end)
+    with train_batches(config, prepared) as batches:
+        batches.set_state(last)
+        assert not list(batches)
+
+
+PHASES = [{"tokens": 640, "mixture": {"a": 2, "b": 1}}, {"tokens": 512, "batch": {"tokens": 64}}, {"tokens": 256}]
+
+
+def changed_phases(index, **changes):
+    return [{**phase, **changes} if index == place else phase for place, phase in enumerate(PHASES)]
+
+
+@pytest.mark.parametrize("changes", [
+    {"context": 8}, {"mixture": {"b": 1}}, {"packing": "bins"}, {"tokens": 1280}, {"batch": {"tokens": 256}},
+], ids=str)  # fmt: skip
+def test_a_phase_to_come_may_change_and_one_that_is_begun_may_not(two_sources, changes):
+    config, prepared = two_source_run(two_sources, PHASES)
+    with train_batches(config, prepared) as batches:
+        stream, states = [], [batches.get_state()]
+        for batch in batches:
+            stream.append(batch)
+            states.append(batches.get_state())
+    assert [len(state["order"]) for state in states] == [0, *[1] * 5, *[2] * 8, *[3] * 2]
+    other, _ = two_source_run(two_sources, changed_phases(1, **changes))
+    with train_batches(other, prepared) as batches:
+        for step in (0, 3, 5):  # the last of these is the end of the first phase
+            batches.set_state(states[step])
+            if step < 5:
+                assert all(map(same, [next(batches) for _ in range(5 - step)], stream[step:5]))
+            assert batches.get_state() == states[5]
+        where = {"tokens": (14, 15), "batch": (7,)}.get(next(iter(changes)), range(6, 16))
+        for step in where:  # rows are the same of another budget or batch, until it moves a phase or splits a step
+            with pytest.raises(InputError, match=r"^The saved position is "):
+                batches.set_state(states[step])
+        assert batches.get_state() == states[5], "what is refused changes nothing"
+
+
+def test_a_phase_whose_batch_does_not_divide_is_named(two_sources):
+    config, prepared = two_source_run(two_sources, changed_phases(1, batch={"tokens": 96}))
+    train_batches(config, prepared, process_index=1, process_count=2).close()
+    said = r"^The batch of phase phase1 has 6 sequences a step, but must have a multiple of the 4 processes that share"
+    with pytest.raises(InputError, match=said):
+        train_batches(config, prepared, process_index=1, process_count=4)

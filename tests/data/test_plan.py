@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.data_helpers import run_config, write_source
 from zaya_jax.config import Table
+from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_batches, heldout_bytes, train_batches
 from zaya_jax.data.plan import plan_run
 from zaya_jax.data.sources import open_sources
@@ -58,9 +59,9 @@ def test_any_hosts_and_any_interruption_give_the_stream_of_one_host(
     config, prepared = make_run(tmp_path_factory.getbasetemp() / "hosts", corpora, phases, seed=seed)
     with train_batches(config, prepared) as one:
         stream = list(one)
-    assert len(stream) == config.train.steps
+    assert len(stream) == total_steps(config)
     state = None
-    for count, steps in ((before, range(stop)), (after, range(stop, config.train.steps))):
+    for count, steps in ((before, range(stop)), (after, range(stop, total_steps(config)))):
         hosts = [train_batches(config, prepared, process_index=i, process_count=count) for i in range(count)]
         for host in hosts:
             if state is not None:
@@ -144,8 +145,13 @@ def test_a_source_is_not_read_more_often_than_it_may_be(tmp_path, limit, steps, 
         plan = plan_run(config, prepared)
         assert plan.phases[0].shares["a"].epochs == pytest.approx(steps / 2, abs=0.07)
     else:
-        with pytest.raises(InputError, match=r"data\.phases\[0\] the source a would be read .*max_epochs is"):
+        with pytest.raises(InputError, match=r"phases\[0\] \(phase0\) the source a would be read .*max_epochs is"):
             plan_run(config, prepared)
+
+
+def orders(config):
+    """Of each phase what its rows and their order depend on."""
+    return [phase.order for phase in plan_run(config, open_sources(config)).phases]
 
 
 def test_the_order_tells_phases_sources_and_seed_apart(tmp_path):
@@ -163,22 +169,24 @@ def test_the_order_tells_phases_sources_and_seed_apart(tmp_path):
         run_config(tmp_path, ["a", "b"], [phases[0], {**phases[1], "mixture": {"b": 1, "a": 1}}]),  # ties go to b
         run_config(tmp_path, ["a"], phases[:1]),
     ]
-    assert len({plan_run(config, open_sources(config)).order for config in configs}) == len(configs)
-    # Of one phase the batch size is no part.
+    assert len({tuple(orders(config)) for config in configs}) == len(configs)
+    # Only the rows that lie before a phase are a part of its order, not what number of them makes a step.
     alone = run_config(tmp_path, ["a"], phases[:1], batch=4)
-    assert plan_run(alone, open_sources(alone)).order == plan_run(configs[-1], open_sources(configs[-1])).order
+    assert orders(alone) == orders(configs[-1])
+    finer = run_config(tmp_path, ["a", "b"], [phases[0], {**phases[1], "first_step": 8}], steps=16, batch=4)
+    assert orders(finer) == orders(configs[0])
 
 
 def test_a_template_is_known_by_what_it_writes(tmp_path):
     talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     write_source(tmp_path / "talk", [talk] * 4, [talk], kind="chat")
-    orders = []
+    found = []
     for name, text in (("one", "A"), ("one", "BB"), ("two", "A")):
         body = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
         (tmp_path / name).write_text(f"{{{{ messages[0].content }}}}{text}{body}")
         config = run_config(tmp_path, ["talk"], [{"template": str(tmp_path / name)}])
-        orders.append(plan_run(config, open_sources(config)).order)
-    assert orders[0] == orders[2] != orders[1]
+        found.append(orders(config))
+    assert found[0] == found[2] != found[1]
 
 
 def test_sources_of_one_shape_have_orders_of_their_own(tmp_path):

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
-from zaya_jax.config import Config, DataConfig, ModelConfig, SourceConfig
+from zaya_jax.config import Config, DataConfig, ModelConfig, PhaseConfig, SourceConfig
 from zaya_jax.config.table import Table
 from zaya_jax.data.convert import read_note
 from zaya_jax.data.corpus import SPLITS
@@ -834,7 +834,9 @@ def test_a_run_names_the_shard_that_was_damaged(tmp_path, tokenizer, given_texts
     output = tmp_path / "out"
     manifest = prepare([str(given_texts)], tokenizer, output, QUARTER, unit_bytes=900, workers=1)
     sources = Table({"books": SourceConfig(str(output))})
-    config = Config(MODEL, data=DataConfig(sources=sources, cache_dir=str(tmp_path / "cache")))
+    config = Config(
+        MODEL, (PhaseConfig(tokens=512),), data=DataConfig(sources=sources, cache_dir=str(tmp_path / "cache"))
+    )
     assert open_sources(config).sources["books"].manifest == manifest
     shard = output / manifest.train.shards[2].file
     if damage == "flipped":

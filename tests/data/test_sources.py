@@ -72,7 +72,7 @@ def test_the_corpus_is_the_one_source(config):
     assert prepared.cache == Path(config.data.cache_dir)
     for split in ("train", "heldout"):
         entry = manifest.split(split)
-        documents, counted = prepared.open("corpus", split, PhaseConfig(), 16)
+        documents, counted = prepared.open("corpus", split, PhaseConfig(tokens=1), 16)
         assert counted == manifest
         texts = [prepared.tokenizer.decode(document.tokens[1:-1]) for document in documents]
         assert sum(len(text.encode()) for text in texts) == entry.text_bytes
@@ -139,7 +139,7 @@ def test_sources_stand_in_the_order_given(config, made):
     assert [source.max_epochs for source in prepared.sources.values()] == [2.5, None]
     assert prepared.baselines == {}
     assert not Path(config.data.corpus).with_name("cache").joinpath("corpus").exists()
-    documents, manifest = prepared.open("x", "train", PhaseConfig(), 16)
+    documents, manifest = prepared.open("x", "train", PhaseConfig(tokens=1), 16)
     assert manifest == prepared.sources["x"].manifest
     assert all(prepared.tokenizer.decode(document.tokens[1:-1]).startswith("x ") for document in documents)
 
