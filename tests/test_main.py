@@ -41,16 +41,24 @@ def refused(capsys, folder, *arguments):
 
 OVERRIDES = [
     ("model.hiden_size=3", "The key model.hiden_size is unknown; did you mean model.hidden_size?"),
-    ("trian.steps=3", "The key trian is unknown; did you mean train?"),
-    ("train.steps=many", "train.steps is 'many' (text), but must be a whole number"),
-    ("train.steps=1.5", "train.steps is 1.5 (a number), but must be a whole number"),
-    ("train.steps=0", "train.steps is 0, but must be greater than zero"),
+    ("trian.log_every=3", "The key trian is unknown; did you mean train?"),
+    ("phases.0.tokens=many", "phases[0].tokens is 'many' (text), but must be a whole number"),
+    ("phases.0.tokens=1.5", "phases[0].tokens is 1.5 (a number), but must be a whole number"),
+    ("phases.0.tokens=0", "phases[0] (train).tokens is 0, but must be greater than zero"),
+    ("phases.end.tokens=1", "phases has no item 'end'; it has 0."),
     ("optimizer.clip_norm=.nan", "optimizer.clip_norm is nan"),
     ("train.compute_dtype=float61", "train.compute_dtype is 'float61', but must be one of 'float32', 'bfloat16'"),
     ("model.num_kv_heads=3", "model.num_query_heads is 2, but must be a multiple of model.num_kv_heads (3)"),
     ("data.context=65", "data.context is 65, but must be at most model.max_positions (64)"),
-    ("train.micro_batches=3", "train.global_batch is 4, but must be a multiple of train.micro_batches (3)"),
-    ("optimizer.warmup_steps=12", "optimizer.warmup_steps is 12, but must be below train.steps (12)"),
+    (
+        "train.batch.micro=3",
+        "phases[0] (train).batch.micro is 3, but must be a number that divides the step's 4 sequences",
+    ),
+    ("train.batch.tokens=100", "phases[0] (train).batch is 100, but must be a multiple of the context (32)"),
+    (
+        "phases.0.schedule.warmup_tokens=1537",
+        "phases[0] (train).schedule is 1537, but must be such that warm-up and decay take at most the 1536 tokens",
+    ),
     ("steps", "The override 'steps' is not of the form section.key=value"),
     ("train=3", "train is 3, but must be a section with keys"),
     ("model.vocab_size=200", "model.vocab_size"),
@@ -145,13 +153,13 @@ def test_a_prompt_that_cannot_fit_is_told_before_training(tmp_path, capsys):
 def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
     path = write_run(tmp_path)
     before = snapshot(tmp_path)
-    assert main(["--config", str(path), "--print-config", "train.steps=7", "optimizer.adamw.eps=1e-9"]) == 0
+    assert main(["--config", str(path), "--print-config", "phases.0.tokens=896", "optimizer.adamw.eps=1e-9"]) == 0
     printed, err = capsys.readouterr()
     assert err == ""
     assert snapshot(tmp_path) == before
     again = tmp_path / "again.yaml"
     again.write_text(printed)
-    assert load_config(again) == load_config(path, ["train.steps=7", "optimizer.adamw.eps=1e-9"])
+    assert load_config(again) == load_config(path, ["phases.0.tokens=896", "optimizer.adamw.eps=1e-9"])
     assert main(["--config", str(again), "--print-config"]) == 0
     assert capsys.readouterr().out == printed
 
@@ -215,7 +223,7 @@ def test_what_is_said_without_training_needs_no_jax(tmp_path):
         "import sys, zaya_jax.main as m; status = m.main(sys.argv[1:]); "
         "print(status, sorted({'jax', 'numpy'} & set(sys.modules)), file=sys.stderr)"
     )
-    for extra, status in (("--print-config", 0), ("train.steps=no", 2)):
+    for extra, status in (("--print-config", 0), ("phases.0.tokens=no", 2)):
         done = subprocess.run(
             [sys.executable, "-c", code, "--config", write_run(tmp_path), extra], cwd=ROOT, capture_output=True,
             text=True, timeout=60, check=False,

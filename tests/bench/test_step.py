@@ -11,10 +11,11 @@ from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import aside
 from zaya_jax.bench import step as bench
 from zaya_jax.bench.step import bench_step, default_config, our_step
+from zaya_jax.config import BatchConfig, stages
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.step import make_local_loss
 
-CONFIG = change(CONFIG, {"train.global_batch": 2, "train.micro_batches": 1})
+CONFIG = change(CONFIG, {"train.batch": BatchConfig(tokens=2 * CONFIG.data.context)})
 
 
 @pytest.fixture
@@ -104,19 +105,20 @@ def test_the_default_is_the_size_that_the_benchmark_names():
     config = default_config()
     config.check()
     assert round(total_parameters(config.model) / 1e6, 2) == 52.75
-    assert (config.train.global_batch, config.data.context) == (4, 512)
+    first = stages(config)[0]
+    assert (first.sequences, first.context) == (4, 512)
 
 
 def test_the_command_takes_a_configuration(peers, tmp_path, monkeypatch):
     arguments = ["step", "--repeats", "2", "--dtype", "bfloat16", "--output", str(tmp_path / "out.json"),
-                 "--config", str(ROOT / "configs" / "tiny.yaml"), "train.global_batch=2"]  # fmt: skip
+                 "--config", str(ROOT / "configs" / "tiny.yaml"), "train.batch.tokens=1024"]  # fmt: skip
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     assert command.main(arguments) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert list(result["results"]) == ["bfloat16"]
     assert result["command"] == " ".join(["python -m zaya_jax.bench", *arguments])
     assert peers[0][1].model.vocab_size == 4096
-    assert peers[0][1].train.global_batch == 2
+    assert stages(peers[0][1])[0].sequences == 2
 
 
 def test_the_command_tells_a_missing_peer_in_a_sentence(monkeypatch, capsys):
@@ -135,7 +137,7 @@ def test_the_command_tells_a_missing_peer_in_a_sentence(monkeypatch, capsys):
         (["--repeats", "0"], "repeats"),
         (["--output", "/no/such/folder/out.json"], "/no/such/folder"),
         (["--output", "/tmp"], "'/tmp'"),
-        (["train.global_batch=16"], "train.global_batch=16 overrides a configuration, but none is given"),
+        (["train.batch.tokens=16"], "train.batch.tokens=16 overrides a configuration, but none is given"),
     ],
 )
 def test_what_cannot_be_measured_or_written_is_told_before_measuring(peers, capsys, arguments, match):

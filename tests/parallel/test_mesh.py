@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from tests.train_helpers import on_devices
 from zaya_jax.errors import InputError
-from zaya_jax.parallel.mesh import AXES, BATCH_AXES, batch_sharding, batch_spec, check_batch, make_mesh, replicated
+from zaya_jax.parallel.mesh import (
+    AXES,
+    BATCH_AXES,
+    batch_sharding,
+    batch_shards,
+    batch_spec,
+    check_batch,
+    make_mesh,
+    replicated,
+)
 
 
 def test_all_devices_stand_along_data():
@@ -53,12 +62,15 @@ def test_each_device_holds_its_sequences_in_order_or_everything():
     assert found["sizes"] == [4, 2]
 
 
-@given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40))
-def test_a_batch_must_split_evenly_over_its_axes(sizes, sequences):
+@given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40), micro=st.integers(1, 4))
+def test_a_batch_must_split_evenly_over_its_axes_into_whole_micro_batches(sizes, sequences, micro):
     mesh = SimpleNamespace(shape=dict(zip(AXES, sizes, strict=True)))
     shards = sizes[0] * sizes[1] * sizes[2]
-    if sequences % shards == 0:
-        check_batch(mesh, sequences, "evaluation.batch")
+    assert batch_shards(mesh) == shards
+    if sequences % (shards * micro) == 0:
+        check_batch(mesh, sequences, "train.batch", micro)
     else:
-        with pytest.raises(InputError, match=rf"^evaluation\.batch makes {sequences} .* multiple of {shards}, .*\.$"):
-            check_batch(mesh, sequences, "evaluation.batch")
+        each = "" if micro == 1 else f" times {micro} sequences a device works through at once"
+        said = rf"^train\.batch makes {sequences} .* multiple of {shards}, the number of .* split over{each}\.$"
+        with pytest.raises(InputError, match=said):
+            check_batch(mesh, sequences, "train.batch", micro)
