@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 
 from tests.data_helpers import small_tokenizer
-from zaya_jax.config import load_config, to_dict
+from zaya_jax.config import load_config, stages, to_dict
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data
@@ -99,9 +99,13 @@ def test_the_manual_shows_a_configuration_and_commands_that_are_accepted(tmp_pat
     manual = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
     (shown,) = re.findall(r"^```yaml\n(.*?)^```$", manual, re.MULTILINE | re.DOTALL)
     path = tmp_path / "shown.yaml"
-    path.write_text(f"extends: {ROOT / 'configs' / 'zaya1_8b.yaml'}\ntrain: {{steps: 300000}}\n{shown}")
+    path.write_text(f"extends: {ROOT / 'configs' / 'zaya1_8b.yaml'}\n{shown}")
     config = load_config(path)
-    assert [config.data.context_of(phase) for phase in config.data.phases] == [4096, 32768]
+    assert [config.context_of(phase) for phase in config.phases] == [4096, 32768]
+    sizes = [(stage.phase, stage.tokens) for stage in stages(config)]
+    assert sizes == [*((0, size * 2**20) for size in (1, 2, 3, 4)), (1, 4 * 2**20)]
+    for override in re.findall(r"`(phases\.[^`]*=[^`]*)`", manual):
+        assert load_config(path, [override]) != config
     for line in re.findall(r"^python -m zaya_jax.data (.*)$", manual, re.MULTILINE):
         data_parser().parse_args(shlex.split(line))
     assert set(re.findall(r"`(--[a-z-]+)", manual)) <= set(re.findall(r"--[a-z-]+", Path(data_main_file).read_text()))

@@ -1,9 +1,11 @@
+import dataclasses
 import re
 
 import numpy as np
 import pytest
 
 from tests.data_helpers import run_config, small_tokenizer, write_source
+from zaya_jax.config import BatchConfig
 from zaya_jax.data.describe import describe, shown
 from zaya_jax.errors import InputError
 
@@ -41,6 +43,14 @@ def test_everything_is_told(config, tmp_path):
     assert "It is 2.<|im_end|>]]" in text
     assert (tmp_path / "run" / "lengths.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_batch_that_rises_is_told_by_its_sizes(config):
+    batch = BatchConfig(tokens=64, start=32, ramp_tokens=256)
+    rising = dataclasses.replace(config.phases[0], batch=batch)
+    text = describe(dataclasses.replace(config, phases=(rising, config.phases[1])), samples=0)
+    assert "Phase phase0: steps 0 to 10, 2 then 4 rows of 16 tokens a step, windows, 512 tokens" in text
+    assert "Phase phase1: steps 10 to 14, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
 
 
 def test_the_picture_goes_where_it_is_wanted(config, tmp_path):

@@ -155,8 +155,8 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 def _picture(plan: RunPlan, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    lengths = {f"phase {index}, {name}": share.documents.lengths[share.documents.lengths > 0]
-               for index, phase in enumerate(plan.phases) for name, share in phase.shares.items()}  # fmt: skip
+    lengths = {f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
+               for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
     longest = max((int(some.max(initial=1)) for some in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
