@@ -69,7 +69,7 @@ def test_adamw_is_optax_adamw_without_decay():
         error = np.where(real.sum(-1, keepdims=True), share - 1 / 4, 0)
         error = jnp.asarray(np.pad(error, ((0, 0), (0, 1))), jnp.float32)
         updates, state = theirs.update(error, state, biases)
-        biases = biases + updates
+        biases = jax.tree.map(jnp.add, biases, updates)
     np.testing.assert_allclose(follow(config), biases, rtol=1e-5, atol=1e-7)
 
 

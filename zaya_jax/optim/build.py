@@ -27,9 +27,7 @@ def make_optimizer(
       Its init raises ValueError for parameters that are not those of `roles`.
     """
     split = fused if config.muon.gate_up == "split" else {}
-    transforms: dict[Hashable, optax.GradientTransformation] = {
-        role: _transform(config, role, split) for role in ROLES
-    }
+    transforms: dict[Hashable, optax.GradientTransformation] = {role: _transform(config, role, split) for role in ROLES}
     return optax.partition(transforms, dict(roles))
 
 

@@ -12,9 +12,9 @@ from zaya_jax.ops.orthogonalize import orthogonalize
 
 
 class MeanState(NamedTuple):
-    """fp32 mean of the gradients, and the int32 count of steps that its correction needs."""
+    """fp32 mean of the gradients, and the int32 number of steps, which its correction needs."""
 
-    count: jax.Array
+    steps: jax.Array
     mean: Any
 
 
@@ -29,7 +29,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
     Returns:
       A transform of flat dicts by name, of leaves with matrices [in, out] in their last two axes; stacks of
       layers and experts are batches of matrices. Its updates are fp32 directions, to be scaled by minus the
-      learning rate. Its state is the fp32 momentum, in the parameters' shapes, and for the mean a count.
+      learning rate. Its state is the fp32 momentum, in the parameters' shapes, and for the mean a number of steps.
     """
     parts = split or {}
 
@@ -58,16 +58,16 @@ def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformat
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, MeanState]:
         del params
         grads = optax.tree.cast(updates, jnp.float32)
-        count = optax.safe_increment(state.count)
+        steps = state.steps + 1
         mean = optax.tree.update_moment(grads, state.mean, decay, 1)
         if not nesterov:
-            return optax.tree.bias_correction(mean, decay, count), MeanState(count, mean)
+            return optax.tree.bias_correction(mean, decay, steps), MeanState(steps, mean)
         ahead = jax.tree.map(
             lambda m, g: decay * m + (1 - decay) * g,
-            optax.tree.bias_correction(mean, decay, optax.safe_increment(count)),
-            optax.tree.bias_correction(grads, decay, count),
+            optax.tree.bias_correction(mean, decay, steps + 1),
+            optax.tree.bias_correction(grads, decay, steps),
         )
-        return ahead, MeanState(count, mean)
+        return ahead, MeanState(steps, mean)
 
     return optax.GradientTransformation(init, update)
 
