@@ -12,7 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 from tests.helpers import jit, seeds
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops.orthogonalize import orthogonalize
-from zaya_jax.optim.muon import scale_by_muon
+from zaya_jax.optim.muon import corrected_mean, scale_by_muon
 
 FORMS = ("sum", "ema")
 SCALES = {  # of a matrix [in, out]
@@ -82,13 +82,26 @@ def test_the_ema_form_is_optax_muon(nesterov, coefficients, consistent_rms):
         params = jax.tree.map(jnp.add, params, expected)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_the_mean_is_corrected_for_the_steps_it_lacks(nesterov):
+    """Newton–Schulz would take the factor out again, so this looks at what it is given."""
+    transform = corrected_mean(0.75, nesterov=nesterov)
+    state, mean = transform.init({"w": jnp.zeros((2, 3))}), 0.0
+    for step in range(1, 4):
+        g = draw(step, 2, 3)
+        out, state = transform.update({"w": g}, state)
+        mean = 0.75 * mean + 0.25 * g
+        ahead = 0.75 * mean / (1 - 0.75 ** (step + 1)) + 0.25 * g / (1 - 0.75**step)
+        np.testing.assert_allclose(out["w"], ahead if nesterov else mean / (1 - 0.75**step), rtol=1e-5)
+
+
 @pytest.mark.parametrize("scaling", SCALES)
 def test_an_update_has_the_scale_of_its_shape(scaling):
     grad = {"wide": draw(0, 6, 24), "tall": draw(1, 2, 24, 6), "square": draw(2, 8, 8)}
-    init, update = muon(scaling=scaling)
+    init, update = muon(scaling=scaling, newton_schulz_steps=3)
     out, _ = update(grad, init(grad))
     for name, g in grad.items():
-        expected = SCALES[scaling](*g.shape[-2:]) * orthogonalize(g, steps=5, dtype=jnp.float32)
+        expected = SCALES[scaling](*g.shape[-2:]) * orthogonalize(g, steps=3, dtype=jnp.float32)
         assert relative(out[name], expected) < 1e-5, name
 
 
