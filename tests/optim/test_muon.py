@@ -86,13 +86,13 @@ def test_the_ema_form_is_optax_muon(nesterov, coefficients, consistent_rms):
 def test_the_mean_is_corrected_for_the_steps_it_lacks(nesterov):
     """Newton–Schulz would take the factor out again, so this looks at what it is given."""
     transform = corrected_mean(0.75, nesterov=nesterov)
-    state, mean = transform.init({"w": jnp.zeros((2, 3))}), 0.0
+    state, mean = transform.init(jnp.zeros((2, 3))), 0.0
     for step in range(1, 4):
         g = draw(step, 2, 3)
-        out, state = transform.update({"w": g}, state)
+        out, state = transform.update(g, state)
         mean = 0.75 * mean + 0.25 * g
         ahead = 0.75 * mean / (1 - 0.75 ** (step + 1)) + 0.25 * g / (1 - 0.75**step)
-        np.testing.assert_allclose(out["w"], ahead if nesterov else mean / (1 - 0.75**step), rtol=1e-5)
+        chex.assert_trees_all_close(out, ahead if nesterov else mean / (1 - 0.75**step), rtol=1e-5)
 
 
 @pytest.mark.parametrize("scaling", SCALES)
