@@ -57,6 +57,13 @@ def test_names_say_where_a_parameter_stands():
 
 
 @every_variant
+def test_what_stands_side_by_side_in_one_parameter_is_told(variant):
+    config = tiny_config(variant)
+    expected = {f"blocks.{index}.mixture.experts.gate_up": 2 for index in range(len(config.period))}
+    assert tree.fused(random_model(config)) == tree.fused(abstract_model(config)) == expected
+
+
+@every_variant
 def test_matrices_stand_in_the_last_two_axes(variant):
     model = random_model(tiny_config(variant))
     roles = tree.roles(model)

@@ -16,7 +16,7 @@ class Experts(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         e, d, f = config.num_experts, config.hidden_size, config.expert_size
         key_up, key_down = jax.random.split(key)
-        self.gate_up = param(matrix(key_up, (e, d, 2 * f)), "expert")
+        self.gate_up = param(matrix(key_up, (e, d, 2 * f)), "expert", parts=2)
         self.down = param(matrix(key_down, (e, f, d)), "expert")
 
 

@@ -13,17 +13,23 @@ Role = Literal[
     "attention", "router", "expert",  # matrices
     "embedding", "convolution", "norm", "scale", "temperature", "bias",
 ]  # fmt: skip
-ROLES: tuple[str, ...] = get_args(Role)
-MATRIX_ROLES = ("attention", "router", "expert")
+ROLES: tuple[Role, ...] = get_args(Role)
+MATRIX_ROLES: tuple[Role, ...] = ("attention", "router", "expert")
 
 
 class BalancingBias(nnx.Variable):
     """Added to the router's probabilities to choose an expert; moved by the load, never by the loss."""
 
 
-def param(value: jax.Array, role: Role) -> nnx.Param:
-    """A trained parameter. Its role says which optimizer moves it and in which dtype it computes."""
-    return nnx.Param(value, role=role)
+def param(value: jax.Array, role: Role, parts: int = 1) -> nnx.Param:
+    """A trained parameter.
+
+    Args:
+      value: its start.
+      role: says which optimizer moves it and in which dtype it computes.
+      parts: matrices of equal width that it holds side by side along its last axis.
+    """
+    return nnx.Param(value, role=role, parts=parts)
 
 
 def matrix(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

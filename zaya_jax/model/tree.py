@@ -38,8 +38,20 @@ def balancing_biases(model: Zaya) -> Arrays:
 
 
 def roles(model: Zaya) -> dict[str, Role]:
-    """Role of each parameter, by name."""
-    return {name: v.get_metadata()["role"] for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+    """Role of each parameter, by name; ValueError for one that was made without (`layers.param`)."""
+    metadata = _metadata(model)
+    if bare := [name for name, each in metadata.items() if "role" not in each]:
+        raise ValueError(f"These parameters have no role: {', '.join(bare)}.")
+    return {name: each["role"] for name, each in metadata.items()}
+
+
+def fused(model: Zaya) -> dict[str, int]:
+    """Number of matrices side by side in a parameter, by name, for those that hold more than one."""
+    return {name: each["parts"] for name, each in _metadata(model).items() if each["parts"] > 1}
+
+
+def _metadata(model: Zaya) -> dict[str, dict[str, Any]]:
+    return {name: v.get_metadata() for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
 
 
 def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:

@@ -3,36 +3,106 @@
 import jax
 import jax.numpy as jnp
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+from zaya_jax.config.optimizer import Coefficients
+
+Triple = tuple[float, float, float]
+
+SMALLEST_NORM = 1e-7
 
 
-def orthogonalize(m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+def _shrunk(triple: Triple, factor: float) -> Triple:
+    """The quintic `triple` of x / factor."""
+    a, b, c = triple
+    return a / factor, b / factor**3, c / factor**5
+
+
+_POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+_SAFETY = 1.01
+
+# The paper divides its triples but the last by the safety factor, and the norm's quotient as well, which is the
+# first triple divided once more. Unshrunk, the sequence diverges from 1.001 on, where bf16 may round a σ of 1.
+COEFFICIENTS: dict[Coefficients, tuple[Triple, ...]] = {
+    "standard": ((3.4445, -4.7750, 2.0315),),
+    "dion": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    "polar_express": (
+        _shrunk(_POLAR_EXPRESS[0], _SAFETY**2),
+        *(_shrunk(triple, _SAFETY) for triple in _POLAR_EXPRESS[1:-1]),
+        _POLAR_EXPRESS[-1],
+    ),
+}
+
+
+def orthogonalize(
+    m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike, coefficients: Coefficients = "standard"
+) -> jax.Array:
     """UVᵀ of each matrix's singular value decomposition UΣVᵀ, approximately.
+
+    After five steps singular values lie within the band below if they were at least 0.003 of the matrix's
+    Frobenius norm (a 2,048 × 2,048 matrix with all of them equal has 0.022). Smaller ones end between 0 and
+    the band's upper end. For fp32 this is the polynomial's range; for bf16 it is measured, over 20,000
+    matrices of up to 128 × 128, and has its low end where rounding the matrix makes a small value smaller.
+
+    ================  ==================  ====================
+    coefficients      fp32 iterates       bf16 iterates
+    ================  ==================  ====================
+    standard          0.681 to 1.203      0.65 to 1.21
+    dion              0.977 to 1.146      0.85 to 1.16
+    polar_express     0.869 to 1.124      0.80 to 1.14
+    ================  ==================  ====================
 
     Args:
       m_xpq: matrices in the last two axes, any axes before.
-      steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ.
+      steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ, at least 1. Fewer than a sequence has
+        triples take its first, more repeat its last.
       dtype: of the iterates; sums are in fp32 whatever it is.
+      coefficients: 'standard' is one triple for every step (Jordan's Muon, zaya1.md §3.1); 'dion' is five
+        (Dion, arXiv 2504.05295, as Optax has them); 'polar_express' is eight (arXiv 2505.16932,
+        algorithm 1, with its safety factor of 1.01 on the triples but the last, and on the norm).
 
     Returns:
-      fp32, of the same shape; singular values lie around 1, between about 0.7 and 1.2.
+      fp32, of the same shape. It does not depend on a matrix's scale, unless its norm is under 1e-7: from there
+      the result goes to 0 with it.
+
+    Raises:
+      ValueError: there are no two axes, or no steps.
     """
-    a, b, c = COEFFICIENTS
+    if m_xpq.ndim < 2 or steps < 1:
+        raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
+    triples = COEFFICIENTS[coefficients]
+    table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], jnp.float32)
+    # Some GPUs would round fp32 operands to TF32; those in bf16 are exact whatever the precision.
+    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+    def product(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.matmul(left, right, precision=precision, preferred_element_type=jnp.float32)
+
+    def step(x: jax.Array, triple: jax.Array) -> tuple[jax.Array, None]:
+        a, b, c = triple
+        gram = product(x, jnp.swapaxes(x, -1, -2))
+        low = gram.astype(dtype)
+        polynomial = b * gram + c * product(low, low)
+        return (a * x.astype(jnp.float32) + product(polynomial.astype(dtype), x)).astype(dtype), None
+
     p, q = m_xpq.shape[-2:]
     x = m_xpq.astype(jnp.float32)
     if p > q:  # the Gram matrix is taken of the shorter side
         x = jnp.swapaxes(x, -1, -2)
-    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-7)
-    x = x.astype(dtype)
-
-    def product(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.matmul(left, right, preferred_element_type=jnp.float32)
-
-    def step(_: int, x: jax.Array) -> jax.Array:
-        gram = product(x, jnp.swapaxes(x, -1, -2))
-        low = gram.astype(dtype)
-        polynomial = b * gram + c * product(low, low)
-        return (a * x.astype(jnp.float32) + product(polynomial.astype(dtype), x)).astype(dtype)
-
-    x = jax.lax.fori_loop(0, steps, step, x).astype(jnp.float32)
+    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), SMALLEST_NORM)
+    x, _ = jax.lax.scan(step, x.astype(dtype), table)
+    x = x.astype(jnp.float32)
     return jnp.swapaxes(x, -1, -2) if p > q else x

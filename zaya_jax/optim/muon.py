@@ -1,46 +1,92 @@
 """Muon as an Optax transform (zaya1.md §3.1)."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from zaya_jax.config import MuonConfig
 from zaya_jax.ops.orthogonalize import orthogonalize
 
 
-class MuonState(NamedTuple):
-    """fp32 momentum of every matrix, of the sum form m ← μm + g."""
+class MeanState(NamedTuple):
+    """fp32 mean of the gradients, and the int32 number of steps, which its correction needs."""
 
-    momentum: Any
+    steps: jax.Array
+    mean: Any
 
 
-def scale_by_muon(
-    momentum: float, *, nesterov: bool, steps: int, dtype: jax.typing.DTypeLike
-) -> optax.GradientTransformation:
-    """Momentum, orthogonalised, scaled so that an update has AdamW's typical RMS of 0.2.
+def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> optax.GradientTransformation:
+    """Momentum, orthogonalised and scaled by its shape.
 
     Args:
-      momentum: μ.
-      nesterov: whether g + μm is orthogonalised instead of m.
-      steps: of the Newton–Schulz iteration.
-      dtype: of its iterates.
+      config: its rate and decay are not looked at.
+      split: number of matrices that stand side by side along the last axis of a leaf, by the leaf's name; each
+        is orthogonalised and scaled on its own. A leaf without an entry is one matrix.
 
     Returns:
-      A transform of leaves with matrices in their last two axes; stacks of layers and experts are batches
-      of matrices. Its updates are directions: to be scaled by minus the learning rate.
+      A transform of flat dicts by name, of leaves with matrices [in, out] in their last two axes; stacks of
+      layers and experts are batches of matrices. Its updates are fp32 directions, to be scaled by minus the
+      learning rate. Its state is the fp32 momentum, in the parameters' shapes, and for the mean a number of steps.
+    """
+    parts = split or {}
+
+    def directions(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+        del params
+        return jax.tree_util.tree_map_with_path(
+            lambda path, m: _direction(m, config, parts.get(jax.tree_util.keystr(path, simple=True), 1)), updates
+        )
+
+    if config.momentum_form == "sum":
+        momentum = optax.trace(config.momentum, config.nesterov, accumulator_dtype=jnp.float32)
+    else:
+        momentum = corrected_mean(config.momentum, nesterov=config.nesterov)
+    return optax.chain(momentum, optax.stateless(directions))
+
+
+def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformation:
+    """The momentum of `optax.contrib.muon`: m ← μm + (1 − μ)g, over 1 − μⁿ at step n.
+
+    With Nesterov it is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
     """
 
-    def init(params: optax.Params) -> MuonState:
-        return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+    def init(params: optax.Params) -> MeanState:
+        return MeanState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=jnp.float32))
 
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, MuonState]:
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, MeanState]:
         del params
-        new = jax.tree.map(lambda m, g: momentum * m + g.astype(jnp.float32), state.momentum, updates)
-        ahead = jax.tree.map(lambda m, g: g + momentum * m, new, updates) if nesterov else new
-        return jax.tree.map(direction, ahead), MuonState(new)
-
-    def direction(m: jax.Array) -> jax.Array:
-        return 0.2 * max(m.shape[-2:]) ** 0.5 * orthogonalize(m, steps=steps, dtype=dtype)
+        grads = optax.tree.cast(updates, jnp.float32)
+        steps = state.steps + 1
+        mean = optax.tree.update_moment(grads, state.mean, decay, 1)
+        if not nesterov:
+            return optax.tree.bias_correction(mean, decay, steps), MeanState(steps, mean)
+        ahead = jax.tree.map(
+            lambda m, g: decay * m + (1 - decay) * g,
+            optax.tree.bias_correction(mean, decay, steps + 1),
+            optax.tree.bias_correction(grads, decay, steps),
+        )
+        return ahead, MeanState(steps, mean)
 
     return optax.GradientTransformation(init, update)
+
+
+def _direction(m_xpq: jax.Array, config: MuonConfig, parts: int) -> jax.Array:
+    *stack, p, q = m_xpq.shape
+    apart = jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
+    orthogonal = orthogonalize(
+        apart, steps=config.newton_schulz_steps, dtype=config.iterates, coefficients=config.coefficients
+    )
+    return jnp.moveaxis(_scale(p, q // parts, config) * orthogonal, -3, -2).reshape(m_xpq.shape)
+
+
+def _scale(rows: int, columns: int, config: MuonConfig) -> float:
+    """Factor of an orthogonal matrix of `rows` inputs and `columns` outputs (torch stores its transpose)."""
+    match config.scaling:
+        case "match_rms_adamw":  # root mean square 0.2, which is AdamW's usual one (arXiv 2502.16982)
+            return 0.2 * max(rows, columns) ** 0.5
+        case "original":  # Jordan's Muon
+            return max(1, columns / rows) ** 0.5
+        case "unit_rms":  # an input of root mean square 1 gives an output of it (arXiv 2310.17813)
+            return (columns / rows) ** 0.5

@@ -1,0 +1,86 @@
+"""What the load does to the balancing biases."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.config import BalanceConfig
+from zaya_jax.optim.balance import load_error, make_balancer
+
+START = jnp.asarray([[0.0, 0.0, 0.0, 0.0, -1.0], [0.3, -0.2, 0.1, 0.0, -1.0]])
+COUNTS = [[[70, 20, 10, 0, 5], [25, 25, 25, 25, 900]], [[10, 20, 10, 80, 5], [4, 4, 4, 5, 0]],
+          [[50, 20, 20, 10, 0], [0, 0, 0, 0, 7]]]  # fmt: skip
+
+
+def follow(config, counts=COUNTS):
+    balancer = make_balancer(config)
+    biases, state = {"bias": START}, balancer.init({"bias": START})
+    for each in counts:
+        updates, state = balancer.update({"bias": load_error(jnp.asarray(each, jnp.int32))}, state, biases)
+        biases = jax.tree.map(jnp.add, biases, updates)
+    return np.asarray(biases["bias"])
+
+
+@given(counts=st.lists(st.lists(st.integers(0, 10**6), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_the_load_error_is_the_share_less_the_fair_one(counts):
+    counts = np.array(counts)
+    counts[:, 0] += 1  # somebody went somewhere
+    error = load_error(jnp.asarray(counts, jnp.int32))
+    chex.assert_type(error, jnp.float32)
+    chex.assert_shape(error, counts.shape)
+    assert not np.any(error[:, -1]), "skip is not moved"
+    np.testing.assert_allclose(error[:, :-1].sum(-1), 0, atol=1e-6)
+    real = counts[:, :-1]
+    np.testing.assert_allclose(error[:, :-1], real / real.sum(-1, keepdims=True) - 1 / 4, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("experts", [1, 3, 7, 16])
+def test_a_uniform_load_gives_no_error(experts):
+    counts = jnp.full((2, experts + 1), 11, jnp.int32).at[:, -1].set(99)  # whatever is skipped
+    assert not np.any(load_error(counts))
+    assert not np.any(load_error(counts.at[:, :-1].set(0))), "nor does a layer whose tokens were all skipped"
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sign"])
+def test_the_bias_moves_against_the_load(rule):
+    biases = follow(BalanceConfig(rule=rule, learning_rate=0.01), [COUNTS[0]] * 3)
+    assert biases[0, 0] < 0
+    assert (biases[0, 1:4] > 0).sum() == 3
+    np.testing.assert_allclose(np.abs(biases[0, :4]), 0.03, rtol=1e-3)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sign", "none"])
+def test_skip_stays_where_it_is_to_the_bit(rule):
+    assert (follow(BalanceConfig(rule=rule, learning_rate=0.3))[:, -1] == -1).all()
+
+
+def test_adamw_is_optax_adamw_without_decay():
+    config = BalanceConfig(learning_rate=0.01, b1=0.7, b2=0.8, eps=1e-3)
+    theirs = optax.adamw(0.01, b1=0.7, b2=0.8, eps=1e-3, weight_decay=0)
+    biases, state = START, theirs.init(START)
+    for each in COUNTS:
+        real = np.asarray(each)[:, :4]
+        share = real / np.maximum(real.sum(-1, keepdims=True), 1)
+        error = np.where(real.sum(-1, keepdims=True), share - 1 / 4, 0)
+        error = jnp.asarray(np.pad(error, ((0, 0), (0, 1))), jnp.float32)
+        updates, state = theirs.update(error, state, biases)
+        biases = jax.tree.map(jnp.add, biases, updates)
+    np.testing.assert_allclose(follow(config), biases, rtol=1e-5, atol=1e-7)
+
+
+def test_sign_takes_a_step_of_one_size_and_none_where_the_load_is_fair():
+    """DeepSeek-V3's rule: b + rate · sign(mean of the counts − count)."""
+    expected = np.asarray(START).copy()
+    for each in COUNTS:
+        real = np.asarray(each)[:, :4]
+        expected[:, :4] += 0.01 * np.sign(real.mean(-1, keepdims=True) - real)
+    np.testing.assert_allclose(follow(BalanceConfig(rule="sign", learning_rate=0.01)), expected, atol=1e-7)
+
+
+def test_none_leaves_every_bias():
+    np.testing.assert_array_equal(follow(BalanceConfig(rule="none")), START)
