@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from tests.helpers import abstract_model, tiny_config
 from zaya_jax.config import ModelConfig, load_config
@@ -73,7 +74,9 @@ def products(jaxpr):
             (summed, _), (batched, _) = equation.params["dimension_numbers"]
             free = math.prod(right) // math.prod(left[axis] for axis in (*summed, *batched))
             count += 2 * math.prod(left) * free
-        count += sum(products(inner) for inner in jax.core.jaxprs_in_params(equation.params))
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                count += products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
     return count
 
 

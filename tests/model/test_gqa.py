@@ -1,4 +1,4 @@
-"""Plain grouped-query attention as a whole layer, against the formulas in float64."""
+"""Plain grouped-query attention as a whole layer, against the formulas in float64; decoding stands in test_zaya.py."""
 
 import functools
 
@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import jit, packed_rows, seeds, tiny_config
-from zaya_jax.model import cache as decode
 from zaya_jax.model.cca import Context
 from zaya_jax.model.gqa import GQA
 from zaya_jax.model.layers import rotary_table, segment_positions
@@ -104,25 +103,6 @@ def test_queries_keys_and_values_have_the_dtype_of_the_input(kind):
     h = jax.ShapeDtypeStruct((B, S, CONFIGS[kind].hidden_size), jnp.bfloat16)
     out = jax.eval_shape(lambda h: layer(kind)(h, context(kind, segments), None, Ops(attention=spy))[0], h)
     chex.assert_type([*seen, out], jnp.bfloat16)
-
-
-@every_kind
-def test_a_token_after_those_in_the_cache_sees_them(kind):
-    config, h = CONFIGS[kind], draw(kind, 3)
-    segments = np.asarray([[1] * 6 + [2] * 5, [3] * 11], np.int32)
-    whole = context(kind, segments)
-    state = jax.tree.map(lambda x: x[0], decode.init_cache(config, B, S).layers[0])
-    held = np.zeros((B, S), np.int32)
-    parts = []
-    for start, end in ((0, 4), (4, 5), (5, 8), (8, 11)):
-        now = held.copy()
-        now[:, start:end] = segments[:, start:end]
-        rotary = {kind: tuple(x[:, start:end] for x in whole.rotary[kind])}
-        piece = Context(jnp.asarray(segments[:, start:end]), rotary, jnp.asarray(held), jnp.asarray(now), start)
-        out, state = layer(kind)(jnp.asarray(h[:, start:end]), piece, state, LOCAL)
-        parts.append(out)
-        held = now
-    np.testing.assert_allclose(np.concatenate(parts, 1), program(kind)(layer(kind), h, segments), rtol=1e-4, atol=1e-5)
 
 
 def test_it_has_no_parameters_of_the_mix():
