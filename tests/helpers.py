@@ -34,10 +34,17 @@ VARIANTS = {
     "kernel_one": {"depthwise_kernel": 1, "grouped_kernel": 1, "rotary_fraction": 1.0, "num_experts": 3},
 }  # fmt: skip
 
+# Parts of ZAYA1 taken away; `transformers` has no form of them.
+ABLATIONS = {
+    "gqa": {"attention": "gqa", "attention_bias": True, "layer_pattern": ("full", "sliding"), "num_layers": 4,
+            "sliding_window": 4, "sliding_rope_base": 500.0},
+    "bare": {"attention": "gqa", "router": "linear", "residual_scaling": False, "num_kv_heads": 1},
+}  # fmt: skip
+
 
 def tiny_config(variant: str = "plain", **overrides) -> ModelConfig:
-    """One of `VARIANTS`, with `overrides`."""
-    config = dataclasses.replace(TINY, **{**VARIANTS[variant], **overrides})
+    """One of `VARIANTS` or `ABLATIONS`, with `overrides`."""
+    config = dataclasses.replace(TINY, **{**(VARIANTS | ABLATIONS)[variant], **overrides})
     config.check()
     return config
 

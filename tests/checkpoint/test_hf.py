@@ -244,3 +244,9 @@ def test_nothing_is_written_over(tmp_path):
     save_pretrained(model, tmp_path / "empty")
     save_pretrained(model, tmp_path / "deep" / "er")
     assert bits(tmp_path / "empty") == bits(tmp_path / "deep" / "er")
+
+
+def test_a_model_without_a_part_of_zaya1_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(InputError, match=r"model\.attention is 'gqa'"):
+        save_pretrained(random_model(tiny_config(attention="gqa")), tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -42,6 +42,12 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
     assert len(there["layer_types"]) == config.num_layers
 
 
+@pytest.mark.parametrize(("key", "value"), [("attention", "gqa"), ("router", "linear"), ("residual_scaling", False)])
+def test_an_architecture_without_a_part_of_zaya1_is_refused(key, value):
+    with pytest.raises(InputError, match=rf"model\.{key} is {value!r}.*transformers"):
+        to_hf(tiny_config(**{key: value}), "float32")
+
+
 def test_layers_come_in_order():
     config = tiny_config("plain", layer_pattern=("sliding", "full", "full"), num_layers=6, sliding_window=3)
     assert to_hf(config, "float32")["layer_types"] == ["hybrid_sliding", "hybrid", "hybrid"] * 2

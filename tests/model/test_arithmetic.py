@@ -1,18 +1,35 @@
 import dataclasses
+import functools
+import itertools
+import math
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from tests.helpers import abstract_model, tiny_config
 from zaya_jax.config import ModelConfig, load_config
 from zaya_jax.model import arithmetic
+from zaya_jax.model.cache import init_cache
+from zaya_jax.model.cca import Context
+from zaya_jax.model.layers import rotary_table
 from zaya_jax.model.tree import parameters
+from zaya_jax.model.zaya import Block
+from zaya_jax.ops import Ops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+
+PARTS = [dict(zip(("attention", "router", "residual_scaling"), parts, strict=True))
+         for parts in itertools.product(("cca", "gqa"), ("zaya", "linear"), (True, False))]  # fmt: skip
+every_combination = pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(map(str, parts.values())))
+
+# Shrinking what fails would trace hundreds of models, and a failure already names its configuration.
+few = settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
 
 
 def real_sizes(config):
@@ -20,7 +37,7 @@ def real_sizes(config):
 
 
 @st.composite
-def configs(draw):
+def configs(draw, parts):
     kv = draw(st.sampled_from([1, 2, 3]))
     config = ModelConfig(
         vocab_size=draw(st.integers(1, 50)), hidden_size=draw(st.integers(1, 40)),
@@ -30,22 +47,91 @@ def configs(draw):
         max_positions=64, rotary_fraction=0.0,
         layer_pattern=draw(st.sampled_from([("full",), ("full", "sliding")])), sliding_window=3,
         depthwise_kernel=draw(st.integers(1, 4)), grouped_kernel=draw(st.integers(1, 4)),
-        attention_bias=draw(st.booleans()), head_bias=draw(st.booleans()),
+        attention_bias=draw(st.booleans()), head_bias=draw(st.booleans()), **parts,
     )  # fmt: skip
     config.check()
     return config
 
 
-@settings(max_examples=8)
-@given(config=configs())
-def test_counts_are_the_sizes_of_the_real_leaves(config):
+@every_combination
+@few
+@given(data=st.data())
+def test_counts_are_the_sizes_of_the_real_leaves(parts, data):
+    config = data.draw(configs(parts))
     sizes = real_sizes(config)
-    total = sum(sizes.values()) - config.router_size  # the first layer's inert γ
+    inert = config.router_size if config.router == "zaya" else 0  # the first layer's γ
+    total = sum(sizes.values()) - inert
     assert arithmetic.total_parameters(config) == total
     assert arithmetic.non_embedding_parameters(config) == total - sizes["embedding"]
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     idle = experts * (config.num_experts - 1) // config.num_experts
     assert arithmetic.active_parameters(config) == total - sizes["embedding"] - idle
+
+
+def products(jaxpr):
+    """Operations of the matrix products in a program."""
+    count = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            left, right = (operand.aval.shape for operand in equation.invars)
+            (summed, _), (batched, _) = equation.params["dimension_numbers"]
+            free = math.prod(right) // math.prod(left[axis] for axis in (*summed, *batched))
+            count += 2 * math.prod(left) * free
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)):
+            if isinstance(inner, Jaxpr | ClosedJaxpr):
+                count += products(inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner)
+    return count
+
+
+@every_combination
+@few
+@given(data=st.data())
+def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
+    config = dataclasses.replace(data.draw(configs(parts)), layer_pattern=("full",))
+    b, s = 2, 7
+    # Neither reference counts as it is costed: blocks are padded, and every expert's rows too.
+    spies = Ops(attention=lambda q, *_, **__: q, experts=lambda h, *_: h)
+    block = jax.eval_shape(functools.partial(Block, config, "full"), jax.random.key(0))
+    table = rotary_table(jnp.zeros((b, s)), config.rotary_size, 1e4)
+    context = Context(jnp.ones((b, s), jnp.int32), {"full": table})
+    x = jax.ShapeDtypeStruct((b, s, config.hidden_size), jnp.float32)
+    state = jax.ShapeDtypeStruct((b, s, config.router_size), jnp.float32)
+    program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies))(block, x, state)
+    token = products(program.jaxpr) / (b * s)
+    token += 4 * config.query_size * arithmetic.visible_keys(s, None) + 6 * config.hidden_size * config.expert_size
+    if config.attention == "cca":  # sums over its taps, no product
+        token += 2 * (config.query_size + config.kv_size) * config.depthwise_kernel
+    head = 2 * config.vocab_size * config.hidden_size
+    assert arithmetic.prefill_flops_per_token(config, s) == pytest.approx(config.num_layers * token + head)
+
+
+@every_combination
+def test_cache_bytes_are_those_of_a_real_cache(parts):
+    config = tiny_config("sliding", **parts)
+    cache = jax.eval_shape(lambda: init_cache(config, 3, 16, jnp.bfloat16))
+    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+    assert held == 3 * (16 * arithmetic.cache_bytes_per_token(config) + arithmetic.cache_state_bytes(config))
+    assert (arithmetic.cache_state_bytes(config) == 0) == (config.attention == "gqa")
+
+
+@pytest.mark.parametrize(("name", "published", "within"), [("74b", 74.8e9, 0.01), ("1b8", 1.8e9, 0.03)])
+def test_other_sizes_have_the_totals_they_are_named_after(name, published, within):
+    path = CONFIGS / f"zaya1_{name}.yaml"
+    config = load_config(path).model
+    total, active = arithmetic.total_parameters(config), arithmetic.active_parameters(config)
+    assert total == sum(real_sizes(config).values()) - config.router_size
+    assert total == pytest.approx(published, rel=within)
+    said = path.read_text(encoding="utf-8")
+    training = arithmetic.training_flops_per_token(config, 4096)
+    for figure in (f"{total:,} parameters", f"{active:,} outside", f"{training / 1e9:.2f} GFLOP"):
+        assert figure in said, figure
+
+
+def test_the_74b_is_published_as_activating_about_four_billion():
+    """zaya1.md §12.3."""
+    config = load_config(CONFIGS / "zaya1_74b.yaml").model
+    assert arithmetic.active_parameters(config) == pytest.approx(4e9, rel=0.1)
+    assert (config.layer_pattern, config.num_groups) == (("full", "sliding"), 30)
 
 
 @pytest.fixture(scope="module")

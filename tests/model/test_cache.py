@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import VARIANTS, tiny_config
+from tests.helpers import ABLATIONS, VARIANTS, tiny_config
 from zaya_jax.model import arithmetic
-from zaya_jax.model.cache import LayerCache, advance, halo, init_cache, tail_rows
+from zaya_jax.model.cache import LayerCache, advance, halo, init_cache, tail_rows, write
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_an_empty_cache_has_the_sizes_arithmetic_says(variant, dtype):
     config = tiny_config(variant)
@@ -57,6 +57,21 @@ def test_advance_writes_new_tokens_and_keeps_the_last_rows(rows, new):
     np.testing.assert_array_equal(after.delayed_b1x, delayed[:, -1:])
 
 
+def test_attention_without_convolutions_caches_keys_and_values_alone():
+    for layer in init_cache(tiny_config("gqa"), 3, 16).layers:
+        assert layer.k_btkc.size == layer.v_btkc.size > 0
+        assert layer.u_bwnc.size == layer.delayed_b1x.size == 0
+
+
+def test_writing_keys_and_values_leaves_the_rest():
+    before = filled(2)
+    k, v = np.random.default_rng(2).normal(size=(2, 2, 3, 1, 4)).astype(np.float32)
+    after = write(before, k, v, jnp.asarray(4))
+    np.testing.assert_array_equal(after.k_btkc, before.k_btkc.at[:, 4:7].set(k))
+    np.testing.assert_array_equal(after.v_btkc, before.v_btkc.at[:, 4:7].set(v))
+    chex.assert_trees_all_equal(after[2:], before[2:])
+
+
 def test_the_tail_stays_float32():
     low = jnp.ones((2, 1, 3, 4), jnp.bfloat16)
     after = advance(filled(2), low[:, :, :1], low[:, :, :1], low, low[:, :, 0, :2], jnp.asarray(0))
@@ -80,3 +95,4 @@ def test_tail_rows_are_what_the_convolutions_look_back():
     assert tail_rows(tiny_config("plain")) == 2
     assert tail_rows(tiny_config("biased")) == 5
     assert tail_rows(tiny_config("kernel_one")) == 0
+    assert tail_rows(tiny_config("gqa")) == 0

@@ -9,6 +9,7 @@ from tests.helpers import packed_rows, seeds
 from zaya_jax.model.layers import (
     MATRIX_ROLES,
     ROLES,
+    PlainSum,
     ResidualScaling,
     RMSNorm,
     matrix,
@@ -59,6 +60,17 @@ def test_residual_scaling_starts_as_a_plain_sum_and_the_stream_stays_float32():
     merged = ResidualScaling(4)(out, stream)
     chex.assert_type(merged, jnp.float32)
     np.testing.assert_array_equal(merged, 1024.75)
+
+
+@given(seed=seeds())
+def test_a_plain_sum_is_residual_scaling_at_its_start(seed):
+    rng = np.random.default_rng(seed)
+    out, stream = rng.normal(size=(2, 2, 3, 6)).astype(np.float32)
+    for output in (jnp.asarray(out), jnp.asarray(out, jnp.bfloat16)):
+        merged = PlainSum()(output, jnp.asarray(stream))
+        chex.assert_type(merged, jnp.float32)
+        np.testing.assert_array_equal(merged, ResidualScaling(6)(output, jnp.asarray(stream)))
+    assert not jax.tree.leaves(PlainSum())
 
 
 def test_a_norm_has_its_weight_and_epsilon():

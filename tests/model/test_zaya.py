@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import (
+    ABLATIONS,
     VARIANTS,
     abstract_model,
     assert_trees_close,
@@ -32,8 +33,8 @@ from zaya_jax.model.zaya import Zaya, head, logits
 from zaya_jax.ops import LOCAL
 
 ROWS, LENGTH = 6, 20
-DIFFERENTIATED = ("plain", "biased", "sliding")
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
+DIFFERENTIATED = ("plain", "biased", "sliding", *ABLATIONS)
+every_variant = pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
 every_gradient = pytest.mark.parametrize("variant", DIFFERENTIATED)
 
 
@@ -173,6 +174,46 @@ def test_what_stands_in_padding_changes_nothing(variant, data, seed):
     np.testing.assert_array_equal(counts1.sum(-1), [real.sum()] * config.num_layers)
     if real.any():
         assert_trees_close(gradient1, gradient2, rtol=1e-6)
+
+
+@every_gradient
+def test_the_loss_moves_every_parameter_of_every_layer(variant):
+    config = tiny_config(variant)
+    tokens, targets = draw_tokens(config, 12)
+    segments = np.ones((ROWS, LENGTH), np.int32)
+    _, gradient = run(variant)(random_values(config), tokens, segments, targets, weigh(segments))
+    assert gradient.keys() == tree.roles(abstract_model(config)).keys()
+    for name, x in gradient.items():
+        layers = np.asarray(x).reshape(config.num_groups if name.startswith("blocks.") else 1, -1)
+        if name == "blocks.0.mixture.router.state_scale":
+            layers = layers[1:]  # inert in the first layer
+        assert (np.abs(layers).max(1) > 0).all(), name
+
+
+def test_without_residual_scaling_is_with_neutral_scales_and_biases():
+    config = tiny_config("plain")
+    plain = tiny_config("plain", residual_scaling=False)
+    values = random_values(plain)
+    added = abstract_model(config)
+    neutral = {name: (jnp.zeros if name.endswith("bias") else jnp.ones)(x.shape)
+               for name, x in jax.eval_shape(tree.parameters, added).items() if name not in values}  # fmt: skip
+    assert {name.split(".")[-1] for name in neutral} == {
+        "input_scale", "input_bias", "hidden_scale", "hidden_bias", "residual_scale", "residual_bias",
+    }  # fmt: skip
+    tokens = draw_tokens(config, 13)[0]
+    ours = jit(lambda model, tokens: model(tokens)[:2])(random_model(plain), tokens)
+    hidden, counts = forward("plain")({**values, **neutral}, tokens, np.ones_like(tokens))
+    np.testing.assert_allclose(ours[0], hidden, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(ours[1].expert_counts_le, counts)
+
+
+def test_a_linear_router_never_skips():
+    config = tiny_config("bare")
+    tokens = draw_tokens(config, 14)[0]
+    values = {name: x.at[..., -1].set(5.0) if "balancing" in name else x for name, x in random_values(config).items()}
+    _, counts = forward("bare")(values, tokens, np.ones_like(tokens))
+    assert not np.any(counts[:, -1])
+    np.testing.assert_array_equal(counts.sum(-1), tokens.size)
 
 
 @given(seed=seeds())

@@ -67,8 +67,10 @@ def save_pretrained(model: Zaya, folder: str | Path) -> None:
     """Write `model` so that `transformers` loads it, in the dtype its parameters have.
 
     Raises:
-      InputError: `folder` exists and is not empty; nothing is written then.
+      InputError: `folder` exists and is not empty, or `transformers` has no form of the architecture; nothing
+        is written then.
     """
+    described = to_hf(model.config, model.dtype.name)
     folder = Path(folder)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise InputError(f"{folder} exists and is not an empty folder; a model is saved into a new one.")
@@ -93,7 +95,7 @@ def save_pretrained(model: Zaya, folder: str | Path) -> None:
         index["weight_map"].update(dict.fromkeys(content, name))
     if len(shards) > 1:
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(to_hf(model.config, model.dtype.name), indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ _SIZES = {  # ours: theirs
     "grouped_kernel": "cca_time1",
 }
 _KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
+_ONLY = {"attention": "cca", "router": "zaya", "residual_scaling": True}
 _FIXED = {"hidden_act": "silu", "tie_word_embeddings": True, "num_experts_per_tok": 1}
 
 
@@ -115,7 +116,15 @@ def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, floa
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What `transformers` reads as the same architecture."""
+    """What `transformers` reads as the same architecture.
+
+    Raises:
+      InputError: a part of ZAYA1 is taken away, of which `transformers` has no form; its key is named.
+    """
+    for key, value in _ONLY.items():
+        if getattr(config, key) != value:
+            raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "
+                             f"only where it is {value!r}.")  # fmt: skip
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}

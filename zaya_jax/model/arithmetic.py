@@ -1,4 +1,4 @@
-"""What a model of a given architecture has and costs, from its sizes alone (zaya1.md §1.1).
+"""What a model of a given architecture has and costs, from its sizes and parts alone (zaya1.md §1.1).
 
 A multiply-add counts as two operations. Attention counts the keys a query may see, the convolutions are
 counted as the two they are, and recomputation in the backward pass is not counted.
@@ -17,9 +17,13 @@ def non_embedding_parameters(config: ModelConfig) -> int:
     """`total_parameters` less the tied embedding."""
     d, e = config.hidden_size, config.num_experts
     layer = _attention_parameters(config) + _router_parameters(config) + e * _expert_parameters(config)
-    layer += 2 * d + 8 * d  # norms, residual scalings
-    outside = 3 * d + (config.vocab_size if config.head_bias else 0)  # input scale and bias, final norm
-    return config.num_layers * layer - config.router_size + outside
+    layer += 2 * d  # norms
+    outside = d + (config.vocab_size if config.head_bias else 0)  # final norm
+    if config.residual_scaling:
+        layer += 8 * d
+        outside += 2 * d  # input scale and bias
+    inert = config.router_size if config.router == "zaya" else 0
+    return config.num_layers * layer + outside - inert
 
 
 def active_parameters(config: ModelConfig) -> int:
@@ -31,6 +35,8 @@ def active_parameters(config: ModelConfig) -> int:
 def _attention_parameters(config: ModelConfig) -> int:
     c, heads = config.head_dim, config.num_query_heads + config.num_kv_heads
     biases = config.query_size + 2 * config.kv_size + config.hidden_size if config.attention_bias else 0
+    if config.attention == "gqa":
+        return _projection_parameters(config) + biases
     convolutions = heads * c * (config.depthwise_kernel + 1) + heads * c * (c * config.grouped_kernel + 1)
     return _projection_parameters(config) + convolutions + config.num_kv_heads + biases
 
@@ -42,6 +48,8 @@ def _projection_parameters(config: ModelConfig) -> int:
 def _router_parameters(config: ModelConfig) -> int:
     """With γ, without the balancing bias."""
     d, r = config.hidden_size, config.router_size
+    if config.router == "linear":
+        return d * config.num_experts
     return d * r + r + r + r + 2 * (r * r + r) + r * (config.num_experts + 1)
 
 
@@ -66,8 +74,12 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
     """
     r, heads = config.router_size, config.num_query_heads + config.num_kv_heads
     matrices = _projection_parameters(config) + _expert_parameters(config)
-    matrices += config.hidden_size * r + 2 * r * r + r * (config.num_experts + 1)
-    matrices += heads * config.head_dim * (config.depthwise_kernel + config.head_dim * config.grouped_kernel)
+    if config.router == "linear":
+        matrices += config.hidden_size * config.num_experts
+    else:
+        matrices += config.hidden_size * r + 2 * r * r + r * (config.num_experts + 1)
+    if config.attention == "cca":
+        matrices += heads * config.head_dim * (config.depthwise_kernel + config.head_dim * config.grouped_kernel)
     windows: dict[AttentionKind, int | None] = {"full": None, "sliding": config.sliding_window}
     seen = sum(visible_keys(context, windows[kind]) for kind in config.period) * config.num_groups
     attention = 4 * config.query_size * seen  # scores and weighted values
@@ -86,6 +98,8 @@ def cache_bytes_per_token(config: ModelConfig, bytes_per_value: int = 2) -> int:
 
 
 def cache_state_bytes(config: ModelConfig) -> int:
-    """Bytes of a sequence's fp32 convolution tails and delayed values, whatever its length."""
+    """Bytes of a sequence's fp32 convolution tails and delayed values, whatever its length; 0 where it has none."""
+    if config.attention == "gqa":
+        return 0
     rows = config.depthwise_kernel + config.grouped_kernel - 2
     return 4 * config.num_layers * (rows * (config.query_size + config.kv_size) + config.kv_size // 2)

@@ -13,7 +13,8 @@ from zaya_jax.ops.cca_mix import Halo
 class LayerCache(NamedTuple):
     """State of one layer; in `Cache` every leaf has a leading axis over the groups of the layer scan.
 
-    The convolution's tail and the delayed value are fp32 whatever the model computes in (zaya1.md §1.3).
+    The convolution's tail and the delayed value are fp32 whatever the model computes in (zaya1.md §1.3). Attention
+    that has neither holds no rows of the one and no channels of the other.
     """
 
     k_btkc: jax.Array
@@ -44,19 +45,20 @@ class Cache:
 
 
 def tail_rows(config: ModelConfig) -> int:
-    """Tokens before the current one that the two convolutions see."""
-    return config.depthwise_kernel + config.grouped_kernel - 2
+    """Tokens before the current one that the two convolutions see; 0 where there are none."""
+    return 0 if config.attention == "gqa" else config.depthwise_kernel + config.grouped_kernel - 2
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike = jnp.float32) -> Cache:
     """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
     heads = config.num_query_heads + config.num_kv_heads
+    delayed = 0 if config.attention == "gqa" else config.kv_size // 2
     kv = (config.num_groups, batch, capacity, config.num_kv_heads, config.head_dim)
     layer = LayerCache(
         jnp.zeros(kv, dtype),
         jnp.zeros(kv, dtype),
         jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), jnp.float32),
-        jnp.zeros((config.num_groups, batch, 1, config.kv_size // 2), jnp.float32),
+        jnp.zeros((config.num_groups, batch, 1, delayed), jnp.float32),
     )
     return Cache(
         tuple(jax.tree.map(jnp.copy, layer) for _ in config.period),  # own buffers, so that they can be donated
@@ -74,9 +76,16 @@ def halo(layer: LayerCache, cache_segments_bt: jax.Array, length: jax.Array) -> 
 
 def advance(layer: LayerCache, k_bskc: jax.Array, v_bskc: jax.Array, u_bsnc: jax.Array, delayed_bsx: jax.Array,
             length: jax.Array) -> LayerCache:  # fmt: skip
-    """`layer` with the new tokens written from index `length` on."""
-    k = jax.lax.dynamic_update_slice_in_dim(layer.k_btkc, k_bskc.astype(layer.k_btkc.dtype), length, 1)
-    v = jax.lax.dynamic_update_slice_in_dim(layer.v_btkc, v_bskc.astype(layer.v_btkc.dtype), length, 1)
+    """`layer` with the new tokens written from index `length` on, and the rows the next ones need."""
     rows = layer.u_bwnc.shape[1]
     tail = jnp.concatenate([layer.u_bwnc, u_bsnc.astype(jnp.float32)], 1)
-    return LayerCache(k, v, tail[:, tail.shape[1] - rows :], delayed_bsx[:, -1:].astype(jnp.float32))
+    return write(layer, k_bskc, v_bskc, length)._replace(
+        u_bwnc=tail[:, tail.shape[1] - rows :], delayed_b1x=delayed_bsx[:, -1:].astype(jnp.float32)
+    )
+
+
+def write(layer: LayerCache, k_bskc: jax.Array, v_bskc: jax.Array, length: jax.Array) -> LayerCache:
+    """`layer` with the new tokens' keys and values from index `length` on."""
+    k = jax.lax.dynamic_update_slice_in_dim(layer.k_btkc, k_bskc.astype(layer.k_btkc.dtype), length, 1)
+    v = jax.lax.dynamic_update_slice_in_dim(layer.v_btkc, v_bskc.astype(layer.v_btkc.dtype), length, 1)
+    return layer._replace(k_btkc=k, v_btkc=v)

@@ -6,6 +6,7 @@ from flax import nnx
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.layers import matrix, param
+from zaya_jax.model.linear_router import LinearRouter
 from zaya_jax.model.router import Router
 from zaya_jax.ops import Ops
 
@@ -25,7 +26,7 @@ class MixtureOfExperts(nnx.Module):
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         key_router, key_experts = jax.random.split(key)
-        self.router = Router(config, key_router)
+        self.router = (LinearRouter if config.router == "linear" else Router)(config, key_router)
         self.experts = Experts(config, key_experts)
 
     def __call__(

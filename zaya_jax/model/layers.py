@@ -77,6 +77,14 @@ class ResidualScaling(nnx.Module):
         return recomputed(_merge)(output_bsd, stream_bsd, *(vector[...].astype(jnp.float32) for vector in vectors))
 
 
+class PlainSum(nnx.Module):
+    """Merges a sublayer's output into the stream: o + x, in fp32, without parameters."""
+
+    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
+        """The new stream, fp32."""
+        return output_bsd.astype(jnp.float32) + stream_bsd
+
+
 def _merge(output_bsd: jax.Array, stream_bsd: jax.Array, hidden_scale_d: jax.Array, hidden_bias_d: jax.Array,
            residual_scale_d: jax.Array, residual_bias_d: jax.Array) -> jax.Array:  # fmt: skip
     output = (output_bsd.astype(jnp.float32) + hidden_bias_d) * hidden_scale_d

@@ -15,7 +15,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.model.cache import Cache, LayerCache
 from zaya_jax.model.cca import CCA, Context
 from zaya_jax.model.experts import MixtureOfExperts
-from zaya_jax.model.layers import ResidualScaling, RMSNorm, param, rotary_table, segment_positions
+from zaya_jax.model.gqa import GQA
+from zaya_jax.model.layers import PlainSum, ResidualScaling, RMSNorm, param, rotary_table, segment_positions
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.names import PRODUCT
 
@@ -40,16 +41,16 @@ class ModelOutput(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: CCA, then the mixture, each normed before and merged after."""
+    """One layer: attention, then the mixture, each normed before and merged after."""
 
     def __init__(self, config: ModelConfig, kind: AttentionKind, key: jax.Array) -> None:
         key_attention, key_mixture = jax.random.split(key)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = CCA(config, kind, key_attention)
-        self.attention_merge = ResidualScaling(config.hidden_size)
+        self.attention = (GQA if config.attention == "gqa" else CCA)(config, kind, key_attention)
+        self.attention_merge = _merge(config)
         self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixture = MixtureOfExperts(config, key_mixture)
-        self.mixture_merge = ResidualScaling(config.hidden_size)
+        self.mixture_merge = _merge(config)
 
     def __call__(
         self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, layer: LayerCache | None, ops: Ops
@@ -61,6 +62,10 @@ class Block(nnx.Module):
         h_bsd = self.mixture_norm(x_bsd, dtype, ops)
         out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         return self.mixture_merge(out, x_bsd), state_bsr, counts, layer
+
+
+def _merge(config: ModelConfig) -> ResidualScaling | PlainSum:
+    return ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
 
 
 class Zaya(nnx.Module):
@@ -75,8 +80,9 @@ class Zaya(nnx.Module):
         key_embed, key_blocks = jax.random.split(key)
         embedding = config.init_std * jax.random.normal(key_embed, (config.vocab_size, config.hidden_size))
         self.embedding = param(embedding, "embedding")
-        self.input_scale = param(jnp.ones(config.hidden_size), "scale")
-        self.input_bias = param(jnp.zeros(config.hidden_size), "bias")
+        if config.residual_scaling:
+            self.input_scale = param(jnp.ones(config.hidden_size), "scale")
+            self.input_bias = param(jnp.zeros(config.hidden_size), "bias")
         stacks = []
         for position, kind in enumerate(config.period):
             keys = jax.random.split(jax.random.fold_in(key_blocks, position), config.num_groups)
@@ -134,8 +140,9 @@ class Zaya(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache)
-        embedded = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(jnp.float32)
-        x_bsd = (embedded + self.input_bias[...].astype(jnp.float32)) * self.input_scale[...].astype(jnp.float32)
+        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(jnp.float32)
+        if config.residual_scaling:
+            x_bsd = (x_bsd + self.input_bias[...].astype(jnp.float32)) * self.input_scale[...].astype(jnp.float32)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), jnp.float32)
 
         def one_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:

@@ -1,0 +1,36 @@
+"""The router of most mixtures: one matrix, softmax, biased top-1 (arXiv 2101.03961; the bias is that of zaya1.md §1.4).
+
+It keeps of ZAYA1's router what the rest of the model relies on: fp32 softmax, the unbiased probability as the
+weight, and the balancing bias with an entry for skip.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.model.layers import BalancingBias, matrix, param
+from zaya_jax.model.router import SKIP_BIAS, Routing
+from zaya_jax.ops import Ops
+
+
+class LinearRouter(nnx.Module):
+    """Chooses one of e experts; never skips, and neither reads nor changes the state."""
+
+    def __init__(self, config: ModelConfig, key: jax.Array) -> None:
+        self.output = param(matrix(key, (config.hidden_size, config.num_experts)), "router")
+        self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
+
+    def probabilities(self, h_bsd: jax.Array) -> jax.Array:
+        """fp32 softmax over the e experts; the product is in the dtype of `h_bsd`, its sum in fp32."""
+        logits = jnp.matmul(h_bsd, self.output[...].astype(h_bsd.dtype), preferred_element_type=jnp.float32)
+        return jax.nn.softmax(logits, axis=-1)
+
+    def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
+        """Route every token of `h_bsd`; ties go to the lowest class. `ops` is what other routers call."""
+        probability = self.probabilities(h_bsd)
+        # The entry of skip is left out: skip has no probability, and a bias must not make it win all the same.
+        biased = jax.lax.stop_gradient(probability) + self.balancing_bias[...][:-1]
+        expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
+        weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
+        return Routing(expert, weight, state_bsr)
