@@ -14,7 +14,7 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
-from zaya_jax.optim.build import load_error
+from zaya_jax.optim.balance import load_error
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
 from zaya_jax.train.state import init_state, make_blueprint
 from zaya_jax.train.step import make_evaluation_step, make_train_step

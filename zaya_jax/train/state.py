@@ -12,9 +12,10 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import first_step
 from zaya_jax.model.layers import Role
-from zaya_jax.model.tree import Arrays, balancing_biases, parameters, roles
+from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.optim.build import make_balancer, make_optimizer
+from zaya_jax.optim.balance import make_balancer
+from zaya_jax.optim.build import make_optimizer
 from zaya_jax.train.spikes import Recent, no_recent
 
 
@@ -59,7 +60,7 @@ def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
     """The blueprint of a phase of a configured run; nothing is allocated."""
     model = _abstract_model(config.model_of(config.phases[phase]))
     model_roles = roles(model)
-    optimizer = make_optimizer(config.optimizer, model_roles, config.train.compute_dtype)
+    optimizer = make_optimizer(config.optimizer, model_roles, fused(model))
     return Blueprint(model, config.remat_of(config.phases[phase]), model_roles, optimizer,
                      make_balancer(config.optimizer.balance))  # fmt: skip
 

@@ -15,7 +15,7 @@ from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, cast_for_compute, with_values
 from zaya_jax.ops import LOCAL, Ops, ops_for
 from zaya_jax.ops.target import target_of
-from zaya_jax.optim.build import load_error
+from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.gradient import summed, summed_gradient
 from zaya_jax.train.spikes import forget, judge, remember

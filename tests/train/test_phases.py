@@ -1,0 +1,186 @@
+"""Runs of several phases: where they go on, what may change in them, where they may begin."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_loop import refused, rows_of, train_until
+from tests.train_helpers import change, compile_once, differing, small_run
+from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, load_config
+from zaya_jax.config.stages import phase_steps, stages, total_steps
+from zaya_jax.errors import InputError
+from zaya_jax.train import loop
+from zaya_jax.train.loop import train
+
+PHASES = (
+    PhaseConfig(768, "one", schedule=ScheduleConfig(warmup_tokens=128),
+                batch=BatchConfig(tokens=256, start=128, ramp_tokens=512, micro=2)),
+    PhaseConfig(512, "two", context=64, rope_base=1.0e3, packing="bins", batch=BatchConfig(tokens=256, micro=2)),
+    PhaseConfig(512, "three", remat="dots", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
+)  # fmt: skip
+
+
+def phased(folder, run="run", **changes):
+    config = small_run(folder, run=run)
+    return change(config, {"phases": PHASES, "checkpoint.every": 3, "checkpoint.keep": 1, **changes})
+
+
+def altered(config, index, **changes):
+    """`config` with other values in one of its phases."""
+    phases = list(config.phases)
+    phases[index] = dataclasses.replace(phases[index], **changes)
+    return change(config, {"phases": tuple(phases)})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Configuration, result, and the shape of each batch that was trained on."""
+    config = phased(tmp_path_factory.mktemp("phases"))
+    shapes = []
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        place = loop._micro_batches
+
+        def noted(batch, count):
+            shapes.append((count, *batch["tokens"].shape))
+            return place(batch, count)
+
+        patch.setattr(loop, "_micro_batches", noted)
+        return config, train(config), shapes
+
+
+@pytest.fixture(autouse=True)
+def _quick(quick):
+    return quick
+
+
+def test_the_run_moves_through_its_phases_by_itself(whole):
+    config, result, _ = whole
+    rows = rows_of(result.run_dir)
+    assert phase_steps(config) == [(0, 4), (4, 6), (6, 10)]
+    assert [row["phase"] for row in rows] == ["one"] * 4 + ["two"] * 2 + ["three"] * 4
+    assert result.model.config.rope_base == config.model.rope_base
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_steps_have_the_tokens_of_the_schedule_exactly(whole):
+    config, result, shapes = whole
+    planned = [(stage.sequences, stage.context) for stage in stages(config) for _ in range(stage.steps)]
+    assert [shape[1:] for shape in shapes] == planned
+    assert [shape[0] for shape in shapes] == [sequences // 2 for sequences, _ in planned]
+    assert sorted({sequences for sequences, context in planned[:4]}) == [4, 8]  # a ramp, so that this says something
+    seen = [row["tokens_seen"] for row in rows_of(result.run_dir)]
+    assert [b - a for a, b in zip([0, *seen], seen, strict=False)] == [a * b for a, b in planned]
+
+
+def test_each_boundary_is_a_named_checkpoint_that_stays(whole):
+    _, result, _ = whole
+    assert json.loads((result.run_dir / "phases.json").read_text()) == {"one": 4, "two": 6, "three": 10}
+    assert {path.name for path in (result.run_dir / "checkpoints").iterdir()} == {"4", "6", "10"}
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 6, 7, 8])
+def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step):
+    config, result, _ = whole
+    config = change(config, {"run_dir": str(tmp_path / "run")})
+    train_until(config, step)
+    again = train(config)
+    assert (again.run_dir / "metrics.jsonl").read_bytes() == (result.run_dir / "metrics.jsonl").read_bytes()
+    assert not differing(again.state, result.state)
+    assert again.heldout == result.heldout
+    assert (again.run_dir / "phases.json").read_bytes() == (result.run_dir / "phases.json").read_bytes()
+
+
+# --- what may change -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def begun(whole, tmp_path):
+    """A run in the midst of phase two, its checkpoint of step 5."""
+    config = change(whole[0], {"run_dir": str(tmp_path / "run"), "checkpoint.every": 5})
+    train_until(config, 6)
+    return config
+
+
+def test_phases_to_come_may_change(begun):
+    other = altered(begun, 2, tokens=256, context=64, schedule=ScheduleConfig("constant", 0.2))
+    result = train(other)
+    assert int(result.state.step) == total_steps(other) == 8
+    assert load_config(result.run_dir / "config.yaml").phases == other.phases
+    assert rows_of(result.run_dir)[-1]["learning_rate"] == pytest.approx(0.2 * other.optimizer.muon.learning_rate)
+
+
+@pytest.mark.parametrize(
+    ("index", "changes", "match"),
+    [
+        (0, {"tokens": 1024}, r"^phases\[0\] \(one\): tokens was 768 and is now 1024, but the phase is begun\."),
+        (0, {"name": "first"}, r"^phases\[0\] \(one\): name was 'one' and is now 'first'"),
+        (1, {"rope_base": 2.0e3}, r"^phases\[1\] \(two\): rope_base was 1000\.0 and is now 2000\.0"),
+        (1, {"schedule": ScheduleConfig()}, r"^phases\[1\] \(two\): schedule was None and is now "),
+        (1, {"batch": None}, r"^phases\[1\] \(two\): batch was "),
+        (2, {"schedule": None}, r"^phases\[0\] \(one\): schedule spanned 1280 tokens and now spans 1792 tokens"),
+    ],
+)
+def test_phases_that_are_begun_may_not(begun, index, changes, match):
+    refused(altered(begun, index, **changes), match)
+
+
+def test_a_phase_that_is_begun_may_not_go(begun):
+    refused(change(begun, {"phases": PHASES[:1]}), r"^phases\[1\] \(two\) is gone, but the run is past its beginning")
+
+
+# --- where a run may begin -------------------------------------------------------------------------------------
+
+
+def test_a_run_begins_where_another_ended_a_phase(whole, tmp_path):
+    config, result, _ = whole
+    changes = {"run_dir": str(tmp_path / "run"), "init_from": f"{result.run_dir}@one", "start_phase": "two"}
+    later = train(change(config, changes))
+    assert rows_of(later.run_dir) == rows_of(result.run_dir)[4:]
+    assert not differing(later.state, result.state)
+
+
+def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
+    config, result, _ = whole
+    later = train(change(config, {"run_dir": str(tmp_path / "run"), "start_phase": "three"}))
+    rows = rows_of(later.run_dir)
+    assert [row["step"] for row in rows] == [7, 8, 9, 10]
+    assert rows[0]["tokens"] == rows_of(result.run_dir)[6]["tokens"]  # the same batch
+    assert rows[0]["loss"] > rows_of(result.run_dir)[6]["loss"]
+
+
+@pytest.mark.parametrize("form", ["{}", "{}/checkpoints/6", "{}@two"])
+def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
+    config, result, _ = whole
+    phase = PhaseConfig(128, "more", batch=BatchConfig(tokens=128, micro=2), schedule=ScheduleConfig("constant", 1e-9))
+    name = form.format(result.run_dir)
+    later = train(change(config, {"run_dir": str(tmp_path / "run"), "phases": (phase,), "init_from": name}))
+    assert int(later.state.step) == 1
+    moved = set(differing(later.state.params, result.state.params))
+    assert (len(moved) < 10) == (form == "{}")  # at a rate of nothing, the end of the other run is where it stays
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("{}@four", r"init_from is .*@four', but the phases of .* that are done are: one, two, three\."),
+        ("{}/nothing@one", r"nothing is no run whose phases are known"),
+        ("{}/nothing", r"init_from is .*, but must be the folder of a run that has a checkpoint"),
+    ],
+)
+def test_a_beginning_that_is_not_there_is_refused_before_a_run_is_claimed(whole, tmp_path, name, match):
+    config, result, _ = whole
+    bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": name.format(result.run_dir)})
+    with pytest.raises(InputError, match=match):
+        train(bad)
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_beginning_of_another_architecture_is_refused(whole, tmp_path):
+    config, result, _ = whole
+    changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.num_experts": 2}
+    with pytest.raises(InputError, match=r"The checkpoint init_from is of another architecture: model\.num_experts is"):
+        train(change(config, changes))
+    assert not (Path(tmp_path) / "run" / "config.yaml").exists()
