@@ -383,6 +383,18 @@ def test_a_phase_to_come_may_change_and_one_that_is_begun_may_not(two_sources, c
         assert batches.get_state() == states[5], "what is refused changes nothing"
 
 
+def test_a_past_budget_that_moves_the_phase_is_refused(two_sources):
+    config, prepared = two_source_run(two_sources, PHASES)
+    with train_batches(config, prepared) as batches:
+        for _ in range(8):
+            next(batches)
+        state = batches.get_state()
+    other, _ = two_source_run(two_sources, changed_phases(0, tokens=768))
+    assert rows_before(other, 7) == state["sequences"], "at this row a step of the same phase begins in both"
+    with train_batches(other, prepared) as batches, pytest.raises(InputError, match=CHANGED):
+        batches.set_state(state)
+
+
 def test_a_phase_whose_batch_does_not_divide_is_named(two_sources):
     config, prepared = two_source_run(two_sources, changed_phases(1, batch={"tokens": 96}))
     train_batches(config, prepared, process_index=1, process_count=2).close()
