@@ -9,13 +9,14 @@ import optax
 import pytest
 
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
-from zaya_jax.config import ScheduleConfig
+from zaya_jax.config import ScheduleConfig, SpikeConfig
 from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
 from zaya_jax.optim.balance import load_error
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.state import init_state, make_blueprint
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
@@ -262,6 +263,44 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     assert (int(good.step), int(good.skipped), int(metrics["skipped"])) == (4, 0, 0)
     moved = {re.match(r"\.\w+", name)[0] for name in differing(healed, good)}
     assert moved == {".params", ".balance", ".opt_state", ".balance_state", ".step", ".skipped", ".recent"}
+
+
+@functools.cache
+def watchful():
+    """A step that looks for spikes after four steps, at a rate that stays; and the state after twenty."""
+    steady = dataclasses.replace(CONFIG.phases[0], schedule=ScheduleConfig("constant"))
+    config = change(CONFIG, {"phases": (steady,), "train.spike": SpikeConfig(window=4)})
+    blueprint, mesh = make_blueprint(config), make_mesh(jax.devices()[:1])
+    step = fast_jit(make_train_step(config, blueprint, mesh))
+    state = fast_jit(lambda: init_state(config, blueprint))()
+    for _ in range(40):
+        state, metrics = step(state, weighted(easy()))
+    assert int(metrics["skip"]) == 0
+    return step, state, float(metrics["loss"])
+
+
+def easy():
+    """One token over and over, which is soon predicted."""
+    batch = make_batch()
+    return batch | {"tokens": np.ones_like(batch["tokens"]), "targets": np.ones_like(batch["targets"])}
+
+
+def weighted(batch, weight=1.0):
+    """The mask as numbers, so that one can be none."""
+    return batch | {"loss_mask": batch["loss_mask"].astype(np.float32) * np.float32(weight)}
+
+
+def test_a_poisoned_batch_leaves_what_a_run_without_it_has():
+    step, state, loss = watchful()
+    garbage, nothing = weighted(easy() | {"targets": make_batch(seed=1)["targets"]}), weighted(easy(), np.nan)
+    for poison, reason in ((garbage, "loss spike"), (nothing, "not finite")):
+        skipped, metrics = step(state, poison)
+        assert REASONS[int(metrics["skip"])] == reason
+        if reason == "loss spike":
+            assert float(metrics["loss"]) > 100 * loss
+        assert set(differing(state, skipped)) == COUNTERS  # the position has moved on
+        (after, _), (without, _) = step(skipped, weighted(easy())), step(state, weighted(easy()))
+        assert set(differing(after, without)) == {".step"}
 
 
 @jax.custom_vjp

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, read_checkpoint
 from zaya_jax.config import Config, from_dict, to_dict
-from zaya_jax.config.stages import phase_steps, stage_at, stages, tokens_before, total_steps
+from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.errors import InputError
@@ -135,7 +135,7 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
         tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
         devices=mesh.size, device_kind=jax.devices()[0].device_kind,
     )  # fmt: skip
-    with report, JsonlTracker(folder / METRICS, step) as tracker:
+    with report, JsonlTracker(folder / METRICS, step, first_step(config)) as tracker:
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
         elif tracker.dropped:

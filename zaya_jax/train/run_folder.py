@@ -77,10 +77,8 @@ def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
 
 def check_past(old: Config, new: Config, step: int) -> None:
     """Raise `InputError` where phases that are begun after `step` steps of a run have changed since."""
-    spans = list(zip(schedule_spans(old), schedule_spans(new), strict=False))
-    for index, (phase, (first, _)) in enumerate(zip(old.phases, phase_steps(old), strict=True)):
-        if first >= step:
-            return
+    begun = sum(first < step for first, _ in phase_steps(old))
+    for index, phase in enumerate(old.phases[:begun]):
         where = f"phases[{index}] ({phase.name})"
         if index >= len(new.phases):
             raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
@@ -92,11 +90,12 @@ def check_past(old: Config, new: Config, step: int) -> None:
                     f"{where}: {key} was {value!r} and is now {now[key]!r}, but the phase is begun. Take the old value "
                     "to go on with that run, or choose another run_dir."
                 )
-        was, becomes = spans[index]
+    for index, (was, becomes) in enumerate(zip(schedule_spans(old)[:begun], schedule_spans(new), strict=False)):
         if was != becomes:
             raise InputError(
-                f"{where}: schedule spanned {was.tokens} tokens and now spans {becomes.tokens}, since a phase after it "
-                "has changed; give the first new phase a schedule of its own, or choose another run_dir."
+                f"phases[{index}] ({old.phases[index].name}): schedule spanned {was.tokens} tokens and now spans "
+                f"{becomes.tokens}, since a phase after it has changed; give the first new phase a schedule of its "
+                "own, or choose another run_dir."
             )
 
 

@@ -17,18 +17,18 @@ from zaya_jax.errors import InputError
 class JsonlTracker:
     """Appends rows; a run that goes on from step n first drops what stands after n (`dropped` rows)."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        """Open the file `path` of a run that has done `step` steps.
+    def __init__(self, path: Path, step: int, first: int = 0) -> None:
+        """Open the file `path` of a run that began after step `first` and has come to `step`.
 
         Raises:
           InputError: the row of one of these steps is missing or cannot be read; the file is left as it is.
         """
         rows = read_rows(path)
         kept = [row for row in rows if row["step"] <= step]
-        for expected in range(1, step + 1):
-            if expected > len(kept) or kept[expected - 1]["step"] != expected:
-                raise InputError(f"{path} should hold a row for each of the {step} steps of the newest checkpoint, but "
-                                 f"that of step {expected} is missing or damaged. Bring the file back, or choose "
+        for index, expected in enumerate(range(first + 1, step + 1)):
+            if index >= len(kept) or kept[index]["step"] != expected:
+                raise InputError(f"{path} should hold a row for each of the {step - first} steps of the newest checkpoint, "
+                                 f"but that of step {expected} is missing or damaged. Bring the file back, or choose "
                                  "another run_dir.")  # fmt: skip
         self.dropped = len(rows) - len(kept)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
