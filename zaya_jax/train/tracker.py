@@ -27,9 +27,10 @@ class JsonlTracker:
         kept = [row for row in rows if row["step"] <= step]
         for index, expected in enumerate(range(first + 1, step + 1)):
             if index >= len(kept) or kept[index]["step"] != expected:
-                raise InputError(f"{path} should hold a row for each of the {step - first} steps of the newest checkpoint, "
-                                 f"but that of step {expected} is missing or damaged. Bring the file back, or choose "
-                                 "another run_dir.")  # fmt: skip
+                raise InputError(
+                    f"{path} should hold a row for each of the {step - first} steps of the newest checkpoint, but that "
+                    f"of step {expected} is missing or damaged. Bring the file back, or choose another run_dir."
+                )
         self.dropped = len(rows) - len(kept)
         write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
         self._file = path.open("a", encoding="utf-8")
