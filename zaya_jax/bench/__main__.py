@@ -21,6 +21,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = verbs.add_parser("data", help="packing against Grain's, preparing against datasets, and the memory of both")
     _add_common(data, repeats=5)
     data.set_defaults(run=_data)
+    for name, text, steps in (
+        ("optimizer", "Muon for matrices against AdamW for everything: steps to the same held-out loss", 150),
+        ("balance", "rules of balancing: steps until the expert load is even", 150),
+        ("ablations", "held-out loss at equal FLOPs with parts of ZAYA1 taken away", 150),
+    ):
+        verb = verbs.add_parser(name, help=text)
+        verb.add_argument("--steps", type=int, default=steps, help=f"of a training (default {steps})")
+        verb.add_argument("--output", metavar="FILE", help="write the result there as JSON")
+        verb.add_argument("--png", metavar="FILE", help="draw the curves there")
+        verb.set_defaults(run=_trainings)
     given = parser.parse_args(arguments)
     try:
         given.run(given)
@@ -50,6 +60,17 @@ def _data(given: argparse.Namespace) -> None:
     from zaya_jax.bench.data import Sizes, bench_data
 
     bench_data(Sizes(), given.repeats, given.output)
+
+
+def _trainings(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.ablations import bench_ablations
+    from zaya_jax.bench.balance import bench_balance
+    from zaya_jax.bench.optimizer import bench_optimizer
+
+    if given.steps < 20:
+        raise InputError(f"--steps is {given.steps}, but must be at least 20: rates rise over the first ten.")
+    benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
+    benches[given.verb](given.steps, given.output, given.png)
 
 
 if __name__ == "__main__":

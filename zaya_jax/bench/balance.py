@@ -1,0 +1,151 @@
+"""Rules that move the balancing bias: steps until the load is even, from a crowded start and after a switch of data."""
+
+import statistics
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.bench.picture import draw_lines
+from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.bench.trials import BATCH, Curve, Trial, run_trials, small_config
+from zaya_jax.config import (
+    AdamWConfig,
+    BalanceConfig,
+    Config,
+    DataConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    ScheduleConfig,
+    SourceConfig,
+    Table,
+)
+from zaya_jax.config.optimizer import BalanceRule
+
+EVEN = 0.98  # normalised entropy of the load, mean over layers
+CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
+_HELD = 3  # steps in a row that must be even
+_SEEDS = (0, 1, 2)
+_RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
+
+
+class Steps(NamedTuple):
+    """Steps until the load was even, counted from the start and from the switch; None where it never was."""
+
+    start: int | None
+    switch: int | None
+
+
+def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequence[float] = _RATES) -> dict[str, Any]:
+    """Tune the rate of each rule on one seed, then compare the rules on three.
+
+    Args:
+      steps: before the switch, and after it.
+      output: a JSON file.
+      png: a picture of the load's entropy over the steps.
+      rates: tried for each rule.
+    """
+    check_request(steps, output)
+    result = describe_run(
+        f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
+        f"1.4M parameters, {steps} steps of 2,048 tokens of program code, then {steps} of tables of characters; "
+        f"routers start with {CROWD:g} added to the logits of two of eight experts",
+        "the sign rule at its best rate, and no rule", ("zaya-jax", "jax", "jaxlib", "optax"),
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        sources = _prepare(Path(folder))
+
+        def trial(rule: BalanceRule, rate: float, seed: int) -> Trial:
+            name = f"{rule} {rate:g} seed {seed}"
+            return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, CROWD)
+
+        rules: list[BalanceRule] = ["adamw", "sign"]
+        tried: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in rates]
+        found = {one: _steps(curve, steps) for one, curve in
+                 zip(tried, run_trials([trial(*one, 0) for one in tried], print), strict=True)}  # fmt: skip
+        best: dict[BalanceRule, float] = {
+            rule: min(rates, key=lambda rate: _cost(found[rule, rate], steps)) for rule in rules
+        }
+        chosen: list[tuple[BalanceRule, float]] = [(rule, best[rule]) for rule in rules]
+        chosen.append(("none", min(rates)))
+        final: list[tuple[BalanceRule, float, int]] = [(rule, rate, seed) for rule, rate in chosen for seed in _SEEDS]
+        curves = dict(zip(final, run_trials([trial(*one) for one in final], print), strict=True))
+    result["rates"] = [{"rule": rule, "rate": rate, **found[rule, rate]._asdict()} for rule, rate in tried]
+    result["results"] = {
+        rule: {
+            "rate": rate if rule != "none" else None,
+            **{what: [getattr(_steps(curves[rule, rate, seed], steps), what) for seed in _SEEDS]
+               for what in Steps._fields},
+            "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in _SEEDS],
+        }
+        for rule, rate in chosen
+    }  # fmt: skip
+    for rule, row in result["results"].items():
+        median = {what: _median(row[what]) for what in Steps._fields}
+        print(f"{rule}: even after {median['start']} steps, and {median['switch']} after the switch (medians)")
+    if png:
+        lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
+                 for (rule, _, seed), curve in curves.items()}  # fmt: skip
+        draw_lines(Path(png), lines, x="step", y="entropy of the expert load", marks={steps: "other data"})
+    write_result(result, output)
+    return result
+
+
+def _steps(curve: Curve, switch: int) -> Steps:
+    return Steps(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
+
+
+def even_after(entropy: Sequence[float]) -> int | None:
+    """Steps until the entropy is high, to the first of the steps in a row that have it; None where it never is."""
+    for step in range(len(entropy) - _HELD + 1):
+        if min(entropy[step : step + _HELD]) >= EVEN:
+            return step + 1
+    return None
+
+
+def _cost(found: Steps, steps: int) -> int:
+    return sum(steps + 1 if count is None else count for count in found)
+
+
+def _median(counts: Sequence[int | None]) -> float | None:
+    """None counts as more than any number."""
+    middle = sorted(counts, key=lambda count: (count is None, count))[len(counts) // 2]
+    return None if middle is None else statistics.median([middle])
+
+
+def _prepare(folder: Path) -> dict[str, Path]:
+    """Two sources of the standard library that have little in common, with one tokenizer."""
+    from zaya_jax.data.prepare import PrepareSettings, prepare
+    from zaya_jax.data.tokenizer import train_tokenizer
+
+    root = Path(sysconfig.get_path("stdlib"))
+    files = {
+        "code": sorted(root.glob("*.py")),
+        "tables": sorted((root / "encodings").glob("[ckm]*.py")),
+    }
+    texts = [path.read_text(encoding="utf-8", errors="replace") for some in files.values() for path in some]
+    train_tokenizer(texts, 2048).save(folder / "tokenizer.json")
+    settings = PrepareSettings("tokens", "text", (".py",), None, 0.1)
+    for name, paths in files.items():
+        prepare([str(path) for path in paths], folder / "tokenizer.json", folder / name, settings, workers=1)
+    return {name: folder / name for name in files}
+
+
+def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRule, rate: float, seed: int) -> Config:
+    base = small_config(folder, steps, seed)
+    phases = (
+        PhaseConfig(steps * BATCH, "code", mixture=Table({"code": 1.0}),
+                    schedule=ScheduleConfig("constant", warmup_tokens=10 * BATCH)),
+        PhaseConfig(steps * BATCH, "tables", mixture=Table({"tables": 1.0})),
+    )  # fmt: skip
+    data = DataConfig(context=base.data.context, cache_dir=str(folder),
+                      sources=Table({name: SourceConfig(str(path)) for name, path in sources.items()}))  # fmt: skip
+    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.02, iterates="float32"),
+                                adamw=AdamWConfig(learning_rate=0.006),
+                                balance=BalanceConfig(rule, learning_rate=rate))  # fmt: skip
+    config = replace(base, phases=phases, data=data, optimizer=optimizer)
+    config.check()
+    return config
