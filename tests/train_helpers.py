@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import os
 import pickle
 import random
@@ -297,7 +298,14 @@ def draw_moments(rng: random.Random, count: int) -> list[Moment]:
 def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
     """Compare a run that is killed `kills` times, and started again with the same command, with one that is not."""
     rng = random.Random(seed)
-    overrides = {"phases.0.tokens": steps * 128, "train.batch.micro": 4, "checkpoint.every": 3, "evaluation.every": 15,
+    third = steps // 3
+    phases = [
+        {"name": "one", "tokens": third * 128, "schedule": {"warmup_tokens": 256}},
+        {"name": "two", "tokens": third * 128, "context": 64, "rope_base": 1e3, "packing": "bins",
+         "batch": {"tokens": 128, "micro": 2}},
+        {"name": "three", "tokens": (steps - 2 * third) * 128, "schedule": {"shape": "linear", "final": 0.0}},
+    ]  # fmt: skip
+    overrides = {"phases": json.dumps(phases), "train.batch.micro": 4, "checkpoint.every": 4, "evaluation.every": 15,
                  "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
     alone, killed = (_KilledRun(folder, run, overrides) for run in ("alone", "killed"))
     alone.finish()

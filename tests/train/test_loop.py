@@ -214,8 +214,8 @@ def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, s
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        ({"train.batch.tokens": 12 * 32}, r"phases\[0\] \(train\): batch makes 12 sequences.* times 2 sequences"),
-        ({"train.batch.tokens": 6 * 32, "train.batch.micro": None}, r"phases\[0\] \(train\): batch makes 6 sequences"),
+        ({"train.batch.tokens": 12 * 32}, r"phases\[0\] \(train\)\.batch makes 12 sequences.* times 2 sequences"),
+        ({"train.batch.tokens": 6 * 32, "train.batch.micro": None}, r"phases\[0\] \(train\)\.batch makes 6 sequences"),
         ({"train.batch.micro": 1, "evaluation.batch": 6}, r"evaluation\.batch makes 6"),
     ],
 )

@@ -149,9 +149,7 @@ def _checkpoint_folder(path: str) -> Path:
         try:
             ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(
-                f"init_from is {path!r}, but {folder} is no run whose phases are known."
-            ) from error
+            raise InputError(f"init_from is {path!r}, but {folder} is no run whose phases are known.") from error
         if phase not in ends:
             raise InputError(f"init_from is {path!r}, but the phases of {folder} that are done are: "
                              f"{', '.join(ends) or 'none'}.")  # fmt: skip

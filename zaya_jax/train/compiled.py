@@ -42,7 +42,7 @@ def check_stages(config: Config, mesh: Mesh) -> None:
     """Raise `InputError` where a stage's batch, or a micro-batch of it, does not split evenly over the devices."""
     for stage in stages(config):
         phase = config.phases[stage.phase]
-        where, micro = f"phases[{stage.phase}] ({phase.name}): batch", config.batch_of(phase).micro
+        where, micro = f"phases[{stage.phase}] ({phase.name}).batch", config.batch_of(phase).micro
         check_batch(mesh, stage.sequences, where, 1 if micro is None else micro)
 
 
