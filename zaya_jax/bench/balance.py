@@ -29,7 +29,7 @@ EVEN = 0.98  # normalised entropy of the load, mean over layers
 CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
 _HELD = 3  # steps in a row that must be even
 _SEEDS = (0, 1, 2)
-_RATES = (0.002, 0.005, 0.01, 0.02, 0.05)
+_RATES = (0.003, 0.01, 0.03, 0.1)
 
 
 class Steps(NamedTuple):
@@ -143,8 +143,8 @@ def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRul
     )  # fmt: skip
     data = DataConfig(context=base.data.context, cache_dir=str(folder),
                       sources=Table({name: SourceConfig(str(path)) for name, path in sources.items()}))  # fmt: skip
-    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.02, iterates="float32"),
-                                adamw=AdamWConfig(learning_rate=0.006),
+    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.01, iterates="float32"),
+                                adamw=AdamWConfig(learning_rate=0.018),
                                 balance=BalanceConfig(rule, learning_rate=rate))  # fmt: skip
     config = replace(base, phases=phases, data=data, optimizer=optimizer)
     config.check()
