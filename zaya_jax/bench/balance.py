@@ -143,8 +143,8 @@ def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRul
     )  # fmt: skip
     data = DataConfig(context=base.data.context, cache_dir=str(folder),
                       sources=Table({name: SourceConfig(str(path)) for name, path in sources.items()}))  # fmt: skip
-    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.01, iterates="float32"),
-                                adamw=AdamWConfig(learning_rate=0.018),
+    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.005, iterates="float32"),
+                                adamw=AdamWConfig(learning_rate=0.006),
                                 balance=BalanceConfig(rule, learning_rate=rate))  # fmt: skip
     config = replace(base, phases=phases, data=data, optimizer=optimizer)
     config.check()

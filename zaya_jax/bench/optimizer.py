@@ -24,7 +24,7 @@ class Grid(NamedTuple):
     others: tuple[float, ...]
 
 
-GRID = Grid({"muon": (0.0025, 0.005, 0.01, 0.02), "adamw": (0.0005, 0.001, 0.002, 0.004)}, (0.006, 0.018, 0.054))
+GRID = Grid({"muon": (0.0025, 0.005, 0.01, 0.02), "adamw": (0.0005, 0.001, 0.002, 0.004)}, (0.002, 0.006, 0.018))
 
 
 def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerConfig:
