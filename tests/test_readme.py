@@ -11,7 +11,8 @@ import pyarrow
 import pytest
 
 from tests.data_helpers import small_tokenizer
-from zaya_jax.config import load_config, stages, to_dict
+from zaya_jax.config import load_config, to_dict
+from zaya_jax.config.stages import stages
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data

@@ -34,9 +34,8 @@ from zaya_jax.config import (
     Table,
     TrainConfig,
     load_config,
-    stages,
 )
-from zaya_jax.config.stages import Stage
+from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.train import compiled, loop
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS

@@ -11,7 +11,8 @@ from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import aside
 from zaya_jax.bench import step as bench
 from zaya_jax.bench.step import bench_step, default_config, our_step
-from zaya_jax.config import BatchConfig, stages
+from zaya_jax.config import BatchConfig
+from zaya_jax.config.stages import stages
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.step import make_local_loss
 

@@ -7,7 +7,8 @@ import pytest
 
 from tests.train.test_phases import PHASES
 from tests.train_helpers import CONFIG, change
-from zaya_jax.config import BatchConfig, PhaseConfig, stages
+from zaya_jax.config import BatchConfig, PhaseConfig
+from zaya_jax.config.stages import stages
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import compiled
 from zaya_jax.train.compiled import CompiledSteps, step_key

@@ -77,6 +77,7 @@ def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequen
     result["results"] = {
         rule: {
             "rate": rate if rule != "none" else None,
+            "interior": min(rates) < rate < max(rates),  # the best of the rates tried is not at their edge
             **{what: [getattr(_steps(curves[rule, rate, seed], steps), what) for seed in _SEEDS]
                for what in Steps._fields},
             "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in _SEEDS],

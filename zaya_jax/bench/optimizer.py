@@ -1,7 +1,6 @@
 """Muon for the matrices against AdamW for everything: steps to the same held-out loss, both at their best rates."""
 
 import itertools
-import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -69,11 +68,6 @@ def bench_optimizer(steps: int, output: str | None, png: str | None, grid: Grid 
         best: dict[Kind, Rates] = {kind: min(found[kind], key=found[kind].__getitem__) for kind in kinds}
         confirm = [trial(kind, best[kind], seed, 5) for seed in _SEEDS for kind in kinds]
         curves = dict(zip(((seed, kind) for seed in _SEEDS for kind in kinds), run_trials(confirm, _say), strict=True))
-    ratios = []
-    for seed in _SEEDS:
-        target = curves[seed, "adamw"].final
-        needed = steps_to(curves[seed, "muon"], target)
-        ratios.append(None if needed is None else needed / steps)
     result["grid"] = {
         kind: {
             "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in tried.items()],
@@ -83,17 +77,32 @@ def bench_optimizer(steps: int, output: str | None, png: str | None, grid: Grid 
         for kind, tried in found.items()
     }
     result["curves"] = {f"{kind} seed {seed}": curve.heldout for (seed, kind), curve in curves.items()}
-    known = [ratio for ratio in ratios if ratio is not None]
-    result["results"] = {
-        "muon_steps_over_adamw_steps": [ratio and round(ratio, 3) for ratio in ratios],
-        "median": round(statistics.median(known), 3) if known else None,
-    }
-    print(f"Muon needs {result['results']['median']} of AdamW's {steps} steps (median of {len(known)} seeds)")
+    result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in _SEEDS})
+    for kind, row in result["grid"].items():
+        if not row["interior"]:
+            print(f"The best rates of {kind} lie at the edge of the grid: widen it.")
+    print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(_SEEDS)} seeds)")
     if png:
         draw_lines(Path(png), {name: tuple(zip(*points, strict=True)) for name, points in result["curves"].items()},
                    x="step", y="held-out loss (nats/token)")  # fmt: skip
     write_result(result, output)
     return result
+
+
+def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
+    """Steps of both to the loss that AdamW has at its end, and their ratio: of each seed, and the median.
+
+    A seed on which Muon never comes to that loss counts as more than any number.
+    """
+    rows = []
+    for seed, both in curves.items():
+        target = both["adamw"].final
+        muon, adamw = (steps_to(both[kind], target) for kind in ("muon", "adamw"))
+        ratio = muon / adamw if muon is not None and adamw is not None else None
+        rows.append({"seed": seed, "heldout_loss": round(target, 4), "muon": muon, "adamw": adamw,
+                     "ratio": None if ratio is None else round(ratio, 3)})  # fmt: skip
+    ratios = sorted((row["ratio"] for row in rows), key=lambda ratio: (ratio is None, ratio))
+    return {"seeds": rows, "median": ratios[len(ratios) // 2]}
 
 
 def steps_to(curve: Curve, target: float) -> float | None:

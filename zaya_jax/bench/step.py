@@ -12,7 +12,8 @@ import numpy as np
 from zaya_jax.bench.aside import aside, interleave
 from zaya_jax.bench.peer import peer_step
 from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig, stages
+from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig
+from zaya_jax.config.stages import stages
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.gradient import summed_gradient

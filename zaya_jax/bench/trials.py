@@ -23,6 +23,8 @@ from zaya_jax.config import (
     ScheduleConfig,
     TrainConfig,
 )
+from zaya_jax.config.stages import stages
+from zaya_jax.data.convert import end_with_parent
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step
@@ -106,14 +108,15 @@ def run_trials(trials: Sequence[Trial], say: Callable[[str], None]) -> list[Curv
     for core in cores:
         free.put(core)
     curves = []
-    with ProcessPoolExecutor(len(cores), context, _take_core, (free,)) as pool:
+    with ProcessPoolExecutor(len(cores), context, _take_core, (free, os.getpid())) as pool:
         for trial, curve in zip(trials, pool.map(run_trial, trials), strict=True):
             say(f"{trial.name}: held-out {curve.final:.4f} nats/token, {curve.seconds:.0f} s")
             curves.append(curve)
     return curves
 
 
-def _take_core(free: Any) -> None:
+def _take_core(free: Any, parent: int) -> None:
+    end_with_parent(parent)
     os.sched_setaffinity(0, {free.get()})
 
 
@@ -137,8 +140,6 @@ def run_trial(trial: Trial) -> Curve:
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     heldout, entropy, step = [], [], 0
     with train_batches(config, prepared) as batches, CompiledSteps(config, mesh, abstract) as compiled:
-        from zaya_jax.config import stages
-
         for stage in stages(config):
             train_step, count = compiled.step(stage), step_key(config, stage, mesh).micro_batches
             while step < stage.end:

@@ -19,6 +19,11 @@ FOLDER = "checkpoints"  # of a run, see `CheckpointStore`
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
 
 
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is a whole checkpoint in the folder `checkpoints/` of a run."""
+    return any(one.name.isdecimal() for one in folder.glob("*"))
+
+
 def environment() -> dict[str, Any]:
     """What two runs must share for their numbers to be bitwise equal."""
     return {
@@ -143,7 +148,7 @@ def read_checkpoint(path: str, abstract_state: Any) -> Any:
 
 def _checkpoint_folder(path: str) -> Path:
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
-    folder = Path(run if at else path).expanduser()
+    folder = Path(run if at else path).expanduser().resolve()
     steps = [one.name for one in (folder / FOLDER).glob("*") if one.name.isdecimal()]
     if at:
         try:
@@ -153,8 +158,8 @@ def _checkpoint_folder(path: str) -> Path:
         if phase not in ends:
             raise InputError(f"init_from is {path!r}, but the phases of {folder} that are done are: "
                              f"{', '.join(ends) or 'none'}.")  # fmt: skip
-        return folder / FOLDER / str(ends[phase])
-    if steps:
+        folder = folder / FOLDER / str(ends[phase])
+    elif steps:
         return folder / FOLDER / max(steps, key=int)
     if folder.parent.name == FOLDER and folder.name.isdecimal() and folder.is_dir():
         return folder

@@ -23,6 +23,4 @@ from zaya_jax.config.schema import EvaluationConfig as EvaluationConfig
 from zaya_jax.config.schema import SampleConfig as SampleConfig
 from zaya_jax.config.schema import SpikeConfig as SpikeConfig
 from zaya_jax.config.schema import TrainConfig as TrainConfig
-from zaya_jax.config.stages import Stage as Stage
-from zaya_jax.config.stages import stages as stages
 from zaya_jax.config.table import Table as Table

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from zaya_jax.config.schema import Config
+from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
 from zaya_jax.errors import InputError
 
@@ -51,6 +52,7 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     """
     config = _build(Config, dict(tree), "")
     config.check()
+    stages(config)  # raises where the steps of the run cannot be counted
     return config
 
 
@@ -208,7 +210,9 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Table:
         if not isinstance(value, dict):
             raise InputError(f"{where} is {value!r}, but must be a section of names and values.")
-        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()})
+        # What a file lists, another that extends it can take out again with null.
+        return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()
+                      if item is not None})  # fmt: skip
     if hint is float:
         return _float(value, where)
     if type(value) is not hint:  # `True` is an int to isinstance, so types are compared

@@ -96,8 +96,7 @@ class BatchConfig:
         multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
         ends: list[int | None] = []
         for low, high in itertools.pairwise(multiples):
-            middle = (low + high) / 2  # in multiples of the start
-            ends.append(round(self.ramp_tokens * (middle - 1) / (most - 1)))
+            ends.append(self.ramp_tokens * (low + high - 2) // (2 * (most - 1)))  # where the ramp is midway
         return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))
 
 

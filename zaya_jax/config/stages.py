@@ -4,6 +4,7 @@ import bisect
 import functools
 from typing import NamedTuple
 
+from zaya_jax.config.checks import require
 from zaya_jax.config.phases import ScheduleConfig
 from zaya_jax.config.schema import Config
 
@@ -44,6 +45,9 @@ def stages(config: Config) -> tuple[Stage, ...]:
 
     A step has the size that its first token finds, and a phase ends with the first step that reaches its
     budget: it reads at most a step more than that.
+
+    Raises:
+      InputError: the run has more steps than an int32 counts.
     """
     found: list[Stage] = []
     step = row = token = 0
@@ -55,6 +59,8 @@ def stages(config: Config) -> tuple[Stage, ...]:
             if count:
                 found.append(Stage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
+        require(step < 2**31, f"phases[{index}] ({phase.name}).tokens", phase.tokens,
+                f"such that the run has fewer than {2**31} steps (they would be {step})")  # fmt: skip
     return tuple(found)
 
 

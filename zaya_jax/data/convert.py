@@ -190,11 +190,16 @@ _here: dict[str, Any] = {}  # what `_begin` gives to the `_do_here` of the same 
 def _begin(work: Work, done: Any, stop: Any, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
     _here.update(work=work, done=done, stop=stop)
+    end_with_parent(parent)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process soon after `parent`, the process that started it, is gone: nobody waits for its work then."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_LOOK)
-        os._exit(1)  # the parent was killed: nobody waits for this work, and a successor may begin it again
+        os._exit(1)  # a successor of the parent may begin the work again
 
     threading.Thread(target=watch, daemon=True).start()
 

@@ -31,9 +31,8 @@ def load_error(counts_le: jax.Array) -> jax.Array:
     Returns:
       fp32 [l, e + 1], 0 for skip, whose bias so stays where it is, and for a layer that had no tokens.
     """
-    real = counts_le[:, :-1].astype(jnp.float32)
-    total = real.sum(-1, keepdims=True)
-    experts = real.shape[-1]
-    # One division, of the difference: a fair load gives 0 and not a rounding error, whose sign would move a bias.
-    error = (experts * real - total) / jnp.maximum(experts * total, 1.0)
-    return jnp.pad(error, ((0, 0), (0, 1)))
+    real = counts_le[:, :-1]
+    total, experts = real.sum(-1, keepdims=True), real.shape[-1]
+    # Whole numbers up to the division: a fair load gives 0 and not a rounding error, whose sign would move a bias.
+    above = (real - total // experts).astype(jnp.float32) - (total % experts).astype(jnp.float32) / experts
+    return jnp.pad(above / jnp.maximum(total, 1).astype(jnp.float32), ((0, 0), (0, 1)))

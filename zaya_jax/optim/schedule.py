@@ -16,7 +16,7 @@ _SHAPES: tuple[ScheduleShape, ...] = get_args(ScheduleShape)
 
 
 def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
-    """The function from a step of the run, int32 [] counted from 0, to its factor, fp32 [], above 0.
+    """The function from a step of the run, int32 [] counted from 0, to its factor, fp32 [].
 
     The factor is that of the token the step ends with, so that a warm-up begins above 0 and the last step of
     a span has the schedule's `final`. Two runs whose batches differ have the same factor after as many tokens.
@@ -34,7 +34,7 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
             "warmup": schedule.warmup_tokens,
             "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
             "peak": schedule.peak,
-            "final": schedule.final,
+            "final": schedule.peak if schedule.shape == "constant" else schedule.final,
         })  # fmt: skip
     tables = {name: np.array([row[name] for row in rows], np.float32) for name in rows[0]}
     firsts = np.array([stage.first_step for stage in stages(config)], np.int32)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, read_checkpoint
+from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, has_checkpoint, read_checkpoint
 from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
@@ -23,10 +23,16 @@ from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS, check_past, claim_run, name_phases, note_phases, open_run
-from zaya_jax.train.state import TrainState, init_state, make_blueprint
+from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint
 from zaya_jax.train.tracker import JsonlTracker, read_rows
 
 PICTURE = "loss.png"
+
+
+# Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
+_FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
+# What the optimizer's state is shaped by, beside the architecture.
+_STATE_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule", "train.spike.window")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,14 +73,11 @@ def train(config: Config) -> TrainResult:
         with train_batches(config, prepared) as batches:
             watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                        for name in prepared.sources}  # fmt: skip
-            if config.init_from is not None:
-                _check_architecture(config, about_checkpoint(config.init_from), "The checkpoint init_from",
-                                    "choose another one")  # fmt: skip
+            going_on = has_checkpoint(folder / CHECKPOINTS)
+            state = None if going_on else _begin(config, mesh)
             claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
-                state = _restore_or_init(config, mesh, store, batches)
-                note_phases(folder, config)
-                name_phases(folder, config, store.steps())
+                state = _restore(config, mesh, store, batches) if state is None else state
                 with CompiledSteps(config, mesh, _abstract_state(config, mesh)) as compiled:
                     state = _run(config, mesh, folder, store, batches, state, compiled, watched)
                     evaluation = compiled.evaluation(len(config.phases) - 1)
@@ -89,14 +92,32 @@ def _abstract_state(config: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), shapes)
 
 
-def _restore_or_init(config: Config, mesh: Mesh, store: CheckpointStore, batches: TrainBatches) -> TrainState:
-    def init() -> TrainState:
-        return init_state(config, make_blueprint(config))
+def _begin(config: Config, mesh: Mesh) -> TrainState:
+    """The state before the first step: drawn, or another run's with counters of its own."""
+    whole = replicated(mesh)
+    if config.init_from is None:
+        return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=whole)()
+    about, here = about_checkpoint(config.init_from), to_dict(config)
+    _check_architecture(config, about, "The checkpoint init_from", "choose another one")
+    for key in _STATE_KEYS:
+        theirs, ours = _value(about["config"], key), _value(here, key)
+        if theirs != ours:
+            raise InputError(f"The checkpoint init_from was made with {key} {theirs!r}, and here it is {ours!r}: its "
+                             "optimizer's state cannot be gone on with. Take the same value.")  # fmt: skip
+    state = read_checkpoint(config.init_from, _abstract_state(config, mesh))
+    return dataclasses.replace(state, **jax.jit(lambda: init_counters(config), out_shardings=whole)())
 
+
+def _value(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def _restore(config: Config, mesh: Mesh, store: CheckpointStore, batches: TrainBatches) -> TrainState:
     step = store.latest()
     if step is None:
-        state = jax.jit(init, out_shardings=replicated(mesh))()
-        return state if config.init_from is None else _taken_over(config, config.init_from, mesh, state)
+        raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
     about = store.about(step)
     _check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
     check_past(from_dict(about["config"]), config, step)
@@ -109,16 +130,10 @@ def _restore_or_init(config: Config, mesh: Mesh, store: CheckpointStore, batches
     return state
 
 
-def _taken_over(config: Config, init_from: str, mesh: Mesh, fresh: TrainState) -> TrainState:
-    """The state of another run's checkpoint, at this run's first step."""
-    state = read_checkpoint(init_from, _abstract_state(config, mesh))
-    return dataclasses.replace(state, step=fresh.step, skipped=fresh.skipped, recent=fresh.recent, rng=fresh.rng)
-
-
 def _check_architecture(config: Config, about: dict[str, Any], what: str, advice: str) -> None:
     there, here = about["config"]["model"], to_dict(config)["model"]
     for key, value in here.items():
-        if key != "rope_base" and there.get(key) != value:
+        if key not in _FREE_SIZES and there.get(key) != value:
             raise InputError(f"{what} is of another architecture: model.{key} is {there.get(key)!r} there and "
                              f"{value!r} here; {advice}.")  # fmt: skip
 
@@ -136,6 +151,8 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
         devices=mesh.size, device_kind=jax.devices()[0].device_kind,
     )  # fmt: skip
     with report, JsonlTracker(folder / METRICS, step, first_step(config)) as tracker:
+        note_phases(folder, config)
+        name_phases(folder, config, store.steps())
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
         elif tracker.dropped:

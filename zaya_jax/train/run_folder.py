@@ -91,7 +91,8 @@ def check_past(old: Config, new: Config, step: int) -> None:
                     "to go on with that run, or choose another run_dir."
                 )
     for index, (was, becomes) in enumerate(zip(schedule_spans(old)[:begun], schedule_spans(new), strict=False)):
-        if was != becomes:
+        # A constant rate does not depend on where its span ends.
+        if was != becomes and (was.schedule != becomes.schedule or was.schedule.shape != "constant"):
             raise InputError(
                 f"phases[{index}] ({old.phases[index].name}): schedule spanned {was.tokens} tokens and now spans "
                 f"{becomes.tokens}, since a phase after it has changed; give the first new phase a schedule of its "

@@ -29,7 +29,8 @@ class Recent(NamedTuple):
 
 def no_recent(config: SpikeConfig) -> Recent:
     """Before the first step."""
-    return Recent(jnp.zeros((2, config.window), jnp.float32), jnp.zeros((), jnp.int32))
+    kept = max(config.window, 1)  # a checkpoint holds no empty array
+    return Recent(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32))
 
 
 def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> jax.Array:
@@ -56,10 +57,7 @@ def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array)
 
 def remember(recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
     """`recent` with an accepted step's values in place of the oldest."""
-    window = recent.values.shape[1]
-    if not window:
-        return recent
-    values = recent.values.at[:, recent.accepted % window].set(_values(loss, norm))
+    values = recent.values.at[:, recent.accepted % recent.values.shape[1]].set(_values(loss, norm))
     return Recent(values, recent.accepted + 1)
 
 

@@ -72,16 +72,22 @@ def _abstract_model(config: ModelConfig) -> Zaya:
 
 def init_state(config: Config, blueprint: Blueprint) -> TrainState:
     """The state before the first step, drawn from `config.seed`; traceable."""
-    key_model, key_run = jax.random.split(jax.random.key(config.seed))
-    model = Zaya(config.model, key_model)
+    model = Zaya(config.model, jax.random.split(jax.random.key(config.seed))[0])
     params, balance = parameters(model), balancing_biases(model)
     return TrainState(
         params=params,
         balance=balance,
         opt_state=blueprint.optimizer.init(params),
         balance_state=blueprint.balancer.init(balance),
-        step=jnp.asarray(first_step(config), jnp.int32),
-        skipped=jnp.zeros((), jnp.int32),
-        recent=no_recent(config.train.spike),
-        rng=key_run,
+        **init_counters(config),
     )
+
+
+def init_counters(config: Config) -> dict[str, Any]:
+    """What of the state is not learned, before the first step; traceable."""
+    return {
+        "step": jnp.asarray(first_step(config), jnp.int32),
+        "skipped": jnp.zeros((), jnp.int32),
+        "recent": no_recent(config.train.spike),
+        "rng": jax.random.split(jax.random.key(config.seed))[1],
+    }

@@ -51,7 +51,7 @@ def make_train_step(
     The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a loss or gradient
     that is not finite or is a spike (`spikes.judge`), changes nothing but the counters.
 
-    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (of the matrices),
+    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (the matrices' base rate),
     `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
     (over the mean), `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row, `skip` says why
     (index of `spikes.REASONS`).
