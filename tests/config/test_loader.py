@@ -465,3 +465,15 @@ def test_the_tree_is_plain_and_in_the_order_of_the_fields():
     assert list(tree) == [field.name for field in dataclasses.fields(Config)]
     assert tree["model"]["layer_pattern"] == ["full"]
     assert tree["optimizer"]["muon"] == dataclasses.asdict(SMALL.optimizer.muon)
+
+
+def test_null_takes_out_what_another_file_put_in(tmp_path):
+    (tmp_path / "base.yaml").write_text(
+        to_yaml(SMALL).replace("sources: {}", "sources: {web: {path: w}, code: {path: c}}").replace(
+            "mixture: {}", "mixture: {web: 1.0, code: 2.0}"))  # fmt: skip
+    assert dict(load_config(tmp_path / "base.yaml").phases[0].mixture) == {"web": 1, "code": 2}
+    rest = load_config(tmp_path / "base.yaml", ["phases.0.mixture.code=null"])
+    assert dict(rest.phases[0].mixture) == {"web": 1}
+    (tmp_path / "over.yaml").write_text("extends: base.yaml\ndata: {sources: {code: null}}\n")
+    with pytest.raises(InputError, match=r"mixture is 'code', but must be made of sources that there are: web"):
+        load_config(tmp_path / "over.yaml")

@@ -20,6 +20,7 @@ from zaya_jax.config.stages import (
     tokens_before,
     total_steps,
 )
+from zaya_jax.errors import InputError
 
 
 @st.composite
@@ -181,3 +182,15 @@ def test_stepped_sizes_by_hand(stepped, sizes):
     batch = BatchConfig(32, stepped=tuple(BatchSizeConfig(until, tokens) for until, tokens in stepped))
     config = changed(SMALL, {"phases": (PhaseConfig(128, batch=batch),)})
     assert [stage.tokens for stage in stages(config) for _ in range(stage.steps)] == sizes
+
+
+def test_more_steps_than_can_be_counted_are_refused():
+    most = 2**31 - 1
+    assert total_steps(changed(SMALL, {"phases": (PhaseConfig(32 * most, batch=BatchConfig(32)),)})) == most
+    with pytest.raises(InputError, match=r"^phases\[0\] \(train\)\.tokens is .* fewer than 2147483648 steps"):
+        stages(changed(SMALL, {"phases": (PhaseConfig(32 * most + 1, batch=BatchConfig(32)),)}))
+
+
+def test_ends_of_a_ramp_are_whole_tokens_however_long_it_is():
+    batch = BatchConfig(4096, start=1024, ramp_tokens=6 * 10**400)
+    assert [end for end, _ in batch.sizes()] == [10**400, 3 * 10**400, 5 * 10**400, None]

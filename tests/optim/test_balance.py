@@ -84,3 +84,13 @@ def test_sign_takes_a_step_of_one_size_and_none_where_the_load_is_fair():
 
 def test_none_leaves_every_bias():
     np.testing.assert_array_equal(follow(BalanceConfig(rule="none")), START)
+
+
+@pytest.mark.parametrize("experts", [3, 16, 24, 64])
+@pytest.mark.parametrize("fair", [1, 7, 699_050, 1_398_101, 16_777_216])
+def test_a_fair_load_has_no_error_however_many_tokens_there_are(experts, fair):
+    error = load_error(jnp.full((1, experts + 1), fair, jnp.int32))
+    assert not np.any(error)
+    one_more = load_error(jnp.full((1, experts + 1), fair, jnp.int32).at[0, 0].add(1))
+    assert error.shape == one_more.shape
+    assert one_more[0, 0] > 0 > one_more[0, 1]

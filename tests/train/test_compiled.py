@@ -46,6 +46,23 @@ def test_the_next_step_is_compiled_while_this_one_runs(made):
         may_go.set()
 
 
+def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
+    begun, _ = made
+    steps = stages(RUN)
+
+    def fail(config, stage, mesh, state):
+        begun.append(stage.first_step)
+        if stage == steps[1]:
+            raise ValueError("too large")
+        return stage.first_step
+
+    monkeypatch.setattr(compiled, "compile_step", fail)
+    with CompiledSteps(RUN, make_mesh(), None) as found:
+        assert found.step(steps[0]) == 0  # though the next one fails meanwhile
+        with pytest.raises(ValueError, match="too large"):
+            found.step(steps[1])
+
+
 def test_stages_that_are_alike_share_what_is_compiled(made):
     begun, _ = made
     mesh, steps = make_mesh(), stages(RUN)

@@ -143,9 +143,6 @@ class Config:
 
     def _check_batch(self, phase: PhaseConfig, where: str) -> None:
         batch, context = self.batch_of(phase), self.context_of(phase)
-        ramp = max(batch.ramp_tokens, *(size.until for size in batch.stepped), 0)
-        require(ramp <= phase.tokens, f"{where}.batch", ramp,
-                f"a rise over at most the {phase.tokens} tokens of the phase")  # fmt: skip
         for _, size in batch.sizes():
             require(size % context == 0, f"{where}.batch", size,
                     f"a multiple of the context ({context}), since a step is made of whole rows")  # fmt: skip
@@ -162,7 +159,7 @@ class Config:
             budget = sum(phase.tokens for phase in self.phases[first:after])
             needed = schedule.warmup_tokens + (schedule.decay_tokens or 0)
             where = f"phases[{first}] ({self.phases[first].name}).schedule"
-            require(schedule.warmup_tokens < budget and needed <= budget, where, needed,
+            require(needed <= budget, where, needed,
                     f"such that warm-up and decay take at most the {budget} tokens of the phases it spans")  # fmt: skip
 
     def context_of(self, phase: PhaseConfig) -> int:

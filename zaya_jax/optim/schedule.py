@@ -56,6 +56,6 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
         part = jnp.stack([above[shape] for shape in _SHAPES])[jnp.asarray(shapes, jnp.int32)[stage]]
         falling = of["final"] + (of["peak"] - of["final"]) * part
         rising = of["peak"] * token / jnp.maximum(of["warmup"], 1.0)
-        return jnp.where(token < of["warmup"], rising, falling)
+        return jnp.where(token <= of["warmup"], rising, falling)
 
     return factor
