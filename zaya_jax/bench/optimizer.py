@@ -23,7 +23,10 @@ class Grid(NamedTuple):
     others: tuple[float, ...]
 
 
-GRID = Grid({"muon": (0.0025, 0.005, 0.01, 0.02), "adamw": (0.0005, 0.001, 0.002, 0.004)}, (0.002, 0.006, 0.018))
+GRID = Grid(
+    {"muon": (0.00125, 0.0025, 0.005, 0.01, 0.02), "adamw": (0.000125, 0.00025, 0.0005, 0.001, 0.002)},
+    (0.002, 0.006, 0.018),
+)
 
 
 def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerConfig:
