@@ -103,15 +103,15 @@ kinds = pytest.mark.parametrize("packed", [windowed, binned])
 
 
 @settings(max_examples=200, deadline=None)
-@given(numbered(), contexts, seeds, st.integers(0, 3), st.data())
-def test_an_epoch_holds_each_item_once_and_predicts_each_token_once(documents, context, seed, epoch, data):
+@given(numbered(), contexts, seeds, st.integers(0, 3), st.sampled_from([1, 3, 64]), st.data())
+def test_an_epoch_holds_each_item_once_and_predicts_each_token_once(documents, context, seed, epoch, lanes, data):
     items = data.draw(items_of(documents))
     parts = {part[0]: part for part in tokens_of(documents, items)}
     total = items.tokens
     assume(total > 1)
-    windows = Windows(documents, items, context, seed=seed)
+    windows = Windows(documents, items, context, seed=seed, lanes=lanes)
     rows = rows_of(windows, epoch)
-    stream = joined(rows)
+    stream = joined([rows[index] for index in np.argsort([windows._window(index) for index in range(len(rows))])])
     # The concatenation is the first token and then every target; what is left is padding.
     concatenation = np.concatenate([stream["tokens"][:1], stream["targets"][: total - 1]]).tolist()
     order = [token for token in concatenation if token in parts]
@@ -266,12 +266,25 @@ def test_rows_and_what_they_leave_predict_every_token_once(packed, again, docume
 @given(numbered(), contexts, seeds, st.integers(0, 3), st.data())
 def test_windows_over_what_windows_leave_are_the_rest_of_the_epoch(documents, context, seed, epoch, data):
     items = data.draw(items_of(documents))
-    before = Windows(documents, items, context, seed=seed)
+    before = Windows(documents, items, context, seed=seed, lanes=1)
     done = data.draw(st.integers(0, before.per_epoch))
-    rest = Windows(documents, before.after(epoch, done), context, seed=None)
+    rest = Windows(documents, before.after(epoch, done), context, seed=None, lanes=1)
     expected = rows_of(before, epoch, done)
     assert rest.per_epoch == len(expected)
     assert all(map(same, rows_of(rest, epoch), expected))
+
+
+@given(st.integers(1, 400), st.integers(1, 80))
+def test_rows_take_the_lanes_in_turn(tokens, lanes):
+    documents = Numbered([tokens + 1])
+    windows = Windows(documents, whole_documents(documents.lengths), 1, seed=None, lanes=lanes)
+    order = [windows._window(index) for index in range(windows.per_epoch)]
+    assert sorted(order) == list(range(tokens))
+    used = min(lanes, tokens)
+    for start in range(tokens - used + 1):  # neighbours in time lie as far apart as lanes are long
+        near = np.diff(sorted(order[start : start + used]))
+        assert (near >= tokens // used - 1).all()
+    assert order[::used] == list(range(len(order[::used])))  # and a lane goes on where it was
 
 
 @kinds

@@ -65,13 +65,14 @@ class Curve(NamedTuple):
         return self.heldout[-1][1]
 
 
-def small_config(cache: Path, steps: int, seed: int = 0, **changes: Any) -> Config:
+def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
     """1.4M parameters on the embedded corpus, at rates that stay after a short warm-up.
 
     Args:
       cache: folder for prepared data.
-      steps: of `BATCH` tokens.
+      steps: of `batch` tokens.
       seed: of the parameters and of the order of the data.
+      batch: tokens a step, a multiple of `BATCH`, of which so many are worked through at once.
       **changes: sections of the configuration.
     """
     config = Config(
@@ -79,7 +80,7 @@ def small_config(cache: Path, steps: int, seed: int = 0, **changes: Any) -> Conf
             vocab_size=2048, hidden_size=128, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=32,
             num_experts=8, expert_size=128, router_size=32, max_positions=CONTEXT, rope_base=1.0e4,
         ),
-        (PhaseConfig(steps * BATCH, schedule=ScheduleConfig("constant", warmup_tokens=10 * BATCH)),),
+        (PhaseConfig(steps * batch, schedule=ScheduleConfig("constant", warmup_tokens=10 * batch)),),
         seed=seed,
         data=DataConfig(context=CONTEXT, cache_dir=str(cache)),
         optimizer=OptimizerConfig(
@@ -87,7 +88,7 @@ def small_config(cache: Path, steps: int, seed: int = 0, **changes: Any) -> Conf
             adamw=AdamWConfig(learning_rate=0.006),
             balance=BalanceConfig(learning_rate=0.02),
         ),
-        train=TrainConfig(batch=BatchConfig(tokens=BATCH)),
+        train=TrainConfig(batch=BatchConfig(tokens=batch, micro=BATCH // CONTEXT)),
         evaluation=EvaluationConfig(batch=32, batches=8),
     )  # fmt: skip
     config = replace(config, **changes)

@@ -23,8 +23,8 @@ class Items(NamedTuple):
         """Those that `chosen` names, by a mask or by indices, in its order."""
         return type(self)(self.document[chosen], self.start[chosen], self.length[chosen])
 
-    def untrimmed(self, originals: "Items") -> Self:
-        """These items with the lengths of those `originals` that begin where they do."""
+    def untrimmed(self, originals: "Items", most: int) -> Self:
+        """These items with the lengths of those `originals` that were trimmed to them, to `most` tokens."""
         if len(self.length) == 0 or len(originals.length) == 0:
             return self
         stride = int(max(originals.start.max(), self.start.max())) + 1
@@ -32,7 +32,8 @@ class Items(NamedTuple):
         order = np.argsort(keys, kind="stable")
         wanted = self.document * stride + self.start
         place = order[np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)]
-        return self._replace(length=np.where(keys[place] == wanted, originals.length[place], self.length))
+        trimmed = (keys[place] == wanted) & (self.length == most)
+        return self._replace(length=np.where(trimmed, originals.length[place], self.length))
 
     def __add__(self, other: "Items") -> "Items":  # pyright: ignore[reportIncompatibleMethodOverride]
         """These and then the others."""

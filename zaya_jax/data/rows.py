@@ -5,6 +5,7 @@ knowing one number.
 """
 
 import functools
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from zaya_jax.data.items import Items
 from zaya_jax.data.shards import Documents, Text
 
 Row = dict[str, np.ndarray]
+
+LANES = 64  # places of the concatenation that windows are read from in turn
 
 _EPOCHS_KEPT = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
 
@@ -44,10 +47,14 @@ class Packing(Protocol):
 class Windows:
     """Windows over the concatenation of the items; of s + 1 tokens each, one shared with the next window.
 
-    An epoch predicts each token of the concatenation but the first once.
+    An epoch predicts each token of the concatenation but the first once. The concatenation is cut into lanes of as
+    many windows each, and rows take the lanes in turn: neighbouring windows are often of one document, and a batch
+    of them would teach that document alone.
     """
 
-    def __init__(self, documents: Documents, items: Items, context: int, *, seed: int | None) -> None:
+    def __init__(
+        self, documents: Documents, items: Items, context: int, *, seed: int | None, lanes: int = LANES
+    ) -> None:
         """Describe the windows; nothing is read yet.
 
         Args:
@@ -55,17 +62,19 @@ class Windows:
           items: at least 2 tokens of them, for a window to be.
           context: s, tokens a window gives to the model.
           seed: permutes the items anew in each epoch, as a pure function of (seed, epoch); with None they stay.
+          lanes: read in turn; with 1, windows follow each other.
         """
         self._documents, self._items, self._context, self._seed = documents, items, context, seed
         self._tokens = items.tokens
         self.per_epoch = max(0, -(-(self._tokens - 1) // context))  # the last one may be padded
+        self._lanes = max(1, min(lanes, self.per_epoch))
         self._epoch = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._order)
 
     def row(self, epoch: int, index: int) -> Row:
         """See `Packing.row`."""
         row = _RowMaker(self._context + 1)
         order, ends = self._epoch(epoch)
-        start = index * self._context
+        start = self._window(index) * self._context
         stop = min(start + self._context + 1, self._tokens)
         first, last = np.searchsorted(ends, [start, stop - 1], side="right")
         for place in range(first, last + 1):
@@ -83,20 +92,48 @@ class Windows:
         }
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `Packing.after`. The item that a window's end cuts is left with its rest."""
-        order, ends = self._epoch(epoch)
-        start = rows * self._context  # the next window's first token, which is the last one's last target
-        first = int(np.searchsorted(ends, start, side="right"))
-        rest = self._items.take(order[first:])
-        if len(rest.length):
-            cut = start - (ends[first] - rest.length[0])
-            rest.start[0] += cut
-            rest.length[0] -= cut
+        """See `Packing.after`. Items that a read window's edge cuts are left with what is not read of them."""
+        rounds, more = divmod(rows, self._lanes)
+        edges = [self._lane(lane) for lane in range(self._lanes + 1)]
+        runs: list[list[int]] = []  # windows in a row that are not read: the first, and the one after the last
+        for lane, (begin, end) in enumerate(itertools.pairwise(edges)):
+            unread = begin + rounds + (lane < more)
+            if unread >= end:
+                continue
+            if runs and runs[-1][1] == unread:
+                runs[-1][1] = end
+            else:
+                runs.append([unread, end])
+        rest = self._items.take(np.zeros(0, np.int64))
+        for first, last in runs:
+            # The first token of a window is the last target of the one before: it was predicted.
+            rest += self._between(epoch, first * self._context, min(last * self._context + 1, self._tokens))
         return rest
+
+    def _window(self, index: int) -> int:
+        """The window that row `index` is."""
+        place, lane = divmod(index, self._lanes)  # the first lanes have a window more where they are not even
+        return self._lane(lane) + place
+
+    def _lane(self, lane: int) -> int:
+        """The first window of a lane."""
+        each, more = divmod(self.per_epoch, self._lanes)
+        return lane * each + min(lane, more)
+
+    def _between(self, epoch: int, start: int, stop: int) -> Items:
+        """The items, or parts of them, that the tokens [start, stop) of an epoch's concatenation are."""
+        order, ends = self._epoch(epoch)
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        part = self._items.take(order[first : last + 1])
+        before = start - (ends[first] - part.length[0])
+        part.length[-1] -= ends[last] - stop
+        part.start[0] += before
+        part.length[0] -= before
+        return part
 
     def __reduce__(self) -> tuple[object, ...]:
         """The orders kept in memory do not travel to another process."""
-        return _windows, (self._documents, self._items, self._context, self._seed)
+        return _windows, (self._documents, self._items, self._context, self._seed, self._lanes)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's items in order, and where in its concatenation each ends: int64 [items] both."""
@@ -185,8 +222,8 @@ class _RowMaker:
         self.filled = place.stop
 
 
-def _windows(documents: Documents, items: Items, context: int, seed: int | None) -> Windows:
-    return Windows(documents, items, context, seed=seed)
+def _windows(documents: Documents, items: Items, context: int, seed: int | None, lanes: int) -> Windows:
+    return Windows(documents, items, context, seed=seed, lanes=lanes)
 
 
 def _bin_rows(documents: Documents, items: Items, bins: Bins, context: int, seed: int | None) -> BinRows:

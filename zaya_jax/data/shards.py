@@ -19,7 +19,7 @@ from zaya_jax.errors import InputError, RunStopped
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
 _MOST_OPEN = 16384  # shards
-_DECODED_DOCUMENTS = 16  # kept in memory: neighbouring windows lie in the same document
+_DECODED_DOCUMENTS = 128  # kept in memory: each lane of windows (`rows.LANES`) often goes on in the same document
 
 
 class Text(NamedTuple):

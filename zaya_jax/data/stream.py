@@ -13,7 +13,7 @@ from zaya_jax.config.phases import OverLength, Packing
 from zaya_jax.data.bins import Bins, pack
 from zaya_jax.data.files import partial_name
 from zaya_jax.data.items import Items, fit, whole_documents
-from zaya_jax.data.rows import BinRows, Row, Windows
+from zaya_jax.data.rows import LANES, BinRows, Row, Windows
 from zaya_jax.data.rows import Packing as PackedItems
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
@@ -52,6 +52,7 @@ class Packed:
 
     rows: PackedItems
     trimmed: Items | None  # the items before they were trimmed; None where they were not
+    most: int  # tokens they were trimmed to
     left_out: Items  # by that policy
     counts: dict[str, int]  # see `Fitted`
     padding: float  # part of the rows' tokens that stand for nothing
@@ -79,7 +80,7 @@ class Stage:
         epoch, place, packed = self._locate(rows - 1)
         rest = packed.rows.after(epoch, place + 1)
         if packed.trimmed is not None:
-            rest = rest.untrimmed(packed.trimmed)
+            rest = rest.untrimmed(packed.trimmed, packed.most)
         rest += packed.left_out
         if (rest.length == 1).all():  # such a token was predicted, and predicts nothing
             return Position(epoch + 1)
@@ -135,12 +136,14 @@ class Packer(NamedTuple):
             rows: PackedItems = BinRows(documents, fitted.used, bins, self.context, seed=seed)
             filled = int((fitted.used.length - 1).sum())
         else:
-            rows = Windows(documents, fitted.used, self.context, seed=seed)
+            # Text without an order of its own is read as it lies: all of it, once.
+            rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
             filled = max(fitted.used.tokens - 1, 0)
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
         return Packed(
             rows,
             items if self.over_length == "trim" else None,
+            self.context + 1,
             fitted.dropped + items.take(absent),
             fitted.counts,
             padding,
