@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data.set_defaults(run=_data)
     for name, text, steps in (
         ("optimizer", "Muon for matrices against AdamW for everything: steps to the same held-out loss", 150),
-        ("balance", "rules of balancing: steps until the expert load is even", 80),
+        ("balance", "rules of balancing: steps until the expert load is even", 100),
         ("ablations", "held-out loss at equal FLOPs with parts of ZAYA1 taken away", 150),
     ):
         verb = verbs.add_parser(name, help=text)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.bench.picture import draw_lines
 from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.bench.trials import BATCH, Curve, Trial, run_trials, small_config
+from zaya_jax.bench.trials import Curve, Trial, run_trials, small_config
 from zaya_jax.config import (
     AdamWConfig,
     BalanceConfig,
@@ -19,6 +19,8 @@ from zaya_jax.config import (
     MuonConfig,
     OptimizerConfig,
     PhaseConfig,
+    RoleConfig,
+    RolesConfig,
     ScheduleConfig,
     SourceConfig,
     Table,
@@ -27,6 +29,8 @@ from zaya_jax.config.optimizer import BalanceRule
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
+_BATCH = 4096  # tokens a step: an even load of half as many would hardly look even
+_ROUTER = 0.1  # the router's part of Muon's rate: at these sizes it would outrun any bias
 _HELD = 3  # steps in a row that must be even
 _SEEDS = (0, 1, 2)
 _RATES = (0.003, 0.01, 0.03, 0.1)
@@ -51,7 +55,7 @@ def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequen
     check_request(steps, output)
     result = describe_run(
         f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
-        f"1.4M parameters, {steps} steps of 2,048 tokens of program code, then {steps} of tables of characters; "
+        f"1.4M parameters, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
         f"routers start with {CROWD:g} added to the logits of two of eight experts",
         "the sign rule at its best rate, and no rule", ("zaya-jax", "jax", "jaxlib", "optax"),
     )  # fmt: skip
@@ -136,16 +140,17 @@ def _prepare(folder: Path) -> dict[str, Path]:
 
 
 def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRule, rate: float, seed: int) -> Config:
-    base = small_config(folder, steps, seed)
+    base = small_config(folder, steps, seed, _BATCH)
     phases = (
-        PhaseConfig(steps * BATCH, "code", mixture=Table({"code": 1.0}),
-                    schedule=ScheduleConfig("constant", warmup_tokens=10 * BATCH)),
-        PhaseConfig(steps * BATCH, "tables", mixture=Table({"tables": 1.0})),
+        PhaseConfig(steps * _BATCH, "code", mixture=Table({"code": 1.0}),
+                    schedule=ScheduleConfig("constant", warmup_tokens=10 * _BATCH)),
+        PhaseConfig(steps * _BATCH, "tables", mixture=Table({"tables": 1.0})),
     )  # fmt: skip
     data = DataConfig(context=base.data.context, cache_dir=str(folder),
                       sources=Table({name: SourceConfig(str(path)) for name, path in sources.items()}))  # fmt: skip
     optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.005, iterates="float32"),
                                 adamw=AdamWConfig(learning_rate=0.006),
+                                roles=RolesConfig(router=RoleConfig(learning_rate=_ROUTER)),
                                 balance=BalanceConfig(rule, learning_rate=rate))  # fmt: skip
     config = replace(base, phases=phases, data=data, optimizer=optimizer)
     config.check()
