@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.data.prepare_helpers import make_texts, write_jsonl
 from zaya_jax.config import BatchConfig, Config, DataConfig, EvaluationConfig, ModelConfig, PhaseConfig, TrainConfig
 from zaya_jax.data.sources import open_sources
+from zaya_jax.data.tokenizer import train_tokenizer
 
 CONTEXT = 16
 
@@ -52,3 +54,17 @@ def tiny(tmp_path_factory, make_config, write_corpus):
     root = tmp_path_factory.mktemp("tiny")
     config = make_config(write_corpus(root / "corpus"), root / "cache")
     return config, open_sources(config)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """The file of a tokenizer of 300 tokens."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    train_tokenizer(make_texts(100), 300).save(path)
+    return path
+
+
+@pytest.fixture
+def given_texts(tmp_path):
+    """A JSONL file of 40 texts, about 5 kB."""
+    return write_jsonl(tmp_path / "in.jsonl", make_texts(40))

@@ -1,4 +1,4 @@
-"""As the kills of tests/data/test_prepare.py, at any moment and at every one."""
+"""As tests/data/test_prepare_kill.py, at any moment and at every one."""
 
 import random
 import signal
@@ -6,16 +6,8 @@ import time
 
 import pytest
 
-from tests.data.test_prepare import (
-    QUARTER,
-    Command,
-    check_every_moment,
-    check_nothing_else,
-    contents,
-    count_notes,
-    make_texts,
-    write_jsonl,
-)
+from tests.data.prepare_helpers import QUARTER, check_nothing_else, contents, count_notes, make_texts, write_jsonl
+from tests.data.test_prepare_kill import Command, check_every_moment
 from zaya_jax.data.manifest import MANIFEST
 from zaya_jax.data.prepare import prepare
 from zaya_jax.data.readers.inputs import list_units

@@ -1,0 +1,189 @@
+"""Preparations that are killed, at any moment, come out byte for byte as one that was not."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tests.data.prepare_helpers import (
+    QUARTER,
+    ROOT,
+    check_nothing_else,
+    contents,
+    count_notes,
+    make_texts,
+    write_jsonl,
+)
+from zaya_jax.data.manifest import MANIFEST
+from zaya_jax.data.prepare import (
+    open_manifest,
+    prepare,
+)
+from zaya_jax.data.readers.inputs import list_units
+from zaya_jax.errors import InputError
+
+# The command with small units: prepare INPUT TOKENIZER OUTPUT UNIT_BYTES WORKERS.
+DRIVER = """
+import sys
+from pathlib import Path
+from zaya_jax.data.prepare import PrepareSettings, prepare
+if __name__ == "__main__":
+    given, tokenizer, output, unit_bytes, workers = sys.argv[1:]
+    prepare([given], Path(tokenizer), Path(output), PrepareSettings(heldout=0.25), unit_bytes=int(unit_bytes),
+            workers=int(workers))
+"""
+
+# Kills a process at each of the moments at which it is about to open, rename or remove a file of its folder, and runs
+# the same again. Prints the moments after which the folder is not what it should be, and then how many there are.
+SWEEP = """
+import json, os, random, shutil, signal, sys
+from pathlib import Path
+from zaya_jax.data.prepare import PrepareSettings, merge, prepare
+
+given, tokenizer, good, output = map(Path, sys.argv[1:5])
+unit_bytes, tasks, part = int(sys.argv[5]), int(sys.argv[6]), float(sys.argv[7])
+
+def work():
+    for task in range(tasks):
+        prepare([str(given)], tokenizer, output, PrepareSettings(heldout=0.25), unit_bytes=unit_bytes, workers=1,
+                task=task, tasks=tasks)
+    merge(output)
+
+def run(moment):
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    seen = 0
+
+    def hook(event, arguments):
+        nonlocal seen
+        if event in ("open", "os.rename", "os.remove", "os.mkdir") and str(arguments[0]).startswith(str(output)):
+            seen += 1
+            if seen == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    work()
+    json.dump(seen, open(output.with_name("seen"), "w"))
+    os._exit(0)
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+run(0)
+total, wrong, expected = json.load(open(output.with_name("seen"))), [], contents(good)
+assert contents(output) == expected
+every = range(1, total + 1)
+moments = {*random.Random(0).sample(every, int(part * total)), *random.Random(1).sample(every[-16:], int(part * 16))}
+for moment in sorted(moments):
+    shutil.rmtree(output)
+    status = run(moment)
+    assert os.WTERMSIG(status) == signal.SIGKILL, (moment, status)
+    output.mkdir(exist_ok=True)
+    status = run(0)
+    assert status == 0, (moment, status)
+    if contents(output) != expected:
+        wrong.append((moment, sorted(set(contents(output)) ^ set(expected))))
+print(json.dumps({"wrong": wrong, "moments": len(moments)}))
+"""
+
+
+class Command:
+    """The command in a process of its own, which is killed alone: what it started must end by itself."""
+
+    def __init__(self, given, tokenizer, output, unit_bytes, workers):
+        arguments = [str(argument) for argument in (given, tokenizer, output, unit_bytes, workers)]
+        script = output.with_name("driver.py")
+        script.write_text(DRIVER)
+        self.process = subprocess.Popen(
+            [sys.executable, script, *arguments], env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def wait_for(self, ready):
+        """Whether that came about before the process ended."""
+        while self.process.poll() is None:
+            if ready():
+                return True
+            time.sleep(0.001)
+        return False
+
+    def kill(self):
+        """Kill the process, see that those it started end too, and return its exit status."""
+        self.process.kill()
+        status = self.process.wait()
+        until = time.monotonic() + 5  # they look several times a second
+        while self.others() and time.monotonic() < until:
+            time.sleep(0.02)
+        assert self.others() == []
+        return status
+
+    def others(self):
+        """Processes of the command that live."""
+        found = []
+        for pid in psutil.pids():
+            try:
+                if os.getsid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    found.append(pid)
+            except (ProcessLookupError, psutil.NoSuchProcess):
+                continue
+        return found
+
+
+def test_kills_in_the_middle_change_no_byte(tmp_path, tokenizer):
+    given_texts, unit_bytes = write_jsonl(tmp_path / "in.jsonl", make_texts(1000)), 3000
+    units = len(list_units([str(given_texts)], unit_bytes=unit_bytes))
+    prepare([str(given_texts)], tokenizer, tmp_path / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
+    output, rng, interrupted = tmp_path / "out", random.Random(0), 0
+    for workers in (2, 1, 1):
+        before = count_notes(output)
+        target = before + rng.randint(1, units // 4)
+        command = Command(given_texts, tokenizer, output, unit_bytes, workers)
+        command.wait_for(lambda target=target: count_notes(output) >= target)
+        time.sleep(rng.uniform(0, 0.03))
+        assert command.kill() == -signal.SIGKILL
+        assert not (output / MANIFEST).exists()
+        interrupted += before < count_notes(output) < units
+    assert interrupted == 3
+    prepare([str(given_texts)], tokenizer, output, QUARTER, unit_bytes=unit_bytes, workers=1)
+    assert contents(output) == contents(tmp_path / "good")
+    check_nothing_else(output)
+
+
+def check_every_moment(folder, tokenizer, given_texts, *, unit_bytes, tasks, part):
+    prepare([str(given_texts)], tokenizer, folder / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
+    done = subprocess.run(
+        [sys.executable, "-c", SWEEP, given_texts, tokenizer, folder / "good", folder / "out", str(unit_bytes),
+         str(tasks), str(part)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["wrong"] == []
+    return result["moments"]
+
+
+def test_a_kill_before_any_change_of_a_file_changes_no_byte(tmp_path, tokenizer):
+    given_texts = write_jsonl(tmp_path / "in.jsonl", make_texts(12))
+    assert check_every_moment(tmp_path, tokenizer, given_texts, unit_bytes=900, tasks=1, part=0.3) >= 15
+
+
+def test_two_calls_at_once_cannot_do_the_same_task(tmp_path, tokenizer):
+    path, output = write_jsonl(tmp_path / "in.jsonl", make_texts(2000)), tmp_path / "out"
+    command = Command(path, tokenizer, output, 300, 1)
+    try:
+        assert command.wait_for(lambda: count_notes(output) > 0)
+        with pytest.raises(InputError, match=rf"^--output \({output}\) is in use: another process"):
+            prepare([str(path)], tokenizer, output, QUARTER, unit_bytes=300, workers=1)
+        assert command.process.poll() is None
+    finally:
+        command.kill()
+    with pytest.raises(InputError, match=r"is not complete; run the same prepare command again to finish it\.$"):
+        open_manifest(output)

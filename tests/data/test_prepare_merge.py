@@ -1,0 +1,93 @@
+"""The shares of several tasks, merged once all are there."""
+
+import json
+import os
+
+import pytest
+
+from tests.data.prepare_helpers import (
+    QUARTER,
+    check_same,
+    contents,
+    make_texts,
+    read_back,
+)
+from zaya_jax.data.convert import read_note
+from zaya_jax.data.prepare import (
+    merge,
+    missing_tasks,
+    open_manifest,
+    prepare,
+)
+from zaya_jax.errors import InputError
+
+
+def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, given_texts):
+    output = tmp_path / "out"
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "output": output, "settings": QUARTER}
+    call |= {"unit_bytes": 900, "tasks": 3, "workers": 1}
+    prepare(task=1, **call)
+    for look in (merge, open_manifest):
+        with pytest.raises(InputError, match=r"of its 3 tasks, 0, 2 are missing\. Run them with --task, then merge"):
+            look(output)
+    prepare(task=0, **call)
+    assert missing_tasks(output) == [2]
+    for look in (merge, open_manifest):
+        with pytest.raises(InputError, match="of its 3 tasks, 2 is missing"):
+            look(output)
+    prepare(task=2, **call)
+    with pytest.raises(InputError, match=f"is not merged; run python -m zaya_jax.data merge {output}"):
+        open_manifest(output)
+    assert merge(output) == open_manifest(output)
+    check_same(make_texts(40), read_back(output))
+
+
+def test_merging_again_is_harmless(tmp_path, tokenizer, given_texts):
+    output = tmp_path / "out"
+    manifest = prepare([str(given_texts)], tokenizer, output, QUARTER, workers=1)
+    before = contents(output)
+    assert merge(output) == manifest
+    assert contents(output) == before
+
+
+def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(InputError, match=rf"^The folder {tmp_path} holds no preparation: .*plan\.json cannot be read"):
+        merge(tmp_path)
+    assert contents(tmp_path) == {"file": b"text"}
+    for path in (tmp_path / "file", tmp_path / "missing"):
+        with pytest.raises(InputError, match=f"^{path} is no folder; give the --output of prepare"):
+            merge(path)
+    assert not (tmp_path / "missing").exists()
+
+
+def test_a_plan_of_another_version_is_not_merged(tmp_path, tokenizer, given_texts):
+    prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1, tasks=2)
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    (tmp_path / "out" / "plan.json").write_text(json.dumps({**plan, "format": 99}))
+    with pytest.raises(InputError, match="it is of format 99, but this version reads 2"):
+        merge(tmp_path / "out")
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter"])
+def test_a_shard_that_is_gone_or_cut_before_the_merge_is_done_again(tmp_path, tokenizer, given_texts, damage):
+    output = tmp_path / "out"
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "unit_bytes": 900, "workers": 1}
+    prepare(output=tmp_path / "good", **call)
+    for task in (0, 1):
+        prepare(output=output, task=task, tasks=2, **call)
+    assert missing_tasks(output) == []
+    shard = output / "train-000003.arrayrecord"
+    if damage == "missing":
+        shard.unlink()
+    else:
+        os.truncate(shard, shard.stat().st_size // 2)
+    assert read_note(output, 3) is None
+    assert missing_tasks(output) == [1]
+    with pytest.raises(InputError, match="of its 2 tasks, 1 is missing"):
+        merge(output)
+    other = (output / "train-000001.arrayrecord").stat().st_mtime_ns
+    prepare(output=output, task=1, tasks=2, **call)
+    assert (output / "train-000001.arrayrecord").stat().st_mtime_ns == other
+    merge(output)
+    assert contents(output) == contents(tmp_path / "good")

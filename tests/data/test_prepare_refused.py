@@ -1,0 +1,218 @@
+"""Documents that cannot be used, and calls that are refused before anything is written."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models
+
+from tests.data.prepare_helpers import (
+    CHAT,
+    QUARTER,
+    check_same,
+    contents,
+    count_notes,
+    make_texts,
+    read_back,
+    write_input,
+    write_jsonl,
+    write_lines,
+    write_megatron,
+)
+from zaya_jax.data.manifest import MANIFEST
+from zaya_jax.data.prepare import (
+    PrepareSettings,
+    merge,
+    prepare,
+    summary,
+)
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.errors import InputError
+
+# --- documents that cannot be used -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "reason", "detail"),
+    [
+        (b'{"text": "a"', "invalid JSON", "delimiter"),
+        (b'{"text": "caf\xe9"}', "not UTF-8", "offset 13"),
+        (b'{"text": "\\ud800"}', "not UTF-8", "surrogate"),
+        (b'{"text": " \\n"}', "empty", "white space"),
+        (b'{"text": null}', "empty", "null"),
+        (b'{"body": "a"}', "no field", "no key 'text'"),
+        (b'{"text": 3}', "wrong type", "int"),
+        (b'["text"]', "wrong type", "list"),
+        (b'{"text": [{"role": "user", "content": "a"}]}', "wrong type", "--chat"),
+    ],
+)
+def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path, tokenizer, line, reason, detail):
+    texts, output = make_texts(30), tmp_path / "out"
+    lines = [{"text": text} for text in texts]
+    path = write_lines(tmp_path / "in.jsonl", [*lines[:20], b"", line, *lines[20:]])  # a blank line counts as one
+    with pytest.raises(InputError) as error:
+        prepare([str(path)], tokenizer, output, QUARTER, unit_bytes=400, workers=1)
+    first, *rest = str(error.value).splitlines()
+    assert first.startswith(f"1 document cannot be used (1 {reason}). --max-bad allows 0: mend ")
+    assert len(rest) == 1
+    assert rest[0].startswith(f"  {path}:22: {reason}: ")
+    assert detail in rest[0]
+    assert not (output / MANIFEST).exists()
+    with pytest.raises(InputError, match="is not complete"):
+        merge(output)
+    before = contents(output)
+    assert count_notes(output) > 3
+    manifest = prepare([str(path)], tokenizer, output, QUARTER, unit_bytes=400, workers=1, max_bad=1)
+    assert manifest.counts == {reason: 1}
+    assert manifest.examples == (rest[0].strip(),)
+    check_same(texts, read_back(output))
+    shards = {name: data for name, data in before.items() if name.endswith(".arrayrecord")}
+    assert shards.items() <= contents(output).items()
+    assert f"left out, {reason}: 1\n    {rest[0].strip()}" in summary(output, manifest)
+
+
+def test_a_text_file_that_cannot_be_used_is_refused_by_its_name(tmp_path, tokenizer):
+    folder = write_input(tmp_path, "texts", make_texts(5))
+    (folder / "part0" / "003x.txt").write_bytes(b"\xff")
+    with pytest.raises(InputError, match=rf"\n  {folder}/part0/003x\.txt:1: not UTF-8"):
+        prepare([str(folder)], tokenizer, tmp_path / "out", QUARTER, workers=1)
+
+
+def test_what_may_be_left_out_is_counted_over_units_and_processes(tmp_path, tokenizer):
+    texts, output = make_texts(60), tmp_path / "out"
+    lines = [{"text": text} if i % 10 else {"body": text} for i, text in enumerate(texts)]
+    path = write_lines(tmp_path / "in.jsonl", lines)
+    call = {"inputs": [str(path)], "tokenizer": tokenizer, "output": output, "settings": QUARTER, "unit_bytes": 700}
+    with pytest.raises(InputError, match=r"documents cannot be used \(\d no field\)\. --max-bad allows 4"):
+        prepare(workers=2, max_bad=4, **call)
+    done = {note: note.stat().st_mtime_ns for note in output.glob("unit-*.json")}
+    assert done
+    with pytest.raises(InputError, match=r"^6 documents .* --max-bad allows 5"):
+        prepare(workers=1, max_bad=5, **call)
+    assert {note: note.stat().st_mtime_ns for note in done} == done  # what is done is not done again
+    manifest = prepare(workers=1, max_bad=6, **call)
+    assert manifest.counts == {"no field": 6}
+    assert [re.search(r":(\d+):", example)[1] for example in manifest.examples] == ["1", "11", "21", "31", "41", "51"]
+    check_same([text for i, text in enumerate(texts) if i % 10], read_back(output))
+
+
+def test_a_task_that_left_out_too_much_is_not_merged(tmp_path, tokenizer):
+    lines = [{"text": text} if i % 10 else {"body": text} for i, text in enumerate(make_texts(40), 1)]
+    path, output = write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out"
+    with pytest.raises(InputError, match=r"^4 documents .* --max-bad allows 3"):  # in the last unit
+        prepare([str(path)], tokenizer, output, QUARTER, unit_bytes=1300, workers=1, max_bad=3)
+    with pytest.raises(InputError, match="is not complete; run the same prepare command again"):
+        merge(output)
+    assert not (output / MANIFEST).exists()
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"task": 3, "tasks": 3}, r"^--task is 3, but must be at least 0 and below --of \(3\)"),
+        ({"task": -1}, "^--task is -1"),
+        ({"tasks": 0}, r"^--task is 0, but must be at least 0 and below --of \(0\)"),
+        ({"workers": 0}, "^--workers is 0, but must be at least 1"),
+        ({"unit_bytes": 0}, "^unit_bytes is 0"),
+        ({"settings": PrepareSettings(heldout=1.5)}, r"^--heldout is 1\.5, but must be at least 0 and below 1"),
+        ({"settings": PrepareSettings(heldout=-0.1)}, r"^--heldout is -0\.1"),
+        ({"settings": PrepareSettings(heldout=float("nan"))}, "^--heldout is nan"),
+        ({"settings": PrepareSettings(eot="<|end|>")}, r"has no token '<\|end\|>' to end a document with"),
+        ({"tokenizer": Path("missing.json")}, r"^The tokenizer file missing\.json cannot be read"),
+        ({"inputs": ["missing.jsonl"]}, r"^The input missing\.jsonl cannot be read"),
+        ({"inputs": []}, "at least one file or folder"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_before_all_else(tmp_path, tokenizer, given_texts, change, message):
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, **change}
+    with pytest.raises(InputError, match=message):
+        prepare(output=tmp_path / "out", **call)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_that_is_none_or_has_no_known_end_is_refused(tmp_path, given_texts):
+    words = {f"w{i}": i for i in range(10)}
+    for name, more in {"none": {}, "both": {"</s>": 10, "<eos>": 11}}.items():
+        tokenizers.Tokenizer(models.WordLevel({**words, **more}, "w0")).save(str(tmp_path / f"{name}.json"))
+    for name, message in {
+        "in.jsonl": r"^The tokenizer file .*in\.jsonl cannot be read",
+        "none.json": r"none\.json has none of <\|endoftext\|>, .*; name the token that ends a document with --eot",
+        "both.json": r"both\.json has <eos> and </s>; name the token that ends a document with --eot",
+    }.items():
+        with pytest.raises(InputError, match=message):
+            prepare([str(given_texts)], tmp_path / name, tmp_path / "out", QUARTER, workers=1)
+    settings = PrepareSettings(eot="<eos>")
+    assert prepare([str(given_texts)], tmp_path / "both.json", tmp_path / "out", settings, workers=1).eot == "<eos>"
+
+
+def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path, tokenizer, given_texts):
+    with pytest.raises(InputError, match=r"^--output is '.*in\.jsonl', which is a file, but must be a folder"):
+        prepare([str(given_texts)], tokenizer, given_texts, QUARTER, workers=1)
+    with pytest.raises(InputError, match=r"^--output \(.*in\.jsonl/out\) cannot be written: Not a directory"):
+        prepare([str(given_texts)], tokenizer, given_texts / "out", QUARTER, workers=1)
+
+
+def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, tokenizer, given_texts):
+    output = tmp_path / "out"
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "output": output, "workers": 1}
+    manifest = prepare(settings=QUARTER, **call)
+    before = contents(output)
+    assert prepare(settings=QUARTER, **call) == manifest
+    assert prepare(settings=QUARTER, **call, task=1, tasks=2) == manifest  # of documents that are the same
+    assert contents(output) == before
+    with pytest.raises(InputError, match=f"^The folder {output} holds data prepared of other inputs or settings"):
+        prepare(settings=PrepareSettings(heldout=0.5), **call)
+    write_jsonl(given_texts, make_texts(41))
+    with pytest.raises(InputError, match="other inputs or settings"):
+        prepare(settings=QUARTER, **call)
+    assert contents(output) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"settings": PrepareSettings(heldout=0.5)}, r"heldout: 0\.25, now 0\.5"),
+        ({"settings": PrepareSettings(field="body", heldout=0.25)}, "field: 'text', now 'body'"),
+        ({"settings": CHAT}, "kind: 'tokens', now 'chat'"),
+        ({"settings": PrepareSettings(suffixes=(".md",), heldout=0.25)}, "suffixes"),
+        ({"tasks": 3}, "tasks: 2, now 3"),
+        ({"unit_bytes": 2000}, r"units: \d+, now \d"),
+        ({"tokenizer": "other.json"}, "tokenizer"),
+        ({"inputs": ["other.jsonl"]}, "inputs"),
+        ({"changed": "size"}, "files"),
+        ({"changed": "time"}, "files"),
+    ],
+)
+def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokenizer, given_texts, change, key):
+    train_tokenizer(["a b c"], 280).save(tmp_path / "other.json")
+    write_jsonl(tmp_path / "other.jsonl", make_texts(40, seed=1))
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "tasks": 2, "unit_bytes": 900}
+    output = tmp_path / "out"
+    assert prepare(output=output, workers=1, **call) is None
+    before = contents(output)
+    if change.get("changed") == "size":
+        write_jsonl(given_texts, make_texts(41))
+    elif change.get("changed") == "time":
+        os.utime(given_texts, (1, 1))
+    else:
+        call |= change
+        call |= {"tokenizer": tmp_path / call["tokenizer"], "inputs": [str(tmp_path / call["inputs"][0])]}
+    with pytest.raises(InputError, match=f"^The folder {output} holds an unfinished preparation with other {key}"):
+        prepare(output=output, workers=1, **call)
+    assert contents(output) == before
+
+
+def test_a_megatron_index_that_changed_is_noticed(tmp_path, tokenizer):
+    path = write_megatron(tmp_path / "in", [[5, 6, 7, 8], [9, 10], [11, 12]])
+    call = {"inputs": [str(path)], "tokenizer": tokenizer, "settings": QUARTER, "tasks": 2, "unit_bytes": 8}
+    prepare(output=tmp_path / "out", workers=1, **call)
+    stat = path.stat()
+    write_megatron(tmp_path / "in", [[5, 6], [7, 8, 9, 10], [11, 12]])
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same tokens in the .bin
+    with pytest.raises(InputError, match="unfinished preparation with other files"):
+        prepare(output=tmp_path / "out", workers=1, task=1, **call)
