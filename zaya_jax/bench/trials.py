@@ -84,8 +84,8 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
         seed=seed,
         data=DataConfig(context=CONTEXT, cache_dir=str(cache)),
         optimizer=OptimizerConfig(
-            muon=MuonConfig(learning_rate=0.005, iterates="float32"),
-            adamw=AdamWConfig(learning_rate=0.006),
+            muon=MuonConfig(learning_rate=0.02, iterates="float32"),
+            adamw=AdamWConfig(learning_rate=0.018),
             balance=BalanceConfig(learning_rate=0.02),
         ),
         train=TrainConfig(batch=BatchConfig(tokens=batch, micro=BATCH // CONTEXT)),
