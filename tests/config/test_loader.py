@@ -129,7 +129,7 @@ def sources_and_phases(draw):
     sources = draw(st.dictionaries(names, st.builds(SourceConfig, names, st.none() | positive), max_size=4))
     phase = st.builds(
         PhaseConfig,
-        tokens=st.integers(128, 10**15),
+        tokens=st.integers(128, 10**10),
         mixture=st.dictionaries(st.sampled_from(list(sources) or ["corpus"]), positive, max_size=4).map(Table),
         context=st.sampled_from([None, 1, 8, 32]),
         rope_base=st.none() | positive,
