@@ -58,7 +58,7 @@ def make_train_step(
     """
     gradient = summed_gradient(make_local_loss(config, blueprint, ops or _ops_on(mesh)), mesh)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
-    firsts = np.array([first for first, _ in phase_steps(config)], np.int32)
+    firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         sums, grads = gradient(state.params, state.balance, batch)
