@@ -37,7 +37,7 @@ def bench_ablations(steps: int, output: str | None, png: str | None) -> dict[str
     check_request(steps, output)
     result = describe_run(
         "held-out loss at equal FLOPs, each part of ZAYA1 taken away in turn",
-        f"1.4M parameters, {steps} steps of 2,048 tokens of the embedded corpus for the whole model",
+        f"1.65M parameters, {steps} steps of 2,048 tokens of the embedded corpus for the whole model",
         "the whole model", ("zaya-jax", "jax", "jaxlib", "optax"),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -55,7 +55,7 @@ def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequen
     check_request(steps, output)
     result = describe_run(
         f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
-        f"1.4M parameters, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
+        f"1.65M parameters, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
         f"routers start with {CROWD:g} added to the logits of two of eight experts",
         "the sign rule at its best rate, and no rule", ("zaya-jax", "jax", "jaxlib", "optax"),
     )  # fmt: skip

@@ -49,7 +49,7 @@ def bench_optimizer(steps: int, output: str | None, png: str | None, grid: Grid 
     check_request(steps, output)
     result = describe_run(
         "steps to the held-out loss that AdamW alone reaches at its end",
-        f"1.4M parameters, {steps} steps of 2,048 tokens of the embedded corpus, rates constant after 10 steps",
+        f"1.65M parameters, {steps} steps of 2,048 tokens of the embedded corpus, rates constant after 10 steps",
         "AdamW for all parameters", ("zaya-jax", "jax", "jaxlib", "optax"),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

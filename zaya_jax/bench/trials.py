@@ -66,7 +66,7 @@ class Curve(NamedTuple):
 
 
 def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
-    """1.4M parameters on the embedded corpus, at rates that stay after a short warm-up.
+    """1.65M parameters on the embedded corpus, at rates that stay after a short warm-up.
 
     Args:
       cache: folder for prepared data.
