@@ -83,7 +83,7 @@ def test_each_boundary_is_a_named_checkpoint_that_stays(whole):
     assert {path.name for path in (result.run_dir / "checkpoints").iterdir()} == {"4", "6", "10"}
 
 
-@pytest.mark.parametrize("step", [3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("step", [4, 6, *(pytest.param(step, marks=pytest.mark.soak) for step in (3, 5, 7, 8))])
 def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step):
     config, result, _ = whole
     config = change(config, {"run_dir": str(tmp_path / "run")})
@@ -102,6 +102,7 @@ def losses_on_devices(folder):
         return [row["loss"] for row in rows_of(train(phased(Path(folder))).run_dir)]
 
 
+@pytest.mark.soak
 def test_two_devices_go_through_ramp_and_phases_alike(whole, tmp_path):
     found = on_devices(2, "tests.train.test_phases:losses_on_devices", str(tmp_path))
     one = [row["loss"] for row in rows_of(whole[1].run_dir)]
@@ -230,6 +231,7 @@ def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path
     assert int(train(change(config, {**changes, "phases": (phase,)})).state.step) == 1
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("step", [4, 6, 9])
 def test_skipped_steps_are_skipped_again_when_a_run_goes_on(spiky, tmp_path, step):
     config, result = spiky

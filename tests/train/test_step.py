@@ -111,7 +111,7 @@ def test_positions_are_those_of_the_batch():
         assert (found == pytest.approx(loss, rel=1e-6)) == same
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
+@pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=pytest.mark.soak)])
 def test_micro_batches_change_nothing_but_rounding(micro_batches):
     metrics, new, grads = descent(micro_batches)
     two_metrics, two_new, two_grads = descent()
