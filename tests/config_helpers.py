@@ -1,12 +1,13 @@
 """A small configuration that can be, and what is said of changes to it."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import TINY
-from zaya_jax.config import Config, DataConfig, PhaseConfig, SourceConfig, Table
+from zaya_jax.config import Config, DataConfig, PhaseConfig, SourceConfig, Table, load_config
 from zaya_jax.errors import InputError
 
 SMALL = Config(TINY, (PhaseConfig(tokens=10 * 8192),), data=DataConfig(context=32))
@@ -28,3 +29,20 @@ def refused(changes: dict[str, Any]) -> str:
     with pytest.raises(InputError) as caught:
         changed(SMALL, changes).check()
     return str(caught.value)
+
+
+def written(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    """A file of `text`."""
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused_to_load(path: Path, *overrides: str) -> str:
+    """The one sentence that the file, with the overrides, is refused with."""
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert message.endswith("."), "a full sentence"
+    assert "\n" not in message
+    return message
