@@ -11,3 +11,10 @@ class InputError(ValueError):
 
 class RunStopped(RuntimeError):
     """A run that cannot go on: what happened and what can be done, in a full sentence."""
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What a command says that ends with `error`, and its exit status."""
+    if isinstance(error, KeyboardInterrupt):
+        return "Interrupted: the same command goes on from the last checkpoint.", 130
+    return (f"Error: {error}", 2) if isinstance(error, InputError) else (f"Stopped: {error}", 1)

@@ -136,7 +136,7 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("optimizer.muon.learning_rat=1", "did you mean optimizer.muon.learning_rate?"),
     ("model.zzz=1", "The key model.zzz is unknown; allowed are: vocab_size, "),
     ("extends=x", "The key extends is unknown"),
-    ("train.compute_dtype=bfloat1", "must be one of 'float32', 'bfloat16' (did you mean 'bfloat16'?)"),
+    ("train.compute_dtype=bfloat1", "must be one of 'float32', 'bfloat16', 'float64' (did you mean 'bfloat16'?)"),
     ("train.remat=[full]", "train.remat is ['full'], but must be one of"),
     ("model.layer_pattern=[full, slidng]", "model.layer_pattern[1] is 'slidng'"),
     ("model.layer_pattern=full", "model.layer_pattern is 'full', but must be a list"),

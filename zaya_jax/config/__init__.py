@@ -13,6 +13,7 @@ from zaya_jax.config.optimizer import MuonConfig as MuonConfig
 from zaya_jax.config.optimizer import OptimizerConfig as OptimizerConfig
 from zaya_jax.config.optimizer import RoleConfig as RoleConfig
 from zaya_jax.config.optimizer import RolesConfig as RolesConfig
+from zaya_jax.config.parallel import ParallelConfig as ParallelConfig
 from zaya_jax.config.phases import BatchConfig as BatchConfig
 from zaya_jax.config.phases import BatchSizeConfig as BatchSizeConfig
 from zaya_jax.config.phases import PhaseConfig as PhaseConfig

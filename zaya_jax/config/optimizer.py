@@ -6,6 +6,7 @@ from typing import Literal
 from zaya_jax.config.checks import require, require_positive
 
 Dtype = Literal["float32", "bfloat16"]
+ComputeDtype = Literal["float32", "bfloat16", "float64"]
 MomentumForm = Literal["sum", "ema"]
 Coefficients = Literal["standard", "dion", "polar_express"]
 Scaling = Literal["match_rms_adamw", "original", "unit_rms"]

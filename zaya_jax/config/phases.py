@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.table import Table
 
 Remat = Literal["none", "dots", "full"]
@@ -117,6 +118,7 @@ class PhaseConfig:
     schedule: ScheduleConfig | None = None  # that of the phase before goes on where None
     batch: BatchConfig | None = None  # train.batch where None
     remat: Remat | None = None  # train.remat where None
+    parallel: ParallelConfig | None = None  # that of the run where None
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
@@ -134,3 +136,5 @@ class PhaseConfig:
             self.schedule.check(f"{where}.schedule")
         if self.batch is not None:
             self.batch.check(f"{where}.batch")
+        if self.parallel is not None:
+            self.parallel.check(f"{where}.parallel")

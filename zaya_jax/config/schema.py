@@ -10,8 +10,10 @@ from dataclasses import dataclass, field, replace
 from zaya_jax.config.checks import require, require_path, require_positive
 from zaya_jax.config.data import DataConfig
 from zaya_jax.config.model import ModelConfig
-from zaya_jax.config.optimizer import Dtype, OptimizerConfig
+from zaya_jax.config.optimizer import ComputeDtype, OptimizerConfig
+from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
+from zaya_jax.config.presets import PRESETS, PresetName
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class TrainConfig:
     """The shape of a step, and when one is passed over."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)  # of phases that give none
-    compute_dtype: Dtype = "float32"
+    compute_dtype: ComputeDtype = "float32"
     remat: Remat = "none"  # what the backward pass computes again: nothing, all but products, everything
     spike: SpikeConfig = field(default_factory=SpikeConfig)
     max_skipped_steps: int = 10  # steps skipped in a row before the run stops
@@ -79,12 +81,14 @@ class SampleConfig:
     """The continuation written at the end of a run."""
 
     prompt: str = "def "
-    tokens: int = 96  # at most: the text may end before, and so may model.max_positions
+    # At most: the text may end before, and so may model.max_positions. A device then holds all parameters in fp32; 0
+    # writes none.
+    tokens: int = 96
     temperature: float = 0.8
 
     def check(self) -> None:
         """Raise `InputError` for a value outside its range."""
-        require_positive("sample", self, "tokens")
+        require(self.tokens >= 0, "sample.tokens", self.tokens, "at least 0")
         require(len(self.prompt) > 0, "sample.prompt", self.prompt, "a text of at least one character")
         require(not any(0xD800 <= ord(c) < 0xE000 for c in self.prompt), "sample.prompt", self.prompt,
                 "a text without lone surrogates")  # fmt: skip
@@ -99,12 +103,14 @@ class Config:
     model: ModelConfig
     phases: tuple[PhaseConfig, ...]  # in order; optimizer, balancing and each source go on from one to the next
     run_dir: str = "runs/run"
+    preset: PresetName | None = None  # flags and timeouts of a kind of machine; that of the GPU found where None
     seed: int = 0
     init_from: str | None = None  # the state it begins with: RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
     start_phase: str | None = None  # the phase this run begins with; the first where None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)  # of phases that give none
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -114,9 +120,12 @@ class Config:
         for section in (self.model, self.data, self.optimizer, self.train, self.evaluation, self.checkpoint,
                         self.sample):  # fmt: skip
             section.check()
+        self.parallel.check("parallel")
         require(0 <= self.seed < 2**31, "seed", self.seed, "at least 0 and below 2147483648")
         require(self.run_dir != "", "run_dir", self.run_dir, "the path of a folder")
         require_path("run_dir", self.run_dir)
+        require(self.preset is None or self.preset in PRESETS, "preset", self.preset,
+                f"null or one of {', '.join(PRESETS)}")  # fmt: skip
         if self.init_from is not None:
             require_path("init_from", self.init_from)
         longest = f"at most model.max_positions ({self.model.max_positions})"
@@ -137,6 +146,7 @@ class Config:
                 require(source in self.data.source_names, f"{where}.mixture", source,
                         f"made of sources that there are: {', '.join(self.data.source_names)}")  # fmt: skip
             self._check_batch(phase, where)
+            self._check_parallel(phase, where)
         require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
                 f"one of {', '.join(names)}")  # fmt: skip
         self._check_schedules()
@@ -148,6 +158,21 @@ class Config:
                     f"a multiple of the context ({context}), since a step is made of whole rows")  # fmt: skip
             require(batch.micro is None or (size // context) % batch.micro == 0, f"{where}.batch.micro", batch.micro,
                     f"a number that divides the step's {size // context} sequences")  # fmt: skip
+
+    def _check_parallel(self, phase: PhaseConfig, where: str) -> None:
+        parallel, context, model = self.parallel_of(phase), self.context_of(phase), self.model
+        where = "parallel" if phase.parallel is None else f"{where}.parallel"
+        require(model.num_experts % parallel.expert == 0, f"{where}.expert", parallel.expert,
+                f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
+        # Held-out rows are of `data.context`, whatever the phase.
+        for length, named in ((context, "the context"), (self.data.context, "data.context")):
+            cut = f"a number that cuts {named} ({length}) into whole pieces, {parallel.chunks} of them with "
+            require(length % parallel.chunks == 0, f"{where}.context", parallel.context,
+                    f"{cut}context_layout {parallel.context_layout}")  # fmt: skip
+        context = min(context, self.data.context)
+        rows = max(model.depthwise_kernel + model.grouped_kernel - 2, 1)
+        require(parallel.context == 1 or context // parallel.chunks >= rows, f"{where}.context", parallel.context,
+                f"such that a piece holds the {rows} tokens that convolutions look back")  # fmt: skip
 
     def _check_schedules(self) -> None:
         """Refuse a warm-up or a decay longer than the phases that its schedule spans."""
@@ -173,6 +198,10 @@ class Config:
     def remat_of(self, phase: PhaseConfig) -> Remat:
         """What `phase` computes again in the backward pass."""
         return self.train.remat if phase.remat is None else phase.remat
+
+    def parallel_of(self, phase: PhaseConfig) -> ParallelConfig:
+        """How `phase` lies on its devices."""
+        return self.parallel if phase.parallel is None else phase.parallel
 
     def model_of(self, phase: PhaseConfig) -> ModelConfig:
         """The architecture with the positions of `phase`."""

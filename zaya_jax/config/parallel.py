@@ -1,0 +1,40 @@
+"""How a phase lies on its devices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zaya_jax.config.checks import require, require_positive
+
+Reduce = Literal["step", "micro_batch"]
+ContextAttention = Literal["all_gather", "ring"]
+ContextLayout = Literal["contiguous", "zigzag"]
+ExpertExchange = Literal["all_gather", "ragged"]
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Devices along each axis of the mesh, and what travels between them.
+
+    Masters and optimizer state are split over all devices, whatever the axes. Along `data` and `context` each
+    device holds all parameters in the compute dtype, along `fsdp` a part of each layer's, along `expert` a part
+    of the experts. Sequences of a batch are split over `data`, `fsdp` and `expert`, each sequence over `context`.
+    """
+
+    data: int | None = None  # what the other axes leave where None
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    reduce: Reduce = "step"  # when gradients are added up over devices: once, or after each micro-batch (less memory)
+    context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, a hop for each
+    context_layout: ContextLayout = "zigzag"  # evens out causal attention; contiguous has one halo less
+    expert_exchange: ExpertExchange = "all_gather"  # ragged moves each token only where it must, on GPUs alone
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` for a value outside its range; `where` is the section's own key."""
+        require(self.data is None or self.data > 0, f"{where}.data", self.data, "greater than zero")
+        require_positive(where, self, "fsdp", "expert", "context")
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of equal length that a sequence is cut into."""
+        return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
