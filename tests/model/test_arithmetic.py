@@ -93,7 +93,7 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
     spies = Ops(attention=lambda q, *_, **__: q, experts=lambda h, *_: h)
     block = jax.eval_shape(functools.partial(Block, config, "full"), jax.random.key(0))
     table = rotary_table(jnp.zeros((b, s)), config.rotary_size, 1e4)
-    context = Context(jnp.ones((b, s), jnp.int32), {"full": table})
+    context = Context(*[jnp.ones((b, s), jnp.int32)] * 2, {"full": table})
     x = jax.ShapeDtypeStruct((b, s, config.hidden_size), jnp.float32)
     state = jax.ShapeDtypeStruct((b, s, config.router_size), jnp.float32)
     program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies))(block, x, state)

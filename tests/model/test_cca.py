@@ -41,7 +41,7 @@ def program(name):
 
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
         rotary = {"full": rotary_table(positions, config.rotary_size, config.rope_base)}
-        out, cache = cca(h, Context(jnp.ones((B, S), jnp.int32), rotary), None, Ops(attention=spy))
+        out, cache = cca(h, Context(*[jnp.ones((B, S), jnp.int32)] * 2, rotary), None, Ops(attention=spy))
         assert cache is None
         return out, *seen
 

@@ -35,7 +35,9 @@ def layer(kind):
 
 def context(kind, segments):
     segments = jnp.asarray(segments)
-    return Context(segments, {kind: rotary_table(segment_positions(segments), CONFIGS[kind].rotary_size, 1.0e3)})
+    return Context(
+        segments, segments, {kind: rotary_table(segment_positions(segments), CONFIGS[kind].rotary_size, 1.0e3)}
+    )
 
 
 @functools.cache

@@ -83,6 +83,18 @@ def test_bfloat16_hidden_with_a_float32_head():
         assert np.linalg.norm(ours.astype(jnp.float32) - theirs) < 0.03 * np.linalg.norm(theirs)
 
 
+def test_one_chunk_in_bfloat16_computes_where_it_is_compiled():
+    """A product that is transposed at once is one that XLA's CPU code lacks in bf16."""
+    rng = np.random.default_rng(0)
+    hidden, head = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((512, 32), (300, 32)))
+    targets, weights = rng.integers(0, 300, 512).astype(np.int32), np.ones(512, np.float32)
+    given = (hidden, head.astype(jnp.float32), targets, weights)
+    loss, (_, gradient) = compiled(chunked_loss, False)(*given)
+    expected, (_, wide) = compiled(dense, False)(*given)
+    np.testing.assert_allclose(loss, expected, rtol=0.01)
+    assert np.linalg.norm(gradient - wide) < 0.03 * np.linalg.norm(wide)
+
+
 def test_large_logits_stay_finite():
     hidden, head, bias, targets, weights = draw(4)
     loss, gradient = compiled(chunked_loss, True)(1e4 * hidden, head, bias, targets, weights)

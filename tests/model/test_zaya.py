@@ -247,7 +247,9 @@ def test_the_scan_is_a_loop_over_the_blocks(variant):
         for layer in range(config.num_layers):
             group, position = divmod(layer, len(config.period))
             block = jax.tree.map(lambda a, group=group: a[group], model.blocks[position])
-            x, state, count, _ = block(x, state, Context(jnp.asarray(segments), rotary), None, LOCAL)
+            x, state, count, _ = block(
+                x, state, Context(jnp.asarray(segments), jnp.asarray(segments), rotary), None, LOCAL
+            )
             counts.append(count)
         return model.norm(x, jnp.float32, LOCAL), jnp.stack(counts)
 
@@ -357,7 +359,8 @@ def test_bfloat16_computes_close_to_float32():
     values = {name: x.at[..., 0].add(2.0) if "balancing" in name else x for name, x in values.items()}
     empty = abstract_model(config)
     params = {name: x for name, x in values.items() if "balancing" not in name}
-    low = {**values, **tree.cast_for_compute(params, tree.roles(empty), jnp.bfloat16)}
+    dtypes = tree.compute_dtypes(tree.roles(empty), jnp.bfloat16)
+    low = {**values, **{name: x.astype(dtypes[name]) for name, x in params.items()}}
     tokens = draw_tokens(config, 6)[0]
     call = jit(lambda values: tree.with_values(empty, values)(tokens).hidden_bsd)
     low_hidden, hidden = call(low), call(values)

@@ -80,16 +80,39 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
         matrices += config.hidden_size * r + 2 * r * r + r * (config.num_experts + 1)
     if config.attention == "cca":
         matrices += heads * config.head_dim * (config.depthwise_kernel + config.head_dim * config.grouped_kernel)
+    logits = 2 * config.vocab_size * config.hidden_size if head else 0
+    return 2 * matrices * config.num_layers + attention_flops_per_token(config, context) + logits
+
+
+def attention_flops_per_token(config: ModelConfig, context: int) -> float:
+    """Those of `prefill_flops_per_token` that grow with the context: scores and weighted values."""
     windows: dict[AttentionKind, int | None] = {"full": None, "sliding": config.sliding_window}
     seen = sum(visible_keys(context, windows[kind]) for kind in config.period) * config.num_groups
-    attention = 4 * config.query_size * seen  # scores and weighted values
-    logits = 2 * config.vocab_size * config.hidden_size if head else 0
-    return 2 * matrices * config.num_layers + attention + logits
+    return 4 * config.query_size * seen
 
 
 def training_flops_per_token(config: ModelConfig, context: int) -> float:
     """Operations of forward and backward passes a token: three times the forward's."""
     return 3 * prefill_flops_per_token(config, context)
+
+
+def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False) -> float:
+    """Operations of Muon's orthogonalisation of all matrices, a step of training (zaya1.md §3.1).
+
+    A p × q matrix (p ≤ q) takes p²q, p³ and p²q multiply-adds in each of `steps`; symmetry is not made use of.
+
+    Args:
+      config: the architecture.
+      steps: of the iteration.
+      split: whether an expert's gate and up projections are two matrices.
+    """
+    d, f, r, e = config.hidden_size, config.expert_size, config.router_size, config.num_experts
+    gate_up = [(d, f), (d, f)] if split else [(d, 2 * f)]
+    matrices = [(d, config.query_size), (d, config.kv_size), (config.query_size, d), *([*gate_up, (f, d)] * e)]
+    matrices += [(d, config.kv_size)] if config.attention == "gqa" else [(d, config.kv_size // 2)] * 2
+    matrices += [(d, e)] if config.router == "linear" else [(d, r), (r, r), (r, r), (r, e + 1)]
+    pairs = [(min(pair), max(pair)) for pair in matrices]
+    return config.num_layers * steps * sum(2 * (2 * p * p * q + p**3) for p, q in pairs)
 
 
 def cache_bytes_per_token(config: ModelConfig, bytes_per_value: int = 2) -> int:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.cca_mix import Halo
+from zaya_jax.ops.precision import wide
 
 
 class LayerCache(NamedTuple):
@@ -57,8 +58,8 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing
     layer = LayerCache(
         jnp.zeros(kv, dtype),
         jnp.zeros(kv, dtype),
-        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), jnp.float32),
-        jnp.zeros((config.num_groups, batch, 1, delayed), jnp.float32),
+        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), wide(dtype)),
+        jnp.zeros((config.num_groups, batch, 1, delayed), wide(dtype)),
     )
     return Cache(
         tuple(jax.tree.map(jnp.copy, layer) for _ in config.period),  # own buffers, so that they can be donated
@@ -78,9 +79,9 @@ def advance(layer: LayerCache, k_bskc: jax.Array, v_bskc: jax.Array, u_bsnc: jax
             length: jax.Array) -> LayerCache:  # fmt: skip
     """`layer` with the new tokens written from index `length` on, and the rows the next ones need."""
     rows = layer.u_bwnc.shape[1]
-    tail = jnp.concatenate([layer.u_bwnc, u_bsnc.astype(jnp.float32)], 1)
+    tail = jnp.concatenate([layer.u_bwnc, u_bsnc.astype(layer.u_bwnc.dtype)], 1)
     return write(layer, k_bskc, v_bskc, length)._replace(
-        u_bwnc=tail[:, tail.shape[1] - rows :], delayed_b1x=delayed_bsx[:, -1:].astype(jnp.float32)
+        u_bwnc=tail[:, tail.shape[1] - rows :], delayed_b1x=delayed_bsx[:, -1:].astype(layer.delayed_b1x.dtype)
     )
 
 

@@ -20,15 +20,15 @@ from zaya_jax.ops.names import PRODUCT
 class Context(NamedTuple):
     """What every layer needs to know of the tokens.
 
-    `segments_bs` are their documents (0 is padding), `rotary` cos and sin for each kind of layer; with a
-    cache, `cached_segments_bt` holds the documents of the tokens before (the new ones not yet written),
-    `key_segments_bt` those with the new ones written, and `length` is the number of tokens before.
+    `segments_bs` are their documents (0 is padding), `key_segments_bt` those of all keys that attention is given,
+    `rotary` cos and sin for each kind of layer; with a cache, `cached_segments_bt` holds the documents of the tokens
+    before (the new ones not yet written), and `length` is the number of tokens before.
     """
 
     segments_bs: jax.Array
+    key_segments_bt: jax.Array
     rotary: dict[AttentionKind, tuple[jax.Array, jax.Array]]
     cached_segments_bt: jax.Array | None = None
-    key_segments_bt: jax.Array | None = None
     length: jax.Array | int = 0
 
 
@@ -47,8 +47,8 @@ class CCA(nnx.Module):
         self.value_delayed = param(matrix(keys[3], (d, half_value)), "attention")
         self.output = param(matrix(keys[4], (config.query_size, d)), "attention")
         bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # one over the root of what a sum runs over
-        depthwise = jax.random.uniform(keys[5], (k0, heads, c), minval=-bound0, maxval=bound0)
-        grouped = jax.random.uniform(keys[6], (k1, heads, c, c), minval=-bound1, maxval=bound1)
+        depthwise = jax.random.uniform(keys[5], (k0, heads, c), jnp.float32, minval=-bound0, maxval=bound0)
+        grouped = jax.random.uniform(keys[6], (k1, heads, c, c), jnp.float32, minval=-bound1, maxval=bound1)
         self.depthwise = param(depthwise, "convolution")
         self.depthwise_bias = param(jnp.zeros((heads, c)), "bias")
         self.grouped = param(grouped, "convolution")
@@ -67,12 +67,10 @@ class CCA(nnx.Module):
         config, dtype = self.config, h_bsd.dtype
         b, s, _ = h_bsd.shape
         u_bsnc, current_bsx, delayed_bsx, bias = self._project(h_bsd)
-        if layer is None or context.cached_segments_bt is None or context.key_segments_bt is None:
+        if layer is None or context.cached_segments_bt is None:
             halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, decode.tail_rows(config))
-            key_segments_bt = context.segments_bs
         else:
             halo = decode.halo(layer, context.cached_segments_bt, jnp.asarray(context.length))
-            key_segments_bt = context.key_segments_bt
         weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
         q, k, v = recomputed(ops.cca_mix)(u_bsnc, current_bsx, delayed_bsx, halo, context.segments_bs,
@@ -83,7 +81,7 @@ class CCA(nnx.Module):
         out_bshc = ops.attention(
             q, k, v,
             query_segments_bs=context.segments_bs,
-            key_segments_bt=key_segments_bt,
+            key_segments_bt=context.key_segments_bt,
             query_offset=context.length,
             window=config.sliding_window if self.kind == "sliding" else None,
         )  # fmt: skip

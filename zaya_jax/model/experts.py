@@ -28,6 +28,7 @@ class MixtureOfExperts(nnx.Module):
         key_router, key_experts = jax.random.split(key)
         self.router = (LinearRouter if config.router == "linear" else Router)(config, key_router)
         self.experts = Experts(config, key_experts)
+        self.num_experts = config.num_experts  # of which a device may hold some
 
     def __call__(
         self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops
@@ -39,10 +40,9 @@ class MixtureOfExperts(nnx.Module):
         b, s, d = h_bsd.shape
         routing = self.router(h_bsd, state_bsr, ops)
         gate_up, down = self.experts.gate_up[...], self.experts.down[...]
-        num_experts = gate_up.shape[0]
         real = segments_bs != 0
-        counts = jnp.zeros(num_experts + 1, jnp.int32).at[routing.expert_bs].add(real.astype(jnp.int32))
-        expert_bs = jnp.where(real, routing.expert_bs, num_experts)
+        counts = jnp.zeros(self.num_experts + 1, jnp.int32).at[routing.expert_bs].add(real.astype(jnp.int32))
+        expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
         out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1),
                              gate_up.astype(h_bsd.dtype), down.astype(h_bsd.dtype))  # fmt: skip
         return out_td.reshape(b, s, d), routing.state_bsr, counts

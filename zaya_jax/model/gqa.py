@@ -18,6 +18,7 @@ from zaya_jax.model.layers import matrix, param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate
 from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.precision import wide
 
 
 class GQA(nnx.Module):
@@ -45,15 +46,13 @@ class GQA(nnx.Module):
         q, k, v = self._project(h_bsd)
         turn = recomputed(_rotate)
         q, k = turn(q, *context.rotary[self.kind]), turn(k, *context.rotary[self.kind])
-        key_segments_bt = context.segments_bs
-        if layer is not None and context.key_segments_bt is not None:
+        if layer is not None:
             layer = decode.write(layer, k, v, jnp.asarray(context.length))
             k, v = layer.k_btkc.astype(dtype), layer.v_btkc.astype(dtype)
-            key_segments_bt = context.key_segments_bt
         out_bshc = ops.attention(
             q, k, v,
             query_segments_bs=context.segments_bs,
-            key_segments_bt=key_segments_bt,
+            key_segments_bt=context.key_segments_bt,
             query_offset=context.length,
             window=config.sliding_window if self.kind == "sliding" else None,
         )  # fmt: skip
@@ -77,5 +76,5 @@ class GQA(nnx.Module):
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding in fp32, in the dtype of `x_bsnc`."""
-    x_bnsc = x_bsnc.astype(jnp.float32).transpose(0, 2, 1, 3)
+    x_bnsc = x_bsnc.astype(wide(x_bsnc.dtype)).transpose(0, 2, 1, 3)
     return rotate(x_bnsc, cos, sin).astype(x_bsnc.dtype).transpose(0, 2, 1, 3)

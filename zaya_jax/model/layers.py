@@ -74,7 +74,7 @@ class ResidualScaling(nnx.Module):
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
         """The new stream, fp32."""
         vectors = (self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias)
-        return recomputed(_merge)(output_bsd, stream_bsd, *(vector[...].astype(jnp.float32) for vector in vectors))
+        return recomputed(_merge)(output_bsd, stream_bsd, *(vector[...].astype(stream_bsd.dtype) for vector in vectors))
 
 
 class PlainSum(nnx.Module):
@@ -82,19 +82,21 @@ class PlainSum(nnx.Module):
 
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
         """The new stream, fp32."""
-        return output_bsd.astype(jnp.float32) + stream_bsd
+        return output_bsd.astype(stream_bsd.dtype) + stream_bsd
 
 
 def _merge(output_bsd: jax.Array, stream_bsd: jax.Array, hidden_scale_d: jax.Array, hidden_bias_d: jax.Array,
            residual_scale_d: jax.Array, residual_bias_d: jax.Array) -> jax.Array:  # fmt: skip
-    output = (output_bsd.astype(jnp.float32) + hidden_bias_d) * hidden_scale_d
+    output = (output_bsd.astype(stream_bsd.dtype) + hidden_bias_d) * hidden_scale_d
     return output + (stream_bsd + residual_bias_d) * residual_scale_d
 
 
-def rotary_table(positions_bs: jax.Array, size: int, base: float) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of positions times inverse frequencies, fp32 [b, s, size / 2] each (zaya1.md §1.3)."""
-    inverse_frequency = 1.0 / base ** (jnp.arange(0, size, 2, dtype=jnp.float32) / max(size, 1))
-    angle = positions_bs.astype(jnp.float32)[..., None] * inverse_frequency
+def rotary_table(
+    positions_bs: jax.Array, size: int, base: float, dtype: jax.typing.DTypeLike = jnp.float32
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of positions times inverse frequencies, [b, s, size / 2] each (zaya1.md §1.3)."""
+    inverse_frequency = 1.0 / base ** (jnp.arange(0, size, 2, dtype=dtype) / max(size, 1))
+    angle = positions_bs.astype(dtype)[..., None] * inverse_frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 

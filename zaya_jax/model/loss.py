@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.ops.precision import wide
+
 CHUNK = 512  # tokens
 
 
@@ -43,8 +45,8 @@ def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _chunk_logits(h_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None) -> jax.Array:
-    z_tv = jnp.einsum("td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=jnp.float32)
-    return z_tv if bias_v is None else z_tv + bias_v.astype(jnp.float32)
+    z_tv = jnp.einsum("td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=wide(h_td.dtype))
+    return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
 
 def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -59,14 +61,14 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
         h, targets, weights = chunk
         return total + _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)[0], None
 
-    zero = jnp.zeros((), jnp.float32)
+    zero = jnp.zeros((), wide(hidden_td.dtype))
     return jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))[0]
 
 
 def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
              weights_t: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     v, d = head_vd.shape
-    dtype = hidden_td.dtype
+    dtype, sums = hidden_td.dtype, wide(hidden_td.dtype)
 
     def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], jax.Array]:
         total, dw_dv, db_v = carry
@@ -76,26 +78,27 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         one_hot = jnp.arange(v) == targets[:, None]
         dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
         dz_low = dz.astype(dtype)
-        dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=jnp.float32)
+        dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=sums)
         # With the long dimension innermost on both sides and in the result, no operand is transposed.
-        dw_dv = dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=jnp.float32)
+        dw_dv = dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss, dw_dv, db_v), dh.astype(dtype)
 
-    start = (jnp.zeros((), jnp.float32), jnp.zeros((d, v), jnp.float32),
-             None if bias_v is None else jnp.zeros(v, jnp.float32))  # fmt: skip
+    start = (jnp.zeros((), sums), jnp.zeros((d, v), sums),
+             None if bias_v is None else jnp.zeros(v, sums))  # fmt: skip
     h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
     (total, dw_dv, db_v), dh = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
-    dw_vd = dw_dv.T.astype(head_vd.dtype)
+    # Of one chunk XLA would make a single product of sum and transposition, which CPUs refuse in bf16.
+    dw_vd = jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
-    return total, (dh_td, dw_vd, db_v)
+    return total, (dh_td, dw_vd, db_v, weights_t)
 
 
 def _backward(saved: Any, g: jax.Array) -> tuple[Any, ...]:
-    dh_td, dw_vd, db_v = saved
+    dh_td, dw_vd, db_v, weights_t = saved
     no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
-    no_weights = jnp.zeros(dh_td.shape[:1], jnp.float32)  # weights are data, not a function of the parameters
+    no_weights = jnp.zeros_like(weights_t)  # weights are data, not a function of the parameters
     scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
     return (*scaled, no_targets, no_weights)
 

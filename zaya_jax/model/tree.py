@@ -1,6 +1,6 @@
 """A model's parameters as flat dicts by name, which is the form everything outside the model works on."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,6 +9,7 @@ from flax import nnx
 
 from zaya_jax.model.layers import BalancingBias, Role
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.precision import wide
 
 Arrays = dict[str, jax.Array]
 _LOW_PRECISION: tuple[Role, ...] = ("attention", "router", "expert", "embedding", "convolution")
@@ -30,6 +31,11 @@ def _variables(model: Zaya) -> dict[str, nnx.Variable]:
 def parameters(model: Zaya) -> Arrays:
     """What the loss trains, by names such as 'blocks.0.attention.query' (0 the position in the period)."""
     return {name: v[...] for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+
+
+def shapes(model: Zaya) -> dict[str, tuple[int, ...]]:
+    """Shape of each parameter, by name; `model` may be abstract."""
+    return {name: v.get_value().shape for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
 
 
 def balancing_biases(model: Zaya) -> Arrays:
@@ -63,10 +69,18 @@ def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
     return jax.tree_util.tree_map_with_path(fill, model, is_leaf=_is_variable)
 
 
-def cast_for_compute(params: Arrays, roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> Arrays:
-    """Matrices, embedding and convolutions in `dtype`; vectors stay as they are.
+def map_variables(module: Any, function: Callable[[str, jax.Array], jax.Array]) -> Any:
+    """`module` with `function` of each variable's name within it and value."""
 
-    They cost nothing in fp32, and the stream they act on is fp32.
+    def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+        return variable.replace(function(_name(path), variable[...]))
+
+    return jax.tree_util.tree_map_with_path(one, module, is_leaf=_is_variable)
+
+
+def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
+    """The dtype each parameter computes in: matrices, embedding and convolutions in `dtype`, vectors in that of sums.
+
+    Vectors cost nothing in fp32, and the stream they act on is fp32.
     """
-    dtype = jnp.dtype(dtype)
-    return {name: x.astype(dtype) if roles[name] in _LOW_PRECISION else x for name, x in params.items()}
+    return {name: jnp.dtype(dtype) if role in _LOW_PRECISION else wide(dtype) for name, role in roles.items()}

@@ -19,6 +19,7 @@ from zaya_jax.model.gqa import GQA
 from zaya_jax.model.layers import PlainSum, ResidualScaling, RMSNorm, param, rotary_table, segment_positions
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.precision import wide
 
 POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
@@ -78,7 +79,7 @@ class Zaya(nnx.Module):
         """Draw fp32 parameters: `layers.matrix` for matrices, N(0, init_std²) for the embedding, ones and zeros."""
         config.check()
         key_embed, key_blocks = jax.random.split(key)
-        embedding = config.init_std * jax.random.normal(key_embed, (config.vocab_size, config.hidden_size))
+        embedding = config.init_std * jax.random.normal(key_embed, (config.vocab_size, config.hidden_size), jnp.float32)
         self.embedding = param(embedding, "embedding")
         if config.residual_scaling:
             self.input_scale = param(jnp.ones(config.hidden_size), "scale")
@@ -96,8 +97,11 @@ class Zaya(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype the matrices, and so the activations, are in; the stream between layers is fp32."""
-        return self.blocks[0].attention.query.dtype
+        """The dtype the matrices, and so the activations, are in; the stream between layers is fp32.
+
+        It is the embedding's: layers may be stored in another one, until `Ops.gather_layer` gives them.
+        """
+        return self.embedding.dtype
 
     def __call__(
         self,
@@ -139,11 +143,11 @@ class Zaya(nnx.Module):
             raise InputError(f"{tokens_bs.shape[1]} tokens do not fit a cache for {cache.capacity}.")
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
-        context, new_cache = self._context(segment_ids, positions, cache)
-        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(jnp.float32)
+        context, new_cache = self._context(segment_ids, positions, cache, ops)
+        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(wide(self.dtype))
         if config.residual_scaling:
-            x_bsd = (x_bsd + self.input_bias[...].astype(jnp.float32)) * self.input_scale[...].astype(jnp.float32)
-        state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), jnp.float32)
+            x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
+        state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
 
         def one_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:
             return ops.gather_layer(block)(x, state, context, layer, ops)
@@ -174,7 +178,7 @@ class Zaya(nnx.Module):
         return ModelOutput(self.norm(x_bsd, self.dtype, ops), stats, new_cache)
 
     def _context(
-        self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None
+        self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops
     ) -> tuple[Context, Cache | None]:
         """What the layers need to know, and the cache with the new tokens' documents written."""
         config, s = self.config, segments_bs.shape[1]
@@ -182,15 +186,16 @@ class Zaya(nnx.Module):
         kinds: set[AttentionKind] = set(config.period)
 
         def rotary(positions_bs: jax.Array) -> dict[AttentionKind, tuple[jax.Array, jax.Array]]:
-            return {kind: rotary_table(positions_bs, config.rotary_size, bases[kind]) for kind in kinds}
+            dtype = wide(self.dtype)
+            return {kind: rotary_table(positions_bs, config.rotary_size, bases[kind], dtype) for kind in kinds}
 
         if cache is None:
             positions_bs = segment_positions(segments_bs) if positions_bs is None else positions_bs
-            return Context(segments_bs, rotary(positions_bs)), None
+            return Context(segments_bs, ops.key_segments(segments_bs), rotary(positions_bs)), None
         seen_bt = jax.lax.dynamic_update_slice_in_dim(cache.segments_bt, segments_bs, cache.length, 1)
         if positions_bs is None:
             positions_bs = jax.lax.dynamic_slice_in_dim(segment_positions(seen_bt), cache.length, s, 1)
-        context = Context(segments_bs, rotary(positions_bs), cache.segments_bt, seen_bt, cache.length)
+        context = Context(segments_bs, seen_bt, rotary(positions_bs), cache.segments_bt, cache.length)
         return context, Cache(cache.layers, seen_bt, cache.length + s)
 
 
@@ -207,5 +212,5 @@ def logits(
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """fp32 logits of `hidden_bsd` by the tied head."""
     out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
-                     preferred_element_type=jnp.float32)  # fmt: skip
-    return out + model.head_bias[...].astype(jnp.float32) if model.config.head_bias else out
+                     preferred_element_type=wide(hidden_bsd.dtype))  # fmt: skip
+    return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

@@ -30,8 +30,8 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
     )
 
 
-def _same(layer: Any) -> Any:
-    return layer
+def _same(x: Any) -> Any:
+    return x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Ops:
       rms_norm: `ops.norm.rms_norm`.
       experts: `ops.dispatch.dispatch_experts`.
       halo: rows of the convolution and of the delayed value before this piece of the sequence.
+      key_segments: from the documents of this piece of the sequence to those of the keys that attention is given.
       gather_layer: from a layer's parameters as stored to those it computes with.
     """
 
@@ -52,7 +53,8 @@ class Ops:
     rms_norm: Callable[..., jax.Array] = rms_norm
     experts: Callable[..., jax.Array] = dispatch_experts
     halo: Callable[..., Halo] = no_halo
-    gather_layer: Callable = _same
+    key_segments: Callable[[jax.Array], jax.Array] = _same
+    gather_layer: Callable[[Any], Any] = _same
 
 
 LOCAL = Ops()

@@ -6,7 +6,7 @@ visited.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.precision import wide
 
 # Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
 # real score, so that a row without a visible key gives 0 and not NaN.
@@ -54,20 +55,79 @@ def attention(
     if query_segments_bs is None or key_segments_bt is None:
         query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
         key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
-    b, s, h, c = q_bshc.shape
-    _, t, k, _ = k_btkc.shape
+    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o_bkgsc: jax.Array = _blockwise(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
+    return _unfold(o_bkgsc, q_bshc.shape)
+
+
+class Part(NamedTuple):
+    """Attention to a part of the keys: `o_bshc`, and `lse_bsh`, the logarithm of the sum of the scores' exponentials.
+
+    Both in the dtype of sums; `FLOOR` and 0 for a query that sees none of the keys. Parts join by `join`.
+    """
+
+    o_bshc: jax.Array
+    lse_bsh: jax.Array
+
+
+def attention_part(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
+    query_offset: jax.Array | int, window: int | None,
+) -> Part:  # fmt: skip
+    """`attention` to some of the keys; not differentiable, for those who join the parts' gradients themselves.
+
+    `query_offset` may be negative, where the keys come after the queries.
+    """
+    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o, lse = _forward(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
+    return Part(_unfold(o, q_bshc.shape), _unfold(lse[..., None], (*q_bshc.shape[:3], 1))[..., 0])
+
+
+def attention_part_gradient(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
+    query_offset: jax.Array | int, window: int | None, whole: Part, do_bshc: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """What some of the keys give to the gradients of q, k and v, in the dtype of sums.
+
+    The arguments are those of `attention_part`, then attention to all keys and the gradient of its output.
+    """
+    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o, lse, do = (_fold_queries(x, k.shape[1], q.shape[3]) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
+    saved = (q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32), o, lse[..., 0])
+    dq, dk, dv = _backward(blocks, saved, do)
+    t = k_btkc.shape[1]
+    return _unfold(dq, q_bshc.shape), dk[:, :, :t].transpose(0, 2, 1, 3), dv[:, :, :t].transpose(0, 2, 1, 3)
+
+
+def join(one: Part, other: Part) -> Part:
+    """Attention to the keys of both parts."""
+    lse = jnp.logaddexp(one.lse_bsh, other.lse_bsh)
+    o = sum(part.o_bshc * jnp.exp(part.lse_bsh - lse)[..., None] for part in (one, other))
+    return Part(jnp.asarray(o), lse)
+
+
+def _fold(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
+          key_segments_bt: jax.Array, window: int | None) -> tuple[Any, ...]:  # fmt: skip
+    """Whole blocks, heads before the sequence and queries with their key head."""
+    s, t, num_kv = q_bshc.shape[1], k_btkc.shape[1], k_btkc.shape[2]
     q_block, k_block = min(QUERY_BLOCK, s), min(KEY_BLOCK, t)
     s_pad, t_pad = -s % q_block, -t % k_block
-    q_bkgsc = q_bshc.reshape(b, s, k, h // k, c).transpose(0, 2, 3, 1, 4)
-    q_bkgsc = jnp.pad(q_bkgsc, ((0, 0), (0, 0), (0, 0), (0, s_pad), (0, 0)))
+    q_bkgsc = _fold_queries(q_bshc, num_kv, s + s_pad)
     k_bktc = jnp.pad(k_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
     v_bktc = jnp.pad(v_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
     query_segments_bs = jnp.pad(query_segments_bs, ((0, 0), (0, s_pad)))
     key_segments_bt = jnp.pad(key_segments_bt, ((0, 0), (0, t_pad)))
-    blocks = (q_block, k_block, window, s, t)
-    o_bkgsc: jax.Array = _blockwise(blocks, q_bkgsc, k_bktc, v_bktc, query_segments_bs, key_segments_bt,
-                         jnp.asarray(query_offset, jnp.int32))  # fmt: skip
-    return o_bkgsc[:, :, :, :s].transpose(0, 3, 1, 2, 4).reshape(b, s, h, c)
+    return (q_block, k_block, window, s, t), q_bkgsc, k_bktc, v_bktc, query_segments_bs, key_segments_bt
+
+
+def _fold_queries(x_bshc: jax.Array, num_kv: int, length: int) -> jax.Array:
+    b, s, h, c = x_bshc.shape
+    x_bkgsc = x_bshc.reshape(b, s, num_kv, h // num_kv, c).transpose(0, 2, 3, 1, 4)
+    return jnp.pad(x_bkgsc, ((0, 0), (0, 0), (0, 0), (0, length - s), (0, 0)))
+
+
+def _unfold(x_bkgsc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return x_bkgsc[:, :, :, : shape[1]].transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
 Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window, queries, keys
@@ -76,7 +136,7 @@ Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _blockwise(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
                offset: jax.Array) -> jax.Array:  # fmt: skip
-    return _forward(blocks, q, k, v, q_seg, k_seg, offset)[0]
+    return _forward(blocks, q, k, v, q_seg, k_seg, offset)[0].astype(q.dtype)
 
 
 def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -114,10 +174,11 @@ def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
 
 
 def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
-             offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+             offset: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The output, and the logarithm of each query's sum of exponentials, both in the dtype of sums."""
     q_block, k_block, _, _, _ = blocks
     b, kv, g, s, c = q.shape
-    scale = c**-0.5
+    scale, sums = c**-0.5, wide(q.dtype)
 
     def per_query_block(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         first = index * q_block
@@ -130,38 +191,51 @@ def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: ja
             high, total, acc, hidden = state
             start = j * k_block
             scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
-                                preferred_element_type=jnp.float32)  # fmt: skip
+                                preferred_element_type=sums)  # fmt: skip
             scores = scores + hidden
             new_high = jnp.maximum(high, scores.max(-1))
             p = jnp.exp(scores - new_high[..., None])
             keep = jnp.exp(high - new_high)
             update = jnp.einsum("bkgxy,bkyc->bkgxc", p.astype(v.dtype), _slice(v, start, k_block, 2),
-                                preferred_element_type=jnp.float32)  # fmt: skip
+                                preferred_element_type=sums)  # fmt: skip
             return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update, mask(j + 1)
 
         low, high = _key_range(blocks, first + offset)
         state = (
-            jnp.full((b, kv, g, q_block), FLOOR, jnp.float32),
-            jnp.zeros((b, kv, g, q_block), jnp.float32),
-            jnp.zeros((b, kv, g, q_block, c), jnp.float32),
+            jnp.full((b, kv, g, q_block), FLOOR, sums),
+            jnp.zeros((b, kv, g, q_block), sums),
+            jnp.zeros((b, kv, g, q_block, c), sums),
             mask(low),
         )
         top, total, acc, _ = jax.lax.fori_loop(low, high, per_key_block, state)
         safe = jnp.where(total == 0, 1.0, total)
-        return None, ((acc / safe[..., None]).astype(q.dtype), top + jnp.log(safe))
+        return None, (acc / safe[..., None], top + jnp.log(safe))
 
     _, (o, lse) = jax.lax.scan(per_query_block, None, jnp.arange(s // q_block))
-    o = checkpoint_name(jnp.moveaxis(o, 0, 3).reshape(b, kv, g, s, c), PRODUCT)
-    lse = checkpoint_name(jnp.moveaxis(lse, 0, 3).reshape(b, kv, g, s), PRODUCT)
+    o = jnp.moveaxis(o, 0, 3).reshape(b, kv, g, s, c)
+    return o, jnp.moveaxis(lse, 0, 3).reshape(b, kv, g, s)
+
+
+def _forward_rule(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+                  offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    o, lse = _forward(blocks, q, k, v, q_seg, k_seg, offset)
+    o, lse = checkpoint_name(o.astype(q.dtype), PRODUCT), checkpoint_name(lse, PRODUCT)
     return o, (q, k, v, q_seg, k_seg, offset, o, lse)
 
 
-def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+def _backward_rule(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+    q, k, v, *integers, _, _ = saved
+    grads = _backward(blocks, saved, do)
+    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in integers]
+    return (*(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), *no_gradient)
+
+
+def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     q_block, k_block, _, _, _ = blocks
     q, k, v, q_seg, k_seg, offset, o, lse = saved
     b, kv, g, s, c = q.shape
-    scale = c**-0.5
-    delta = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1)
+    scale, sums = c**-0.5, wide(q.dtype)
+    delta = (do.astype(sums) * o.astype(sums)).sum(-1)
     k_bkct = k.swapaxes(2, 3)
 
     def per_query_block(state: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
@@ -178,26 +252,24 @@ def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
             start = j * k_block
             k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
             # Scores stand keys first and dq channels first, so that no product transposes a square of scores.
-            scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=sums)
             p = jnp.exp(scores + hidden - lse_blk)
-            dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=jnp.float32)
+            dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=sums)
             ds = (p * (dp - delta_blk)).astype(q.dtype)
-            dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=jnp.float32)
-            dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=jnp.float32)
+            dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=sums)
+            dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=sums)
             dq = dq + jnp.einsum("bkcy,bkygx->bkcgx", _slice(k_bkct, start, k_block, 3), ds,
-                                preferred_element_type=jnp.float32)  # fmt: skip
+                                preferred_element_type=sums)  # fmt: skip
             return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start), mask(j + 1)
 
         low, high = _key_range(blocks, first + offset)
-        dq = jnp.zeros((b, kv, c, g, q_block), jnp.float32)
+        dq = jnp.zeros((b, kv, c, g, q_block), sums)
         dq, dk, dv, _ = jax.lax.fori_loop(low, high, per_key_block, (dq, *state, mask(low)))
-        return (dk, dv), (dq * scale).astype(q.dtype).transpose(0, 1, 3, 4, 2)
+        return (dk, dv), (dq * scale).transpose(0, 1, 3, 4, 2)
 
-    zeros = (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32))
+    zeros = (jnp.zeros(k.shape, sums), jnp.zeros(v.shape, sums))
     (dk, dv), dq = jax.lax.scan(per_query_block, zeros, jnp.arange(s // q_block))
-    dq = jnp.moveaxis(dq, 0, 3).reshape(b, kv, g, s, c)
-    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (q_seg, k_seg, offset)]
-    return (dq, dk.astype(k.dtype), dv.astype(v.dtype), *no_gradient)
+    return jnp.moveaxis(dq, 0, 3).reshape(b, kv, g, s, c), dk, dv
 
 
 def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
@@ -205,4 +277,4 @@ def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
 
 
-_blockwise.defvjp(_forward, _backward)
+_blockwise.defvjp(_forward_rule, _backward_rule)

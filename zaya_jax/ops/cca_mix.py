@@ -10,6 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.ops.precision import wide
+
 
 class MixWeights(NamedTuple):
     """Parameters of the mix.
@@ -68,9 +70,9 @@ def cca_mix(
     u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
     q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
     q, k = jnp.split(_convolve(u_bnsc, segments_bs, halo, weights), [num_query], axis=1)
-    q = _unit(q.astype(jnp.float32) + q_mean)
-    k = _unit(k.astype(jnp.float32) + k_mean)
-    k = k * weights.temperature_k.astype(jnp.float32)[:, None, None]
+    q = _unit(q.astype(q_mean.dtype) + q_mean)
+    k = _unit(k.astype(k_mean.dtype) + k_mean)
+    k = k * weights.temperature_k.astype(k.dtype)[:, None, None]
     q, k = (rotate(x, *rotary).astype(u_bsnc.dtype).transpose(0, 2, 1, 3) for x in (q, k))
     v = _shift_value(current_bsx, delayed_bsx, segments_bs, halo, delayed_start_x)
     return q, k, v.reshape(*v.shape[:2], num_kv, -1)
@@ -80,25 +82,25 @@ def _qk_mean(q_bhsc: jax.Array, k_bksc: jax.Array) -> tuple[jax.Array, jax.Array
     """Half of each query with its key, and the mean of those a key head serves; fp32."""
     b, h, s, c = q_bhsc.shape
     num_kv = k_bksc.shape[1]
-    q = q_bhsc.astype(jnp.float32).reshape(b, num_kv, h // num_kv, s, c)
-    mean = 0.5 * (q + k_bksc.astype(jnp.float32)[:, :, None])
+    q = q_bhsc.astype(wide(q_bhsc.dtype)).reshape(b, num_kv, h // num_kv, s, c)
+    mean = 0.5 * (q + k_bksc.astype(q.dtype)[:, :, None])
     return mean.reshape(b, h, s, c), mean.mean(2)
 
 
 def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: MixWeights) -> jax.Array:
     taps0, taps1 = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     b, _, s, _ = u_bnsc.shape
-    dtype = u_bnsc.dtype
+    dtype, sums = u_bnsc.dtype, wide(u_bnsc.dtype)
     u = jnp.concatenate([halo.u_bwnc.astype(dtype).transpose(0, 2, 1, 3), u_bnsc], 2)
     rows_before = taps0 + taps1 - 2  # the halo's segments hold one row more where this is none
     segments = jnp.concatenate([halo.segments_bw, segments_bs], 1)[:, -(s + rows_before) :]
-    bias_n1c = weights.depthwise_bias_nc.astype(jnp.float32)[:, None]
+    bias_n1c = weights.depthwise_bias_nc.astype(sums)[:, None]
     length = s + taps1 - 1  # the intermediate is needed from taps1 − 1 rows before the first token on
     own = segments[:, taps0 - 1 :]
     y = bias_n1c
     for tap in range(taps0):
         same = segments[:, tap : tap + length] == own
-        part = u[:, :, tap : tap + length].astype(jnp.float32) * weights.depthwise_wnc[tap].astype(jnp.float32)[:, None]
+        part = u[:, :, tap : tap + length].astype(sums) * weights.depthwise_wnc[tap].astype(sums)[:, None]
         y = y + jnp.where(same[:, None, :, None], part, 0.0)
     rows = []
     for tap in range(taps1):

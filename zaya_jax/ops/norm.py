@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.ops.precision import wide
+
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jax.typing.DTypeLike) -> jax.Array:
     """`x` over its root mean square along the last axis, times `weight` (zaya1.md §1.2).
@@ -10,6 +12,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jax.typing.DTyp
     The stream is cast to `dtype` first and the normalised value again before the product with the weight,
     which is where the reference rounds.
     """
-    x32 = x.astype(dtype).astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, -1, keepdims=True) + eps)
+    exact = x.astype(dtype).astype(wide(dtype))
+    normed = exact * jax.lax.rsqrt(jnp.mean(exact * exact, -1, keepdims=True) + eps)
     return weight.astype(dtype) * normed.astype(dtype)

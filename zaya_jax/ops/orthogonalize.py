@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config.optimizer import Coefficients
+from zaya_jax.ops.precision import wide
 
 Triple = tuple[float, float, float]
 
@@ -83,26 +84,27 @@ def orthogonalize(
     """
     if m_xpq.ndim < 2 or steps < 1:
         raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
+    sums = wide(m_xpq.dtype)
     triples = COEFFICIENTS[coefficients]
-    table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], jnp.float32)
+    table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
     # Some GPUs would round fp32 operands to TF32; those in bf16 are exact whatever the precision.
-    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) != jnp.bfloat16 else None
 
     def product(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.matmul(left, right, precision=precision, preferred_element_type=jnp.float32)
+        return jnp.matmul(left, right, precision=precision, preferred_element_type=sums)
 
     def step(x: jax.Array, triple: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = triple
         gram = product(x, jnp.swapaxes(x, -1, -2))
         low = gram.astype(dtype)
         polynomial = b * gram + c * product(low, low)
-        return (a * x.astype(jnp.float32) + product(polynomial.astype(dtype), x)).astype(dtype), None
+        return (a * x.astype(sums) + product(polynomial.astype(dtype), x)).astype(dtype), None
 
     p, q = m_xpq.shape[-2:]
-    x = m_xpq.astype(jnp.float32)
+    x = m_xpq.astype(sums)
     if p > q:  # the Gram matrix is taken of the shorter side
         x = jnp.swapaxes(x, -1, -2)
     x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), SMALLEST_NORM)
     x, _ = jax.lax.scan(step, x.astype(dtype), table)
-    x = x.astype(jnp.float32)
+    x = x.astype(sums)
     return jnp.swapaxes(x, -1, -2) if p > q else x
