@@ -1,6 +1,6 @@
 """Muon as an Optax transform (zaya1.md §3.1)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,6 +9,7 @@ import optax
 
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops.orthogonalize import orthogonalize
+from zaya_jax.ops.precision import wide
 
 
 class MeanState(NamedTuple):
@@ -18,7 +19,15 @@ class MeanState(NamedTuple):
     mean: Any
 
 
-def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> optax.GradientTransformation:
+OnMatrices = Callable[[str, jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]
+
+
+def _here(name: str, m: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    del name
+    return function(m)
+
+
+def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> optax.GradientTransformationExtraArgs:
     """Momentum, orthogonalised and scaled by its shape.
 
     Args:
@@ -28,22 +37,43 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
     Returns:
       A transform of flat dicts by name, of leaves with matrices [in, out] in their last two axes; stacks of
-      layers and experts are batches of matrices. Its updates are fp32 directions, to be scaled by minus the
-      learning rate. Its state is the fp32 momentum, in the parameters' shapes, and for the mean a number of steps.
+      layers and experts are batches of matrices. Its updates are directions, to be scaled by minus the learning
+      rate; its state is the momentum, in the parameters' shapes and at least fp32, and for the mean a number of
+      steps.
+      `update` takes `on_matrices`, which applies a function to matrices that lie over several devices:
+      (name, leaf, function of whole matrices) → result, placed as the leaf.
     """
     parts = split or {}
 
-    def directions(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    def directions(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *,
+        on_matrices: OnMatrices = _here, **_: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
-        return jax.tree_util.tree_map_with_path(
-            lambda path, m: _direction(m, config, parts.get(jax.tree_util.keystr(path, simple=True), 1)), updates
-        )
+
+        def one(path: tuple[Any, ...], m: jax.Array) -> jax.Array:
+            name = jax.tree_util.keystr(path, simple=True)
+            return on_matrices(name, m, lambda matrices: _direction(matrices, config, parts.get(name, 1)))
+
+        return jax.tree_util.tree_map_with_path(one, updates), state
 
     if config.momentum_form == "sum":
-        momentum = optax.trace(config.momentum, config.nesterov, accumulator_dtype=jnp.float32)
+        momentum = optax.trace(config.momentum, config.nesterov)
     else:
         momentum = corrected_mean(config.momentum, nesterov=config.nesterov)
-    return optax.chain(momentum, optax.stateless(directions))
+    return optax.chain(_in_wide(momentum), optax.GradientTransformationExtraArgs(optax.init_empty_state, directions))
+
+
+def _in_wide(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` with state and updates of at least fp32."""
+
+    def cast(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, Any]:
+        return inner.update(cast(updates), state, params)
+
+    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
 
 
 def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformation:
@@ -53,19 +83,18 @@ def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformat
     """
 
     def init(params: optax.Params) -> MeanState:
-        return MeanState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params, dtype=jnp.float32))
+        return MeanState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, MeanState]:
         del params
-        grads = optax.tree.cast(updates, jnp.float32)
         steps = state.steps + 1
-        mean = optax.tree.update_moment(grads, state.mean, decay, 1)
+        mean = optax.tree.update_moment(updates, state.mean, decay, 1)
         if not nesterov:
             return optax.tree.bias_correction(mean, decay, steps), MeanState(steps, mean)
         ahead = jax.tree.map(
             lambda m, g: decay * m + (1 - decay) * g,
             optax.tree.bias_correction(mean, decay, steps + 1),
-            optax.tree.bias_correction(grads, decay, steps),
+            optax.tree.bias_correction(updates, decay, steps),
         )
         return ahead, MeanState(steps, mean)
 
@@ -74,9 +103,10 @@ def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformat
 
 def _direction(m_xpq: jax.Array, config: MuonConfig, parts: int) -> jax.Array:
     *stack, p, q = m_xpq.shape
+    iterates = config.iterates if config.iterates == "bfloat16" else wide(m_xpq.dtype)
     apart = jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
     orthogonal = orthogonalize(
-        apart, steps=config.newton_schulz_steps, dtype=config.iterates, coefficients=config.coefficients
+        apart, steps=config.newton_schulz_steps, dtype=iterates, coefficients=config.coefficients
     )
     return jnp.moveaxis(_scale(p, q // parts, config) * orthogonal, -3, -2).reshape(m_xpq.shape)
 
