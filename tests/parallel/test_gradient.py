@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.train_helpers import micro, on_devices
 from zaya_jax.parallel.gradient import summed, summed_gradient
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.rules import placements
 
 WIDTH = 3
 
@@ -20,33 +21,45 @@ WIDTH = 3
 def local_loss(params, constants, batch):
     """Sum over rows of weight · (x·w + bias − offset)², and how many rows there are."""
     error = batch["x"] @ params["w"] + params["bias"] - constants["offset"]
-    loss = jnp.sum(batch["weight"] * error**2)
+    loss = jnp.sum(batch["weight"][:, 0] * error**2)
     return loss, {"loss": loss, "rows": jnp.float32(error.shape[0]), "weight": jnp.sum(batch["weight"])}
 
 
 def problem(rows: int, seed: int) -> tuple[dict, dict, dict]:
     rng = np.random.default_rng(seed)
     params = {"w": rng.normal(size=WIDTH), "bias": rng.normal()}
-    batch = {"x": rng.normal(size=(rows, WIDTH)), "weight": rng.random(rows)}
+    batch = {"x": rng.normal(size=(rows, WIDTH)), "weight": rng.random((rows, 1))}
     as_float32 = functools.partial(jax.tree.map, np.float32)
     return as_float32(params), {"offset": np.float32(rng.normal())}, as_float32(batch)
 
 
 def expected(params: dict, constants: dict, batch: dict) -> tuple[dict, dict]:
     """Sums and gradient by hand, in float64."""
-    x, weight = batch["x"].astype(np.float64), batch["weight"].astype(np.float64)
+    x, weight = batch["x"].astype(np.float64), batch["weight"][:, 0].astype(np.float64)
     error = x @ params["w"] + params["bias"] - constants["offset"]
     sums = {"loss": (weight * error**2).sum(), "rows": len(x), "weight": weight.sum()}
     return sums, {"w": 2 * (weight * error) @ x, "bias": 2 * (weight * error).sum()}
 
 
+def region(mesh, loss=local_loss, reduce="step", dtype=jnp.float32):
+    shapes, roles = {"w": (WIDTH,), "bias": ()}, {"w": "norm", "bias": "bias"}
+    return summed_gradient(loss, mesh, placements(shapes, roles, mesh), dict.fromkeys(shapes, dtype), reduce)
+
+
+def sums_alone(mesh):
+    shapes, roles = {"w": (WIDTH,), "bias": ()}, {"w": "norm", "bias": "bias"}
+    placed = placements(shapes, roles, mesh)
+    return summed(lambda *arguments: local_loss(*arguments)[1], mesh, placed, dict.fromkeys(shapes, jnp.float32))
+
+
 def found(devices: int, micros: int, rows: int, seed: int) -> tuple[dict, dict, dict]:
     """Sums, gradient, and the sums alone, by the region on some devices."""
     params, constants, batch = problem(rows, seed)
-    mesh = make_mesh(jax.devices()[:devices])
-    gradient = jax.jit(summed_gradient(local_loss, mesh))
+    mesh = make_mesh(devices=jax.devices()[:devices])
+    reduce = "micro_batch" if seed % 2 else "step"
+    gradient = jax.jit(region(mesh, reduce=reduce))
     sums, grads = gradient(params, constants, jax.tree.map(lambda a: micro(a, micros), batch))
-    alone = jax.jit(summed(lambda params, batch: local_loss(params, constants, batch)[1], mesh))(params, batch)
+    alone = jax.jit(sums_alone(mesh))(params, constants, batch)
     return jax.tree.map(np.array, (sums, grads, alone))
 
 
@@ -77,29 +90,39 @@ def test_devices_and_micro_batches_add_up_to_the_gradient_of_the_whole():
 
 def test_gradients_are_added_in_fp32_whatever_the_parameters_are():
     # 600 ones: added in bfloat16 they would stand still at 256.
-    gradient = jax.jit(summed_gradient(lambda w, _, x: (jnp.sum(w * x), {"n": jnp.sum(x)}), make_mesh()))
-    _, grad = gradient(jnp.ones((), jnp.bfloat16), None, jnp.ones((600, 4), jnp.bfloat16) / 4)
-    assert grad.dtype == jnp.float32
-    assert float(grad) == 600
+    def loss(params, _, x):
+        return jnp.sum(params["bias"] * x), {"n": jnp.sum(x)}
+
+    params = {"w": jnp.ones(WIDTH, jnp.bfloat16), "bias": jnp.ones((), jnp.bfloat16)}
+    _, grad = jax.jit(region(make_mesh(), loss, dtype=jnp.bfloat16))(
+        params, None, jnp.ones((600, 4, 1), jnp.bfloat16) / 4
+    )
+    assert grad["bias"].dtype == jnp.float32
+    assert float(grad["bias"]) == 600
 
 
 def test_the_scan_does_not_hold_the_gradient_of_every_micro_batch():
+    mesh = make_mesh()
+    placed = placements({"w": (64, 64)}, {"w": "attention"}, mesh)
+
+    def loss(params, _, x):
+        return jnp.sum((x @ params["w"]) ** 2), {}
+
     def memory(micros: int) -> int:
-        compiled = jax.jit(summed_gradient(lambda w, _, x: (jnp.sum((x @ w) ** 2), {}), make_mesh())).lower(
-            jax.ShapeDtypeStruct((64, 64), jnp.float32), None, jax.ShapeDtypeStruct((micros, 2, 64), jnp.float32)
+        compiled = jax.jit(summed_gradient(loss, mesh, placed, {"w": jnp.float32}, "step")).lower(
+            {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, None, jax.ShapeDtypeStruct((micros, 2, 64), jnp.float32)
         )
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
     assert memory(64) < memory(4) + 2 * 64 * 64 * 4
 
 
-@pytest.mark.parametrize("region", ["gradient", "sums"])
-def test_one_device_needs_no_collective(region):
+@pytest.mark.parametrize("part", ["gradient", "sums"])
+def test_one_device_needs_no_collective(part):
     params, constants, batch = problem(4, 0)
-    if region == "gradient":
-        arguments = params, constants, jax.tree.map(lambda a: micro(a, 2), batch)
-        lowered = jax.jit(summed_gradient(local_loss, make_mesh(jax.devices()[:1]))).lower(*arguments)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    if part == "gradient":
+        lowered = jax.jit(region(mesh)).lower(params, constants, jax.tree.map(lambda a: micro(a, 2), batch))
     else:
-        sums = summed(lambda params, batch: local_loss(params, constants, batch)[1], make_mesh(jax.devices()[:1]))
-        lowered = jax.jit(sums).lower(params, batch)
-    assert "all_reduce" not in lowered.as_text()
+        lowered = jax.jit(sums_alone(mesh)).lower(params, constants, batch)
+    assert not any(word in lowered.as_text() for word in ("all_reduce", "all_gather", "reduce_scatter"))

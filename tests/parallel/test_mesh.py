@@ -28,9 +28,9 @@ def test_all_devices_stand_along_data():
     assert set(BATCH_AXES) < set(AXES)
 
 
-def test_a_batch_is_split_over_all_axes_but_context():
-    assert batch_spec() == jax.sharding.PartitionSpec(("data", "fsdp", "expert"))
-    assert batch_spec(2) == jax.sharding.PartitionSpec(None, None, ("data", "fsdp", "expert"))
+def test_sequences_are_split_over_all_axes_but_context_and_each_over_that():
+    assert batch_spec() == jax.sharding.PartitionSpec(("data", "fsdp", "expert"), "context")
+    assert batch_spec(2) == jax.sharding.PartitionSpec(None, None, ("data", "fsdp", "expert"), "context")
 
 
 def layout() -> dict[str, list]:
@@ -45,8 +45,8 @@ def layout() -> dict[str, list]:
     return {
         "split": shards(batch_sharding(mesh, leading=1)),
         "whole": shards(replicated(mesh)),
-        "some": [device.id for device in make_mesh(jax.devices()[1:3]).devices.ravel()],
-        "sizes": [mesh.shape["data"], make_mesh(jax.devices()[1:3]).shape["data"]],
+        "some": [device.id for device in make_mesh(devices=jax.devices()[1:3]).devices.ravel()],
+        "sizes": [mesh.shape["data"], make_mesh(devices=jax.devices()[1:3]).shape["data"]],
     }
 
 
@@ -71,6 +71,6 @@ def test_a_batch_must_split_evenly_over_its_axes_into_whole_micro_batches(sizes,
         check_batch(mesh, sequences, "train.batch", micro)
     else:
         each = "" if micro == 1 else f" times {micro} sequences a device works through at once"
-        said = rf"^train\.batch makes {sequences} .* multiple of {shards}, the number of .* split over{each}\.$"
+        said = rf"^train\.batch makes {sequences} .* multiple of {shards}, the number of .* split into{each}\.$"
         with pytest.raises(InputError, match=said):
             check_batch(mesh, sequences, "train.batch", micro)

@@ -1,42 +1,58 @@
-"""The gradient region: one `shard_map` over the batch, in which everything sees local shapes.
+"""The gradient region: one `shard_map`, in which everything sees local shapes.
 
-Parameters enter whole. Each device adds up the gradients of its micro-batches in fp32, and only then are
-they summed over devices, once a leaf: left to the compiler's own partitioning, an all-reduce would stand
-inside the loop for every layer of every micro-batch. Local functions return sums, which are divided once
-by the count of all devices.
+Masters enter as each device stores them. Cast to the compute dtype they are gathered, once a step; layers under
+FSDP stay in parts, which the loop over layers gathers one at a time. Each device adds up the gradients of its
+micro-batches in fp32, and only then are they summed over devices, each device keeping the part it stores: left
+to the compiler's own partitioning, an all-reduce would stand inside the loop for every layer of every
+micro-batch. Local functions return sums, which are divided once by the count of all devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from zaya_jax.parallel.mesh import BATCH_AXES, batch_spec
+from zaya_jax.config.parallel import Reduce
+from zaya_jax.ops.precision import wide
+from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, wide_axes
+from zaya_jax.parallel.rules import Placement
 
+Arrays = dict[str, jax.Array]
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 
 
-def summed_gradient(local_loss: LocalLoss, mesh: Mesh) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
+def summed_gradient(
+    local_loss: LocalLoss, mesh: AnyMesh, placed: Mapping[str, Placement], dtypes: Mapping[str, Any], reduce: Reduce
+) -> Callable[[Arrays, Any, Any], tuple[Sums, Arrays]]:
     """Gradient of the summed loss over all micro-batches and devices.
 
     Args:
-      local_loss: (params, constants, micro-batch) → (scalar sum to differentiate in params, further sums).
+      local_loss: (compute copy of the parameters, constants, micro-batch) → (scalar sum to differentiate in the
+        first, further sums).
       mesh: where it runs.
+      placed: of each parameter.
+      dtypes: that each parameter computes in.
+      reduce: whether gradients are summed over devices once, or after each micro-batch.
 
     Returns:
-      (params, constants, batch with leaves [micro-batches, sequences, …]) → (sums, gradient), the sums of
-      `local_loss` and the fp32 gradient of its scalar, added over everything.
+      (params, constants, batch with leaves [micro-batches, sequences, tokens]) → (sums, gradient), the sums of
+      `local_loss` and the gradient of its scalar in the masters' dtype, added over everything and placed like
+      the masters.
     """
+    stored = {name: place.stored for name, place in placed.items()}
+    everywhere = wide_axes(mesh, AXES)
 
-    def region(params: Any, constants: Any, batch: Any) -> tuple[Sums, Any]:
+    def region(params: Arrays, constants: Any, batch: Any) -> tuple[Sums, Arrays]:
+        compute = compute_copy(params, placed, dtypes)
         gradient = jax.grad(local_loss, has_aux=True)
 
-        def one(micro: Any) -> tuple[Any, Sums]:
-            grads, sums = gradient(params, constants, micro)
-            return jax.tree.map(lambda g: g.astype(jnp.float32), grads), sums
+        def one(micro: Any) -> tuple[Arrays, Sums]:
+            grads, sums = gradient(compute, constants, micro)
+            grads = {name: g.astype(wide(g.dtype)) for name, g in grads.items()}
+            return (_to_stored(grads, placed, mesh) if reduce == "micro_batch" else grads), sums
 
         def add(total: Any, micro: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, one(micro)), None
@@ -44,29 +60,59 @@ def summed_gradient(local_loss: LocalLoss, mesh: Mesh) -> Callable[[Any, Any, An
         first = one(jax.tree.map(lambda x: x[0], batch))
         rest = jax.tree.map(lambda x: x[1:], batch)
         (grads, sums), _ = jax.lax.scan(add, first, rest)
-        return _over_devices((sums, grads), mesh)
+        if everywhere:
+            sums = jax.lax.psum(sums, everywhere)
+        return sums, grads if reduce == "micro_batch" else _to_stored(grads, placed, mesh)
 
-    return _manual(region, mesh, batch_spec(leading=1))
-
-
-def summed(local_sums: Callable[[Any, Any], Sums], mesh: Mesh) -> Callable[[Any, Any], Sums]:
-    """(params, batch with leaves [sequences, …]) → the sums of `local_sums` over all devices."""
-
-    def region(params: Any, batch: Any) -> Sums:
-        return _over_devices(local_sums(params, batch), mesh)
-
-    return jax.shard_map(region, mesh=mesh, in_specs=(PartitionSpec(), batch_spec()), out_specs=PartitionSpec(),
-                         check_vma=False)  # fmt: skip
-
-
-def _over_devices(sums: Sums, mesh: Mesh) -> Sums:
-    # A sum over one device would still be a collective, which copies every gradient.
-    axes = [axis for axis in BATCH_AXES if mesh.shape[axis] > 1]
-    return jax.lax.psum(sums, axes) if axes else sums
-
-
-def _manual(region: Callable, mesh: Mesh, batch: PartitionSpec) -> Callable:
     # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
     # differentiated, since unchecked they transpose to sums.
-    whole = PartitionSpec()
-    return jax.shard_map(region, mesh=mesh, in_specs=(whole, whole, batch), out_specs=whole, check_vma=False)
+    return jax.shard_map(
+        region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(leading=1)),
+        out_specs=(PartitionSpec(), stored), check_vma=False,
+    )  # fmt: skip
+
+
+def summed(
+    local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, placed: Mapping[str, Placement],
+    dtypes: Mapping[str, Any],
+) -> Callable[[Arrays, Any, Any], Sums]:  # fmt: skip
+    """(params, constants, batch with leaves [sequences, tokens]) → the sums of `local_sums` over all devices."""
+    stored = {name: place.stored for name, place in placed.items()}
+    everywhere = wide_axes(mesh, AXES)
+
+    def region(params: Arrays, constants: Any, batch: Any) -> Sums:
+        sums = local_sums(compute_copy(params, placed, dtypes), constants, batch)
+        return jax.lax.psum(sums, everywhere) if everywhere else sums
+
+    return jax.shard_map(region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec()),
+                         out_specs=PartitionSpec(), check_vma=False)  # fmt: skip
+
+
+def compute_copy(params: Arrays, placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> Arrays:
+    """From what a device stores to what it computes with, inside the region.
+
+    Layers that are gathered one at a time come out in the masters' dtype, rounded to the compute dtype where
+    parts were gathered: their gradients are summed over fsdp, and that sum is to be exact. So is the
+    embedding, whose gradient by the head is the largest sum of all.
+    """
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        place, dtype = placed[name], dtypes[name]
+        exact = place.by_layer or name == "embedding"
+        if place.axis is None or not place.gathered:
+            return x if exact else x.astype(dtype)
+        x = jax.lax.all_gather(x.astype(dtype), place.gathered, axis=x.ndim + place.axis, tiled=True)
+        return x.astype(wide(dtype)) if exact else x
+
+    return {name: one(name, x) for name, x in params.items()}
+
+
+def _to_stored(grads: Arrays, placed: Mapping[str, Placement], mesh: AnyMesh) -> Arrays:
+    def one(place: Placement, g: jax.Array) -> jax.Array:
+        if place.axis is not None and place.gathered:
+            g = jax.lax.psum_scatter(g, place.gathered, scatter_dimension=g.ndim + place.axis, tiled=True)
+        own = {*place.over, *(["expert"] if place.by_expert else [])}
+        others = tuple(axis for axis in wide_axes(mesh, AXES) if axis not in own)
+        return jax.lax.psum(g, others) if others else g
+
+    return {name: one(placed[name], g) for name, g in grads.items()}

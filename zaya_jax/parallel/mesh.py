@@ -5,45 +5,70 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 
 AXES = ("data", "fsdp", "expert", "context")
 BATCH_AXES = ("data", "fsdp", "expert")  # sequences of a batch are split over these
+SEQUENCE_AXIS = "context"
+
+AnyMesh = Mesh | AbstractMesh  # of devices, or of their number alone: enough to trace and to count
 
 
-def make_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh with all `devices` (those of this job where None) along the data axis."""
+def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
+    """Devices along each axis; `InputError` unless they make up `devices`."""
+    fixed = config.fsdp * config.expert * config.context
+    data = devices // fixed if config.data is None else config.data
+    if data * fixed != devices:
+        axes = f"{where}.fsdp {config.fsdp} × {where}.expert {config.expert} × {where}.context {config.context}"
+        if config.data is None:
+            raise InputError(f"{axes} is {fixed}, which does not divide the {devices} devices of this job.")
+        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the devices of this "
+                         "job (or leave data out: it is then what the others leave).")  # fmt: skip
+    return dict(zip(AXES, (data, config.fsdp, config.expert, config.context), strict=True))
+
+
+def make_mesh(
+    config: ParallelConfig | None = None, devices: Sequence[Any] | None = None, where: str = "parallel"
+) -> Mesh:
+    """The mesh of `config` over `devices` (those of this job where None); without a config, all along data."""
     devices = jax.devices() if devices is None else devices
-    array = np.asarray(devices).reshape(len(devices), 1, 1, 1)
+    sizes = axis_sizes(config or ParallelConfig(), len(devices), where)
+    array = np.asarray(devices).reshape(*sizes.values())
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def batch_spec(leading: int = 0) -> PartitionSpec:
-    """Split of an array whose sequences follow `leading` unsplit axes."""
-    return PartitionSpec(*[None] * leading, BATCH_AXES)
+    """Split of an array [sequences, tokens] that follows `leading` unsplit axes."""
+    return PartitionSpec(*[None] * leading, BATCH_AXES, SEQUENCE_AXIS)
 
 
-def batch_sharding(mesh: Mesh, leading: int = 0) -> NamedSharding:
+def batch_sharding(mesh: AnyMesh, leading: int = 0) -> NamedSharding:
     """`batch_spec` on `mesh`."""
     return NamedSharding(mesh, batch_spec(leading))
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: AnyMesh) -> NamedSharding:
     """Every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: AnyMesh) -> int:
     """Parts that the sequences of a batch are split into."""
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
 
 
-def check_batch(mesh: Mesh, sequences: int, key: str, micro: int = 1) -> None:
+def wide_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+    """Those of `axes` with more than one device: a collective over one would still copy."""
+    return tuple(axis for axis in axes if mesh.shape[axis] > 1)
+
+
+def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None:
     """Raise `InputError` unless `sequences`, given by the configuration's `key`, make whole parts of `micro` each."""
     shards = batch_shards(mesh)
     if sequences % (shards * micro):
         each = "" if micro == 1 else f" times {micro} sequences a device works through at once"
         raise InputError(f"{key} makes {sequences} sequences, but must make a multiple of {shards}, the number of "
-                         f"devices they are split over{each}.")  # fmt: skip
+                         f"parts they are split into{each}.")  # fmt: skip

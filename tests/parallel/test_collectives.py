@@ -1,0 +1,291 @@
+"""Which collectives the compiled step has: of which kind, along which axes, where, and how often they run."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections import Counter
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from tests.hlo_helpers import Array, collectives, compiled_evaluation, compiled_step, product_flops, text_of
+from tests.parallel_helpers import LAYOUTS, WIDE
+from tests.train_helpers import fast_jit, on_devices
+from zaya_jax.config import BatchConfig, load_config
+from zaya_jax.model.layers import MATRIX_ROLES
+from zaya_jax.ops import ops_for
+from zaya_jax.ops.target import target_of
+from zaya_jax.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
+from zaya_jax.parallel.rules import LAYERS
+from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.step import make_evaluation_step
+
+MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
+QUICK = ("data", MIXED)
+REST = ("micro_batch", "fsdp", "hybrid", "expert4", GATHERED, "ring_zigzag4")
+
+# How often what stands in a place runs in a step. A step does its first micro-batch, and a loop the other six: a
+# number that no other loop with a collective has.
+MICRO = 7
+LAYER = MICRO * 2
+HOP = 3  # of four devices in a ring
+LOOPS = {MICRO - 1: "", 2: "layers", HOP: "hops"}
+
+# Parameters by where they are. The temperatures are too few to split.
+SPLIT, LAYERED, EXPERTS, MATRICES = 34, 30, 2, 11
+REST_OF_SPLIT = SPLIT - LAYERED
+
+
+def config_of(name):
+    """The layout's configuration; in fp32, which a CPU's collectives leave as it is."""
+    batch = BatchConfig(tokens=MICRO * 8 * WIDE.data.context, micro=8)
+    train = dataclasses.replace(WIDE.train, compute_dtype="float32", remat="full", batch=batch)
+    return dataclasses.replace(WIDE, parallel=LAYOUTS[name], train=train)
+
+
+def of_steps(names):
+    """The collectives of each layout's training step."""
+    return {name: found_in(compiled_step(config_of(name)), name) for name in names}
+
+
+def quick():
+    """Everything that one process with eight devices has to compile: steps, a forward pass alone, a known program."""
+    evaluation = found_in(compiled_evaluation(config_of(GATHERED)), GATHERED)
+    return of_steps(QUICK), evaluation, known_program()
+
+
+def found_in(text, name):
+    return collectives(text, mesh_sizes(name))
+
+
+def mesh_sizes(name):
+    return axis_sizes(LAYOUTS[name], 8)
+
+
+@functools.cache
+def found(function, *arguments):
+    return on_devices(8, f"tests.parallel.test_collectives:{function}", *arguments)
+
+
+def step_of(name):
+    return (found("quick")[0] if name in QUICK else found("of_steps", REST))[name]
+
+
+def place(call):
+    return " ".join(filter(None, (LOOPS.get(trips, str(trips)) for trips in call.loops)))
+
+
+def once(over, leaves=SPLIT, scatters=1):
+    """Masters gathered into the compute copy, gradients scattered; neither in the loop over micro-batches."""
+    return {("", "", "all-gather", over): leaves, ("", "", "reduce-scatter", over): leaves * scatters}
+
+
+def muon(over, leaves=MATRICES):
+    """Parts of matrices to whole ones, and back."""
+    return {("", "", "all-to-all", over): 2 * leaves}
+
+
+def layers():
+    """Each layer gathered where it begins, in both passes since the layer is computed again; its gradient scattered."""
+    return {("layers", "forward", "all-gather", "fsdp"): LAYERED * LAYER,
+            ("layers", "again", "all-gather", "fsdp"): LAYERED * LAYER,
+            ("layers", "backward", "reduce-scatter", "fsdp"): LAYERED * LAYER}  # fmt: skip
+
+
+def experts():
+    """Tokens and their choices gathered, outputs scattered; the gradients of both the other way round.
+
+    The layer computed again scatters too: the gradient of a token's weight is that by its expert's output.
+    """
+    gathers = {("layers", stage, "all-gather", "expert"): 2 * LAYER for stage in ("forward", "again")}
+    scatters = {("layers", stage, "reduce-scatter", "expert"): LAYER for stage in ("forward", "again", "backward")}
+    return gathers | scatters | {("layers", "backward", "all-gather", "expert"): LAYER}
+
+
+def halos():
+    """Rows before a piece, from both neighbours. Their documents are the same in all layers: they leave the loop."""
+    rows = {("layers", stage, "collective-permute", "context"): 2 * LAYER for stage in ("forward", "again", "backward")}
+    return rows | {("", "", "collective-permute", "context"): 2 * MICRO}
+
+
+def gathered_keys():
+    """Keys and values together, and before the layers the documents of all keys."""
+    return {("", "forward", "all-gather", "context"): MICRO,
+            ("layers", "forward", "all-gather", "context"): LAYER,
+            ("layers", "again", "all-gather", "context"): LAYER,
+            ("layers", "backward", "reduce-scatter", "context"): LAYER}  # fmt: skip
+
+
+def ring():
+    """Keys and values, and with them their documents; backward the gradients of both go round too, and then home.
+
+    The documents' way is the same in all layers, and for the forward pass moves out of their loop.
+    """
+    return Counter({("hops", "", "collective-permute", "context"): MICRO * HOP,
+                    ("layers hops", "forward", "collective-permute", "context"): 2 * LAYER * HOP,
+                    ("layers hops", "again", "collective-permute", "context"): 3 * LAYER * HOP,
+                    ("layers hops", "backward", "collective-permute", "context"): 5 * LAYER * HOP,
+                    ("layers", "backward", "collective-permute", "context"): 2 * LAYER})  # fmt: skip
+
+
+def together(*parts):
+    return dict(sum(map(Counter, parts), Counter()))
+
+
+# Runs in a step by (place, stage, kind, axes) of all that is not a sum.
+EXPECTED = {
+    "data": together(once("data"), muon("data")),
+    "micro_batch": together(once("data", scatters=MICRO), muon("data")),
+    "fsdp": together(once("fsdp", REST_OF_SPLIT), layers(), muon("fsdp")),
+    "hybrid": together(once("data fsdp", REST_OF_SPLIT), once("data", LAYERED), layers(), muon("data fsdp")),
+    "expert4": together(
+        once("data expert", SPLIT - EXPERTS), once("data", EXPERTS), experts(),
+        muon("data expert", MATRICES - EXPERTS), muon("data", EXPERTS),
+    ),
+    GATHERED: together(once("data context"), muon("data context"), halos(), gathered_keys()),
+    "ring_zigzag4": together(once("data context"), muon("data context"), halos(), ring()),
+    MIXED: together(
+        once("fsdp expert context", REST_OF_SPLIT), once("expert context", LAYERED - EXPERTS), once("context", EXPERTS),
+        layers(), experts(), halos(), gathered_keys(),
+        muon("fsdp expert context", MATRICES - EXPERTS), muon("fsdp context", EXPERTS),
+    ),
+}  # fmt: skip
+
+
+def test_the_counts_are_those_of_the_model():
+    blueprint = make_blueprint(WIDE)
+    roles = blueprint.roles
+    split = [name for name, role in roles.items() if role != "temperature"]
+    assert len(split) == SPLIT
+    assert sum(name.startswith(LAYERS) for name in split) == LAYERED
+    assert sum(role == "expert" for role in roles.values()) == EXPERTS
+    assert sum(role in MATRIX_ROLES for role in roles.values()) == MATRICES
+    assert blueprint.model.config.num_groups * MICRO == LAYER
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in REST)])
+def test_each_collective_stands_where_it_must_and_runs_as_often(name):
+    calls = step_of(name)
+    runs = Counter()
+    for call in calls:
+        if call.kind != "all-reduce":
+            runs[place(call), call.stage, call.kind, " ".join(call.over)] += call.times
+    assert dict(runs) == EXPECTED[name]
+
+    # Sums are of counts of tokens, of the loss and its tokens, of the norm's square by leaf, and of the gradients of
+    # what is not split. The compiler joins some of them, and so it is their arrays that are counted.
+    summed = Counter()
+    for call in calls:
+        if call.kind == "all-reduce":
+            assert "layers" not in place(call)
+            for array in call.results:
+                summed[array] += call.times
+    by_expert = 2 * EXPERTS if LAYOUTS[name].expert > 1 else EXPERTS  # first those that have the same experts
+    temperatures = MICRO if name == "micro_batch" else 1
+    assert summed == {Array("s32", (2, 9)): 1, Array("f32", (2, 1)): temperatures,
+                      Array("f32", ()): 2 + SPLIT - EXPERTS + by_expert}  # fmt: skip
+
+
+def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothing_else():
+    """zaya1.md §4.1, §4.3: per token of the sequence and layer, what one gather brings together; per piece a halo."""
+    calls = found("quick")[1]
+    inside = [call for call in calls if place(call)]
+    assert {(place(call), call.over, call.times) for call in inside} == {("layers", ("context",), 2)}
+    assert moved(inside, GATHERED) == FORWARD
+    assert RELEASED == (512, 2 * 1280 + 128)
+
+
+@pytest.mark.parametrize("name", [MIXED, pytest.param(GATHERED, marks=pytest.mark.soak)])
+def test_context_moves_as_much_again_and_back(name):
+    by_stage = {stage: [call for call in step_of(name) if (place(call), call.over) == ("layers", ("context",))
+                        and call.stage == stage] for stage in ("forward", "again", "backward")}  # fmt: skip
+    table = {stage: moved(calls, name) for stage, calls in by_stage.items()}
+    assert table == {"forward": FORWARD, "again": FORWARD, "backward": BACKWARD}
+    print("\npass      collective          runs  of a     bytes here (fp32)  bytes of the 8B (bf16)")
+    for stage, counts in table.items():
+        for (kind, size), runs in counts.items():
+            unit, released = ("piece", RELEASED[1]) if kind == "collective-permute" else ("token", RELEASED[0])
+            print(f"{stage:10}{kind:20}{runs:4.0f}  {unit:9}{size:17,.0f} {2 * released:24,}")
+
+
+def moved(calls, name):
+    """How many collectives a layer has, by kind and bytes: of a token of the sequence, or of a piece's halo."""
+    sequences = 8 // math.prod(mesh_sizes(name)[axis] for axis in BATCH_AXES)  # of a micro-batch, on a device
+    counts = Counter()
+    for call in calls:
+        whole = call.bytes * (call.devices if call.kind == "reduce-scatter" else 1)
+        # Of a device's two pieces, one permutation carries the halos of the front ones, another of the back ones.
+        units = sequences if call.kind == "collective-permute" else sequences * WIDE.data.context
+        counts[call.kind, whole / units] += 1
+    # In a step they stand in two loops, that of the first micro-batch and that of the others.
+    return {what: count / len({call.loops for call in calls}) for what, count in counts.items()}
+
+
+def sizes_of(model):
+    """Values of a token's latent keys and values, and of a piece's halo: two taps' rows, and one delayed half value."""
+    rows = model.depthwise_kernel + model.grouped_kernel - 2
+    return 2 * model.kv_size, rows * (model.query_size + model.kv_size) + model.kv_size // 2
+
+
+HERE, RELEASED = sizes_of(WIDE.model), sizes_of(load_config("configs/zaya1_8b.yaml").model)
+FORWARD = {("all-gather", 4 * HERE[0]): 1, ("collective-permute", 4 * HERE[1]): 2}
+BACKWARD = {("reduce-scatter", 4 * HERE[0]): 1, ("collective-permute", 4 * HERE[1]): 2}
+
+
+def test_the_released_model_gathers_a_kibibyte_a_token_and_layer():
+    """Its forward pass at 131K as the last phase has it: what grows with the sequence is keys and values, in bf16."""
+    config = load_config("configs/zaya1_8b.yaml")
+    last = len(config.phases) - 1
+    length = config.context_of(config.phases[last])
+    parallel = config.parallel_of(config.phases[last])
+    mesh = AbstractMesh(tuple(axis_sizes(parallel, 8).values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    blueprint = make_blueprint(config, last)
+    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    batch = {name: jax.ShapeDtypeStruct((1, length), "int32") for name in ("tokens", "targets", "segment_ids",
+                                                                           "positions")}  # fmt: skip
+    batch["loss_mask"] = jax.ShapeDtypeStruct((1, length), "bool")
+    evaluate = make_evaluation_step(config, blueprint, mesh, ops_for(target_of(jax.devices()[0])))
+    text = jax.jit(evaluate).trace(state.params, state.balance, batch).lower().as_text()
+    pattern = r"stablehlo\.(all_gather|collective_permute|reduce_scatter|all_to_all)\b.*-> tensor<(\S+)>"
+    results = Counter(re.findall(pattern, text))
+    assert parallel.context == 8
+    assert {what: count for what, count in results.items() if str(length) in what[1]} == {
+        ("all_gather", f"1x{length}xi32"): 1,  # documents
+        ("all_gather", f"1x{length}x2x256xbf16"): 1,
+    }
+    assert {what: count for what, count in results.items() if what[0] != "all_gather"} == {
+        ("collective_permute", "1x2xi32"): 2,
+        ("collective_permute", "1x2688xbf16"): 2,
+    }
+
+
+def known_program():
+    """Sums over devices and products in loops of known ends, and one in a loop whose end depends on data."""
+    mesh = make_mesh(LAYOUTS["hybrid"])
+
+    def inner(x, _):
+        return jax.lax.psum(x @ x, "fsdp"), None
+
+    def outer(x, _):
+        return jax.lax.ppermute(jax.lax.scan(inner, x, length=5)[0], "data", [(0, 1), (1, 0)]), None
+
+    def region(x):
+        x = jax.lax.scan(outer, x, length=3)[0]
+        return jax.lax.while_loop(lambda x: x.sum() < 9, lambda x: 1 + jax.lax.pmax(x, ("data", "fsdp")), x)
+
+    spec = jax.sharding.PartitionSpec()
+    run = fast_jit(jax.shard_map(region, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    text = text_of(run.lower(jax.ShapeDtypeStruct((4, 4), "float32")))
+    return collectives(text, mesh.shape), product_flops(text)
+
+
+def test_loops_are_counted():
+    calls, flops = found("quick")[2]
+    assert [(call.kind, call.over, call.devices, call.loops) for call in calls] == [
+        ("all-reduce", ("fsdp",), 4, (3, 5)),
+        ("collective-permute", ("data",), 2, (3,)),
+        ("all-reduce", ("data", "fsdp"), 8, (float("inf"),)),
+    ]
+    assert flops == 3 * 5 * 2 * 4**3

@@ -1,0 +1,89 @@
+"""Tokens to experts on other devices, and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tests.train_helpers import on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.parallel.experts import gathered_experts, ragged_experts
+from zaya_jax.parallel.mesh import make_mesh
+
+T, D, F, E = 12, 6, 5, 8
+
+
+def exchange(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What `jax.lax.ragged_all_to_all` does, from gathers, for platforms that have it not."""
+    rank = jax.lax.axis_index(axis_name)
+    everything = jax.lax.all_gather((operand, input_offsets, send_sizes, output_offsets), axis_name)
+    row = jnp.arange(output.shape[0])
+    for rows, begin, size, to in zip(*everything, strict=True):
+        inside = (row >= to[rank]) & (row < to[rank] + size[rank])
+        source = jnp.clip(begin[rank] + row - to[rank], 0, rows.shape[0] - 1)
+        output = jnp.where(inside[:, None], rows[source], output)
+    return output
+
+
+def problem(seed, devices):
+    rng = np.random.default_rng(seed)
+    h = rng.normal(size=(devices * T, D))
+    skewed = rng.choice(E + 1, size=devices * T, p=np.r_[0.4, 0.0, np.full(E - 2, 0.4 / (E - 2)), 0.2])
+    expert = skewed.astype(np.int32) if seed else np.full(devices * T, 3, np.int32)  # seed 0: all to one
+    weight = rng.random(devices * T)
+    return (
+        h,
+        expert,
+        weight,
+        rng.normal(size=(E, D, 2 * F)),
+        rng.normal(size=(E, F, D)),
+        rng.normal(size=(devices * T, D)),
+    )
+
+
+def both_ways(cases):
+    """Output and gradients of both exchanges over some devices."""
+    found = []
+    for seed, devices in cases:
+        with jax.enable_x64(True):
+            mesh = make_mesh(ParallelConfig(expert=devices), jax.devices()[:devices])
+            h, expert, weight, gate_up, down, out = problem(seed, devices)
+            rows, experts = PartitionSpec("expert"), PartitionSpec("expert")
+            for op in (gathered_experts(dispatch_experts), ragged_experts(dispatch_experts, exchange, devices)):
+
+                def region(h, weight, gate_up, down, expert, out, op=op):
+                    def loss(*given):
+                        result = op(given[0], expert, given[1], given[2], given[3])
+                        return (result * out).sum(), result
+
+                    grads, result = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(h, weight, gate_up, down)
+                    return result, grads
+
+                specs = (rows, rows, experts, experts, rows, rows)
+                run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=(rows, (rows, rows, experts, experts)),
+                                    check_vma=False)  # fmt: skip
+                found.append(jax.device_get(jax.jit(run)(h, weight, gate_up, down, expert, out)))
+    return found
+
+
+def test_experts_on_other_devices_give_what_they_give_here():
+    cases = [(seed, devices) for seed in range(3) for devices in (2, 4, 8)]
+    results = iter(on_devices(8, "tests.parallel.test_experts:both_ways", cases))
+    for seed, devices in cases:
+        with jax.enable_x64(True):
+            h, expert, weight, gate_up, down, out = problem(seed, devices)
+
+            def loss(h, weight, gate_up, down, expert=expert, out=out):
+                result = dispatch_experts(h, jnp.asarray(expert), weight, gate_up, down)
+                return (result * out).sum(), result
+
+            grads, result = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(
+                *map(jnp.asarray, (h, weight, gate_up, down))
+            )
+            for _ in ("gathered", "ragged"):
+                found, found_grads = next(results)
+                np.testing.assert_allclose(found, result, rtol=1e-10, atol=1e-12)
+                for one, other in zip(found_grads, grads, strict=True):
+                    np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+            assert np.count_nonzero(np.asarray(result).any(-1)) == np.count_nonzero(expert < E)

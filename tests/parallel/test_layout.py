@@ -1,0 +1,67 @@
+"""Every layout computes what one device does."""
+
+import numpy as np
+import pytest
+
+from tests.parallel_helpers import LAYOUTS, Found, run_layout
+from tests.train_helpers import on_devices
+
+BANDS = {"float32": 1e-5, "bfloat16": 0.1}  # of the largest value of a leaf's gradient
+QUICK = ["data", "ring_zigzag4", "fsdp_expert_context"]
+
+
+def far(one: np.ndarray, other: np.ndarray) -> float:
+    """The largest distance, over the largest value."""
+    return float(np.abs(one.astype(np.float64) - other).max(initial=0) / max(np.abs(other).max(initial=0), 1e-300))
+
+
+def check(name: str, found: Found, alone: Found) -> None:
+    assert found.tokens == alone.tokens
+    distances = {"loss": far(np.array(found.losses), np.array(alone.losses))}
+    for step, (state, expected) in enumerate(zip(found.states, alone.states, strict=True)):
+        distances |= {f"state {step} {key}": far(value, expected[key]) for key, value in state.items()}
+    if found.gradient:
+        np.testing.assert_array_equal(found.sums["counts"], alone.sums["counts"], err_msg=name)
+        assert found.gradient.keys() == alone.gradient.keys()
+        distances |= {f"gradient {key}": far(value, alone.gradient[key]) for key, value in found.gradient.items()}
+    assert {key: value for key, value in distances.items() if value > 1e-8} == {}, name
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return run_layout(LAYOUTS["data"], devices=1)
+
+
+def test_the_routing_compared_is_uneven_and_skips(alone):
+    counts = alone.sums["counts"]
+    assert (counts[:, -1] > 0).all()
+    assert (counts[:, :-1].max(1) > 2 * counts[:, :-1].mean(1)).all()
+
+
+def test_layouts_give_what_one_device_gives(alone):
+    for name, found in on_devices(8, "tests.parallel_helpers:run_layouts", QUICK, False).items():
+        check(name, found, alone)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+def test_every_layout_gives_what_one_device_gives(alone, name):
+    check(name, on_devices(8, "tests.parallel_helpers:run_layouts", [name], True)[name], alone)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("dtype", BANDS)
+def test_every_layout_agrees_within_rounding(name, dtype):
+    check_rounding(name, dtype)
+
+
+def check_rounding(name: str, dtype: str) -> None:
+    """The losses of three steps, and the gradient, which is the momentum after the first."""
+    alone = run_layout(LAYOUTS["data"], devices=1, gradient=False, dtype=dtype)
+    found = on_devices(8, "tests.parallel_helpers:run_layouts", [name], False, dtype)[name]
+    np.testing.assert_allclose(found.losses, alone.losses, rtol=BANDS[dtype] / 10)
+    momentum = {key: value for key, value in alone.states[0].items() if "opt_state" in key and value.ndim > 1}
+    assert len(momentum) > 10
+    distances = {key: far(found.states[0][key], value) for key, value in momentum.items()}
+    assert max(distances.values()) < BANDS[dtype], distances

@@ -1,0 +1,83 @@
+"""The training step of eight GPUs, lowered where there is one CPU: what its devices would exchange, and as how many."""
+
+import collections
+import dataclasses
+import re
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from tests.parallel_helpers import LAYOUTS, WIDE
+from tests.train_helpers import make_batch
+from zaya_jax.config import ParallelConfig
+from zaya_jax.ops import ops_for
+from zaya_jax.ops.target import Target
+from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_sharding, replicated
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.train.step import make_train_step
+
+TARGETS = {"rocm": Target("rocm", "gfx942"), "cuda": Target("cuda", "NVIDIA H200")}
+RAGGED = ParallelConfig(expert=4, expert_exchange="ragged")
+GATHERED = ParallelConfig(context=4)
+RING = LAYOUTS["ring_zigzag4"]
+# Masters and gradients, whole matrices for Muon, sums and leaves too small to split.
+ZERO1 = {"all_gather", "reduce_scatter", "all_to_all", "all_reduce"}
+EXPECTED = {
+    "data": (ParallelConfig(), ZERO1),
+    "fsdp": (ParallelConfig(fsdp=8), ZERO1),
+    "expert": (ParallelConfig(expert=4), ZERO1),
+    "expert_ragged": (RAGGED, ZERO1 | {"ragged_all_to_all"}),
+    "context": (GATHERED, ZERO1 | {"collective_permute"}),
+    "ring": (RING, ZERO1 | {"collective_permute"}),
+    "fsdp_expert_context": (LAYOUTS["fsdp_expert_context"], ZERO1 | {"collective_permute"}),
+}
+COLLECTIVE = re.compile(r"stablehlo\.(all_gather|reduce_scatter|all_to_all|all_reduce|collective_permute)\b"
+                        r"|custom_call @(ragged_all_to_all)\b")  # fmt: skip
+
+
+def lowered(parallel: ParallelConfig, platform: str) -> str:
+    """StableHLO of a bf16 step on eight devices of `platform`, over a mesh that has none."""
+    train = dataclasses.replace(WIDE.train, compute_dtype="bfloat16", remat="full")
+    config = dataclasses.replace(WIDE, parallel=parallel, train=train)
+    sizes = axis_sizes(parallel, 8)
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    blueprint = make_blueprint(config)
+    shapes = jax.eval_shape(lambda: init_state(config, blueprint))
+    shardings = layout_of(config, blueprint, mesh).shardings(shapes)
+    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    split = batch_sharding(mesh, leading=1)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=split), make_batch(config))
+    step = make_train_step(config, blueprint, mesh, ops_for(TARGETS[platform]))
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    return jitted.trace(state, batch).lower(lowering_platforms=(platform,)).as_text()
+
+
+def collectives(text: str) -> collections.Counter:
+    """How many of each collective a program has."""
+    return collections.Counter(first or second for first, second in COLLECTIVE.findall(text))
+
+
+# Each takes seconds: one platform for all layouts, the other where a layout has the most in it.
+QUICK = [(name, "rocm") for name in EXPECTED] + [("expert_ragged", "cuda"), ("fsdp_expert_context", "cuda")]
+REST = [(name, "cuda") for name in EXPECTED if (name, "cuda") not in QUICK]
+
+
+@pytest.mark.parametrize(("name", "platform"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
+def test_the_step_lowers_for_eight_gpus(name, platform):
+    parallel, expected = EXPECTED[name]
+    text = lowered(parallel, platform)
+    assert jax.device_count() == 1
+    assert "mhlo.num_partitions = 8 : i32" in text.split("\n", 1)[0]
+    found = collectives(text)
+    assert set(found) == expected
+    assert "sdy.manual_computation" in text
+    assert "bf16" in text
+
+
+def test_a_mesh_without_devices_needs_to_be_told_its_operations():
+    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    layout = layout_of(WIDE, make_blueprint(WIDE), mesh)
+    with pytest.raises(ValueError, match=r"^A mesh without devices is of no platform: give the operations"):
+        layout.ops()
+    assert layout.ops(ops_for(TARGETS["rocm"])).experts.keywords["target"] == TARGETS["rocm"]

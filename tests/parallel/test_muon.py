@@ -1,0 +1,129 @@
+"""Sharded Newton–Schulz: each device does its part of the matrices, and the update is that of one device."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.hlo_helpers import collectives, product_flops
+from tests.parallel_helpers import LAYOUTS as MODEL_LAYOUTS
+from tests.parallel_helpers import WIDE
+from tests.train_helpers import change, on_devices
+from zaya_jax.config import MuonConfig, ParallelConfig
+from zaya_jax.optim.muon import scale_by_muon
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.muon import on_whole_matrices
+from zaya_jax.parallel.rules import placements
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+
+SHAPES = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.gate_up": (3, 8, 16, 48),
+          "blocks.0.router.output": (3, 7, 9), "blocks.0.attention.output": (40, 16, 64)}  # fmt: skip
+ROLES = {"blocks.0.attention.query": "attention", "blocks.0.mixture.experts.gate_up": "expert",
+         "blocks.0.router.output": "router", "blocks.0.attention.output": "attention"}  # fmt: skip
+LAYOUTS = [ParallelConfig(), ParallelConfig(fsdp=8), ParallelConfig(expert=4), ParallelConfig(fsdp=2, context=2)]
+# Stacks of 5, 15 and 40 matrices, which eight devices do not divide but for the last.
+STACKS = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.down": (3, 5, 32, 24),
+          "blocks.0.attention.output": (40, 32, 24)}  # fmt: skip
+STATES = ("data", "fsdp", "hybrid", "expert4", "fsdp_expert_context")
+
+
+def gradients():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def updates():
+    """The update of each layout, and what the compiler makes of it."""
+    muon = scale_by_muon(MuonConfig(iterates="float32"), {"blocks.0.mixture.experts.gate_up": 2})
+    found = []
+    for parallel in LAYOUTS:
+        compiled, shardings = compiled_update(muon, make_mesh(parallel), SHAPES, ROLES)
+        calls = collectives(compiled.as_text() or "", make_mesh(parallel).shape)
+        found.append((jax.device_get(compiled(jax.device_put(gradients(), shardings))), calls))
+    return found
+
+
+def compiled_update(muon, mesh, shapes, roles):
+    """The update on a mesh, and where its leaves are."""
+    placed = placements(shapes, roles, mesh)
+    shardings = {name: jax.sharding.NamedSharding(mesh, place.stored) for name, place in placed.items()}
+    on_matrices = on_whole_matrices(placed, mesh)
+    grads = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name]) for name, shape in shapes.items()}
+
+    def update(grads):
+        return muon.update(grads, muon.init(grads), on_matrices=on_matrices)[0]
+
+    return jax.jit(update, out_shardings=shardings).lower(grads).compile(), shardings
+
+
+def flops():
+    """Of each stack, operations of a device's products where there are eight, and where there is one."""
+    muon, found = scale_by_muon(MuonConfig(iterates="float32")), {}
+    for name, shape in STACKS.items():
+        role = "expert" if "experts" in name else "attention"
+        found[name] = [
+            product_flops(compiled_update(muon, mesh, {name: shape}, {name: role})[0].as_text() or "")
+            for mesh in (make_mesh(), make_mesh(devices=jax.devices()[:1]))
+        ]
+    return found
+
+
+def optimizer_bytes():
+    """Bytes of the optimizer's state on each of eight devices that really hold it, in all, and of what is not split."""
+    found = {}
+    for name in STATES:
+        config = change(WIDE, {"train.compute_dtype": "float32", "parallel": MODEL_LAYOUTS[name]})
+        blueprint = make_blueprint(config)
+        state = jax.eval_shape(functools.partial(init_state, config, blueprint))
+        shardings = layout_of(config, blueprint, make_mesh(config.parallel)).shardings(state)
+        leaves = [
+            jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding)
+            for leaf, sharding in zip(
+                jax.tree.leaves(state.opt_state), jax.tree.leaves(shardings.opt_state), strict=True
+            )
+        ]
+        held = [sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards if shard.device == device)
+                for device in jax.devices()]  # fmt: skip
+        found[name] = held, sum(x.nbytes for x in leaves), sum(x.nbytes for x in leaves if x.is_fully_replicated)
+    return found
+
+
+def everything():
+    """What one process with eight devices finds."""
+    return updates(), flops(), optimizer_bytes()
+
+
+@pytest.fixture(scope="module")
+def found():
+    return on_devices(8, "tests.parallel.test_muon:everything")
+
+
+def test_an_update_over_devices_is_that_of_one(found):
+    muon = scale_by_muon(MuonConfig(iterates="float32"), {"blocks.0.mixture.experts.gate_up": 2})
+    grads = jax.tree.map(jnp.asarray, gradients())
+    alone = jax.jit(lambda grads: muon.update(grads, muon.init(grads))[0])(grads)
+    for parallel, (update, calls) in zip(LAYOUTS, found[0], strict=True):
+        for name, value in update.items():
+            np.testing.assert_allclose(value, alone[name], rtol=0, atol=5e-6 * np.abs(alone[name]).max(), err_msg=name)
+        # Nothing else moves, and nothing within the iteration; the 7 × 9 matrices are not split.
+        assert [(call.kind, call.loops) for call in calls] == [("all-to-all", ())] * 2 * 3, parallel
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_device_does_its_whole_matrices_and_no_more(found, name):
+    """Of S matrices ⌈S / 8⌉, the last devices some of zeros."""
+    *stack, rows, columns = STACKS[name]
+    matrices, (long, short) = math.prod(stack), (max(rows, columns), min(rows, columns))
+    one = 5 * (2 * 2 * short**2 * long + 2 * short**3)  # a step has two products with the matrix, one of the Gram
+    assert found[1][name] == [math.ceil(matrices / 8) * one, matrices * one]
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_device_holds_an_eighth_of_the_optimizer(found, name):
+    """And the counters and the moments of the temperatures, which are too few to split; nothing is padded."""
+    held, total, whole = found[2][name]
+    assert held == [(total - whole) / 8 + whole] * 8
+    assert whole < total / 1000

@@ -1,0 +1,77 @@
+"""Keys and values that go round are all seen, and their gradients come home."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from tests.train_helpers import on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
+from zaya_jax.parallel.context import gather_sequence, gathered_attention, sequence_order
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.ring import PartialAttention, ring_attention
+
+B, S, H, K, C = 2, 24, 4, 2, 8
+
+
+def problem(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v, out = (rng.normal(size=(B, S, heads, C)) for heads in (H, K, K, H))
+    segments = np.sort(rng.integers(0, 4, (B, S)), -1)[:, ::-1].astype(np.int32)  # documents, then padding
+    return q, k, v, out, segments.copy()
+
+
+def differentiated(function):
+    def both(q, k, v, out, segments):
+        def loss(q, k, v):
+            result = function(q, k, v, segments)
+            return (result * out).sum(), result
+
+        grads, result = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return (result, *grads)
+
+    return both
+
+
+def over_devices(cases):
+    """Output and gradients of ring and gathered attention, brought back into order, and those of one device."""
+    local, found = PartialAttention(attention_part, attention_part_gradient), []
+    with jax.enable_x64(True):
+        for seed, context, layout, window in cases:
+            config = ParallelConfig(context=context, context_layout=layout)
+            given = problem(seed)
+            order = sequence_order(config, S)
+            order = np.arange(S) if order is None else order
+
+            def whole(q, k, v, segments, window=window):
+                return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
+
+            def ring(q, k, v, segments, config=config, window=window):
+                return ring_attention(config, local)(q, k, v, query_segments_bs=segments, key_segments_bt=segments,
+                                                     window=window)  # fmt: skip
+
+            def gather(q, k, v, segments, config=config, window=window):
+                return gathered_attention(config, attention)(
+                    q, k, v, query_segments_bs=segments, key_segments_bt=gather_sequence(config, segments),
+                    window=window,
+                )  # fmt: skip
+
+            alone = jax.jit(differentiated(whole))(*given)
+            spec = PartitionSpec(None, "context")
+            mesh = make_mesh(config, jax.devices()[:context])
+            for function in (ring, gather):
+                spread = jax.shard_map(
+                    differentiated(function), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+                )
+                out = jax.jit(spread)(*(x[:, order] for x in given))
+                back = [jnp.zeros_like(x).at[:, order].set(x) for x in out]
+                found.append([(np.asarray(one), np.asarray(other)) for one, other in zip(back, alone, strict=True)])
+    return found
+
+
+def test_ring_and_gather_are_attention_and_so_are_their_gradients():
+    cases = [(0, 4, "zigzag", None), (1, 4, "contiguous", 5), (2, 3, "zigzag", 7), (3, 2, "contiguous", None)]
+    for pairs in on_devices(4, "tests.parallel.test_ring:over_devices", cases):
+        for spread, alone in pairs:
+            np.testing.assert_allclose(spread, alone, rtol=1e-10, atol=1e-12)

@@ -1,0 +1,87 @@
+"""Every leaf has a place, on any mesh, and the devices share what is stored."""
+
+import math
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+
+from zaya_jax.config import load_config
+from zaya_jax.model.tree import shapes
+from zaya_jax.parallel.mesh import AXES
+from zaya_jax.parallel.rules import placements
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+
+sizes = st.tuples(*[st.sampled_from([1, 2, 4, 8, 16])] * 4)
+
+
+@pytest.fixture(scope="module")
+def full():
+    """Shapes and roles of ZAYA1-8B."""
+    blueprint = make_blueprint(load_config("configs/zaya1_8b.yaml"))
+    return shapes(blueprint.model), blueprint.roles
+
+
+def mesh_of(sizes):
+    return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
+
+
+@given(sizes=sizes)
+def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
+    mesh = mesh_of(sizes)
+    found = placements(*full, mesh)
+    assert found.keys() == full[0].keys()
+    for name, place in found.items():
+        shape = full[0][name]
+        local = NamedSharding(mesh, place.stored).shard_shape(shape)  # raises where an axis does not divide
+        if name.startswith("blocks."):
+            assert local[0] == shape[0], name
+        expert = full[1][name] == "expert"
+        if expert:
+            assert local[1] == shape[1] // mesh.shape["expert"], name
+        assert place.by_expert == (expert and mesh.shape["expert"] > 1)
+        parts = math.prod(mesh.shape[axis] for axis in place.over)
+        assert math.prod(local) * parts * (mesh.shape["expert"] if place.by_expert else 1) == math.prod(shape), name
+        assert place.by_layer == (name.startswith("blocks.") and mesh.shape["fsdp"] > 1 and "fsdp" in place.over)
+
+
+@given(sizes=sizes)
+def test_matrices_are_split_over_all_devices(full, sizes):
+    mesh = mesh_of(sizes)
+    devices = math.prod(sizes)
+    for name, place in placements(*full, mesh).items():
+        if full[1][name] in ("attention", "expert", "embedding") and devices <= 1024:
+            over = {*place.over, *(["expert"] if place.by_expert else [])}
+            assert over == {axis for axis in AXES if mesh.shape[axis] > 1}, name
+
+
+def test_the_vocabulary_is_split_where_it_divides_and_the_width_where_it_does_not(full):
+    for devices, axis in ((64, -2), (128, -2), (256, -1), (1024, -1)):
+        place = placements(*full, mesh_of((devices, 1, 1, 1)))["embedding"]
+        assert (place.axis, place.over) == (axis, ("data",))
+
+
+def test_a_leaf_too_narrow_for_all_devices_is_split_over_some_or_none():
+    mesh = mesh_of((4, 8, 1, 1))
+    found = placements({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
+    assert [(place.axis, place.over) for place in found.values()] == [(-1, ("fsdp",)), (None, ()), (None, ())]
+
+
+def test_momentum_lies_as_its_parameter_and_counters_lie_everywhere():
+    config = load_config("configs/tiny.yaml")
+    blueprint = make_blueprint(config)
+    mesh = mesh_of((4, 2, 1, 1))
+    layout = layout_of(config, blueprint, mesh)
+    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    shardings = layout.shardings(state)
+    split = 0
+    for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in layout.placed]
+        if names and len(sharding.spec):
+            assert sharding.spec == layout.placed[names[0]].stored
+            split += 1
+    assert split == 2 * len(layout.placed) + sum(role not in ("attention", "router", "expert")
+                                                 for role in blueprint.roles.values())  # fmt: skip
+    assert all(not sharding.spec for sharding in jax.tree.leaves((shardings.balance, shardings.recent, shardings.step)))

@@ -1,0 +1,113 @@
+"""The same small model on many layouts, in double precision."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch
+from zaya_jax.config import BatchConfig, ParallelConfig
+from zaya_jax.config.optimizer import ComputeDtype
+from zaya_jax.parallel.context import sequence_order
+from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.train.step import make_local_loss, make_train_step
+
+# Every device has a sequence of each of two micro-batches, every expert rank experts, every piece a few tokens.
+WIDE = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, num_experts=8, hidden_size=32, expert_size=32),
+    train=dataclasses.replace(CONFIG.train, compute_dtype="float64", batch=BatchConfig(tokens=16 * 32, micro=8)),
+)
+LAYOUTS = {
+    "data": ParallelConfig(),
+    "micro_batch": ParallelConfig(reduce="micro_batch"),
+    "fsdp": ParallelConfig(fsdp=8),
+    "hybrid": ParallelConfig(data=2, fsdp=4),
+    "expert2": ParallelConfig(expert=2),
+    "expert4": ParallelConfig(expert=4),
+    "expert8": ParallelConfig(expert=8),
+    **{
+        f"{attention}_{layout}{context}": ParallelConfig(
+            context=context, context_attention=attention, context_layout=layout
+        )
+        for context in (2, 4, 8)
+        for attention in ("all_gather", "ring")
+        for layout in ("contiguous", "zigzag")
+    },
+    "fsdp_expert_context": ParallelConfig(fsdp=2, expert=2, context=2),
+    "data_fsdp_ring": ParallelConfig(data=2, fsdp=2, context=2, context_attention="ring"),
+    "data_fsdp_expert": ParallelConfig(data=2, fsdp=2, expert=2, reduce="micro_batch"),
+}
+
+
+class Found(NamedTuple):
+    """Of three steps the losses, the counts and the states after them; of the start its sums and its gradient."""
+
+    losses: list[float]
+    tokens: list[float]
+    states: list[dict[str, np.ndarray]]  # after the first step, momentum is the gradient
+    sums: dict[str, np.ndarray]
+    gradient: dict[str, np.ndarray]
+
+
+def uneven(state: Any) -> Any:
+    """A state in which some tokens skip and experts are chosen unevenly."""
+    balance = {name: bias.at[..., 0].add(0.05).at[..., -1].add(1.12) for name, bias in state.balance.items()}
+    return dataclasses.replace(state, balance=balance)
+
+
+def forced(state: Any) -> Any:
+    """A state in which rounding changes no choice: all tokens go to one expert."""
+    return dataclasses.replace(state, balance={name: bias.at[..., 2].add(9) for name, bias in state.balance.items()})
+
+
+@functools.cache
+def start(dtype: ComputeDtype) -> Any:
+    """The state that every layout begins with, on one device."""
+    config = dataclasses.replace(WIDE, train=dataclasses.replace(WIDE.train, compute_dtype=dtype))
+    route = uneven if dtype == "float64" else forced
+    return fast_jit(lambda: route(init_state(config, make_blueprint(config))))()
+
+
+def run_layout(
+    parallel: ParallelConfig, devices: int = 8, gradient: bool = True, dtype: ComputeDtype = "float64"
+) -> Found:
+    """Three steps of `WIDE` on a layout, and where asked for the gradient by itself, compiled on its own.
+
+    In fp64 tokens choose their experts; in fp32 and bf16 rounding would flip choices, and so they are forced.
+    """
+    with jax.enable_x64(dtype == "float64"):
+        train = dataclasses.replace(WIDE.train, compute_dtype=dtype)
+        config = dataclasses.replace(WIDE, parallel=parallel, train=train)
+        config.check()
+        mesh = make_mesh(parallel, jax.devices()[:devices])
+        blueprint = make_blueprint(config)
+        layout = layout_of(config, blueprint, mesh)
+        shardings = layout.shardings(start(dtype))
+        state = jax.device_put(start(dtype), shardings)
+        order = sequence_order(parallel, config.data.context)
+        batch = make_batch(config)
+        if order is not None:
+            batch = {name: array[..., order] for name, array in batch.items()}
+        batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
+        sums, grads = {}, {}
+        if gradient:
+            region = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+            sums, grads = jax.device_get(region(state.params, state.balance, batch))
+        jit = jax.jit if dtype == "bfloat16" else fast_jit  # whose CPU code lacks products of bf16
+        step = jit(make_train_step(config, blueprint, mesh), out_shardings=(shardings, replicated(mesh)))
+        found = Found([], [], [], sums, grads)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+            found.losses.append(float(metrics["loss"]))
+            found.tokens.append(float(metrics["tokens"]))
+            found.states.append(leaves(state))
+        return found
+
+
+def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, Found]:
+    """`run_layout` of some of `LAYOUTS`, in this process."""
+    return {name: run_layout(LAYOUTS[name], gradient=gradient, dtype=dtype) for name in names}

@@ -1,0 +1,163 @@
+"""Context parallelism: each sequence over several devices (zaya1.md §4).
+
+A device holds one piece of every sequence, or two with the zig-zag layout, the i-th from the front and the i-th
+from the back: the pieces together see as many keys on every device. Convolutions and the delayed value need the
+few rows before a piece, attention needs the keys and values of all pieces before it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.ops.attention import Part
+from zaya_jax.ops.cca_mix import Halo
+from zaya_jax.parallel.mesh import SEQUENCE_AXIS
+
+
+def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
+    """The token that stands at each place of a sequence, as devices hold it; None where in its own order."""
+    if config.chunks == config.context:
+        return None
+    chunks = np.arange(length).reshape(config.chunks, -1)
+    return np.concatenate([chunks[piece] for device in range(config.context) for piece in pieces_of(config, device)])
+
+
+def pieces_of(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
+    """Pieces of a sequence, counted from its front, that a device of the axis holds; `device` may be traced."""
+    return (device,) if config.chunks == config.context else (device, config.chunks - 1 - device)
+
+
+def fold(x: jax.Array, pieces: int) -> jax.Array:
+    """[b, s, …] as [b · pieces, s / pieces, …]: each piece a row of its own."""
+    return x.reshape(x.shape[0] * pieces, x.shape[1] // pieces, *x.shape[2:])
+
+
+def unfold(x: jax.Array, pieces: int) -> jax.Array:
+    """The inverse of `fold`."""
+    return x.reshape(x.shape[0] // pieces, x.shape[1] * pieces, *x.shape[2:])
+
+
+def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Array, int], Halo]:
+    """`Ops.halo`: the rows before each piece, from the devices that hold them; rows of the folded batch.
+
+    Two `ppermute`s a direction: floating-point rows, and their documents.
+    """
+    last, pieces = config.context - 1, config.chunks // config.context
+    forward = [(i, i + 1) for i in range(last)]
+    backward = [(i + 1, i) for i in range(last)]
+
+    def before(tail: jax.Array) -> jax.Array:
+        """[b · pieces, rows, …], the last rows of each piece, to the last rows before each."""
+        if pieces == 1:
+            return jax.lax.ppermute(tail, SEQUENCE_AXIS, forward)
+        front, back = jnp.moveaxis(tail.reshape(-1, 2, *tail.shape[1:]), 1, 0)
+        # The piece after the front one is the next device's, or on the last device its own back one; the piece
+        # after a back one is the device's before.
+        over = jax.lax.ppermute(back, SEQUENCE_AXIS, backward)
+        over = jnp.where(jax.lax.axis_index(SEQUENCE_AXIS) == last, front, over)
+        return jnp.stack([jax.lax.ppermute(front, SEQUENCE_AXIS, forward), over], 1).reshape(tail.shape)
+
+    def halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
+        u, delayed, segments = (fold(x, pieces) for x in (u_bsnc, delayed_bsx, segments_bs))
+        count, least = u.shape[0], max(rows, 1)
+        flat = [u[:, u.shape[1] - rows :].reshape(count, -1), delayed[:, -1:].reshape(count, -1)]
+        flat = before(jnp.concatenate(flat, 1))
+        u_size = rows * u.shape[2] * u.shape[3]
+        return Halo(
+            flat[:, :u_size].reshape(count, rows, *u.shape[2:]),
+            before(segments[:, segments.shape[1] - least :]),
+            flat[:, u_size:].reshape(count, 1, -1),
+        )
+
+    return halo
+
+
+def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[..., Any]:
+    """`Ops.cca_mix` on the pieces that a device holds, with their halos."""
+    pieces = config.chunks // config.context
+
+    def mix(u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
+            rotary: tuple[jax.Array, jax.Array], weights: Any, delayed_start_x: jax.Array | None) -> Any:  # fmt: skip
+        u, current, delayed, segments, cos, sin = (
+            fold(x, pieces) for x in (u_bsnc, current_bsx, delayed_bsx, segments_bs, *rotary)
+        )
+        out = local(u, current, delayed, halo, segments, (cos, sin), weights, delayed_start_x)
+        return tuple(unfold(x, pieces) for x in out)
+
+    return mix
+
+
+def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
+    """All pieces of a sequence in their own order, [b, s, …] of a device to [b, whole, …]."""
+    x = jax.lax.all_gather(x_bs, SEQUENCE_AXIS, axis=1, tiled=True)
+    if config.chunks == config.context:
+        return x
+    b, whole = x.shape[:2]
+    pieces = x.reshape(b, config.context, 2, whole // config.chunks, *x.shape[2:])
+    ordered = jnp.concatenate([pieces[:, :, 0], pieces[:, ::-1, 1]], 1)
+    return ordered.reshape(b, whole, *x.shape[2:])
+
+
+def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """`Ops.attention` in which every device gathers all keys and values: one collective, memory of the whole.
+
+    The segments of keys are those of the whole sequence (`Ops.key_segments`). The gradient of the gather is a
+    reduce-scatter.
+
+    Args:
+      config: degree and layout.
+      local: `ops.attention.attention`.
+    """
+
+    def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
+                  key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
+                  window: int | None = None) -> jax.Array:  # fmt: skip
+        _refuse_offset(query_offset)
+        whole = gather_sequence(config, jnp.concatenate([k_btkc, v_btkc], -1))
+        k, v = jnp.split(whole, 2, axis=-1)
+        pieces = pieces_of(config, jax.lax.axis_index(SEQUENCE_AXIS))
+        length = q_bshc.shape[1] // len(pieces)
+        out = [
+            local(q_bshc[:, i * length : (i + 1) * length], k, v,
+                  query_segments_bs=query_segments_bs[:, i * length : (i + 1) * length],
+                  key_segments_bt=key_segments_bt, query_offset=piece * length, window=window)
+            for i, piece in enumerate(pieces)
+        ]  # fmt: skip
+        return jnp.concatenate(out, 1)
+
+    return attention
+
+
+def _refuse_offset(offset: Any) -> None:
+    if not isinstance(offset, int) or offset:
+        raise ValueError("A sequence over several devices has no cache: decode with parallel.context.tree_attention.")
+
+
+def tree_attention(
+    part: Callable[..., Part], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
+    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None, axis: str = SEQUENCE_AXIS,
+) -> jax.Array:  # fmt: skip
+    """Attention of queries that every device has to keys of which each device has some (arXiv 2408.04093).
+
+    Each device attends to its own keys; then one maximum and two sums over devices, of a size that does not
+    depend on the number of keys (zaya1.md §4.5).
+
+    Args:
+      part: `ops.attention.attention_part`.
+      q_bshc: queries, the same on all devices.
+      k_btkc: the device's keys; places not filled have segment 0.
+      v_btkc: their values.
+      query_segments_bs: documents of the queries.
+      key_segments_bt: documents of the device's keys.
+      query_offset: index of the first query among the device's keys, which may be past their end, or negative.
+      window: where given, only the last keys of the sequence are visible.
+      axis: of the mesh.
+    """
+    o, lse = part(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
+    weight = jnp.exp(lse - jax.lax.pmax(lse, axis))
+    total = jax.lax.psum(weight, axis)
+    return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(q_bshc.dtype)

@@ -1,0 +1,121 @@
+"""Expert parallelism: devices along `expert` hold experts of their own, and tokens go to them.
+
+Both forms are dropless for any routing. A token that skips takes part in neither's products; in the ragged form
+it does not travel either.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.ops.dispatch import permute
+
+AXIS = "expert"
+Experts = Callable[..., jax.Array]  # `ops.dispatch.dispatch_experts`
+Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
+
+
+def gathered_experts(local: Experts) -> Experts:
+    """`Ops.experts` in which every device of the axis sees the tokens of all, and does those of its own experts.
+
+    An all-gather of the tokens, then a reduce-scatter of the outputs, of which at most one device's is not zero.
+
+    Args:
+      local: of the experts a device holds.
+    """
+
+    def experts(
+        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
+    ) -> jax.Array:
+        own = down_efd.shape[0]
+        all_td = jax.lax.all_gather(h_td, AXIS, axis=0, tiled=True)
+        choice_t = jax.lax.all_gather(expert_t, AXIS, axis=0, tiled=True) - jax.lax.axis_index(AXIS) * own
+        mine_t = jnp.where((choice_t >= 0) & (choice_t < own), choice_t, own)
+        out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), gate_up_edf, down_efd)
+        out_td = jax.lax.psum_scatter(out_td, AXIS, scatter_dimension=0, tiled=True)
+        return out_td * weight_t[:, None].astype(out_td.dtype)
+
+    return experts
+
+
+def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
+    """`Ops.experts` in which each token travels to its expert's device and back, and nothing else does.
+
+    A device has room for the tokens of all, though few come.
+
+    Args:
+      local: of the experts a device holds.
+      exchange: `jax.lax.ragged_all_to_all`, or what does the same.
+      devices: along the axis.
+    """
+
+    def experts(
+        h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array
+    ) -> jax.Array:
+        t, own = h_td.shape[0], down_efd.shape[0]
+        order = jnp.argsort(expert_t, stable=True)
+        back = jnp.argsort(order, stable=True)
+        sizes_e = jnp.zeros(devices * own + 1, jnp.int32).at[expert_t].add(1)[:-1]
+        sizes_xe = jax.lax.all_gather(sizes_e, AXIS)  # of each sender
+        there, home = _routes(sizes_xe, devices)
+        arrived = _travel(exchange, devices * t, permute(h_td, order, back), there, home)
+        mine_xe = jax.lax.dynamic_slice_in_dim(sizes_xe, jax.lax.axis_index(AXIS) * own, own, 1)
+        out = local(arrived, _experts_of(mine_xe, devices * t), jnp.ones(devices * t, weight_t.dtype), gate_up_edf,
+                    down_efd)  # fmt: skip
+        returned: jax.Array = _travel(exchange, t, out, home, there)
+        return permute(returned, back, order) * weight_t[:, None].astype(returned.dtype)
+
+    return experts
+
+
+class Route(NamedTuple):
+    """What `ragged_all_to_all` is told: for each other device where its rows begin, here and there, and how many."""
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+def _routes(sizes_xe: jax.Array, devices: int) -> tuple[Route, Route]:
+    """The way to the experts and the way home; rows stand by receiver on the one side, by sender on the other."""
+    rank = jax.lax.axis_index(AXIS)
+    moved_xy = sizes_xe.reshape(devices, devices, -1).sum(-1)  # from sender x to receiver y
+    begin_here_xy = jnp.cumsum(moved_xy, 1) - moved_xy  # among the rows of sender x
+    begin_there_xy = jnp.cumsum(moved_xy, 0) - moved_xy  # among the rows of receiver y
+    there = Route(begin_here_xy[rank], moved_xy[rank], begin_there_xy[rank], moved_xy[:, rank])
+    home = Route(begin_there_xy[:, rank], moved_xy[:, rank], begin_here_xy[:, rank], moved_xy[rank])
+    return there, home
+
+
+def _experts_of(mine_xe: jax.Array, rows: int) -> jax.Array:
+    """The expert (of the device's own) of each row that arrived: by sender, then by expert; past them, none."""
+    own = mine_xe.shape[1]
+    ends = jnp.cumsum(mine_xe.reshape(-1))
+    group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
+    return jnp.where(group < ends.shape[0], group % own, own).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _travel(exchange: Exchange, rows: int, x: jax.Array, there: Route, home: Route) -> jax.Array:
+    """`x` [t, d] by `there` into [rows, d], zero where nothing arrives; gradients go by `home`."""
+    del home
+    return exchange(x, jnp.zeros((rows, x.shape[1]), x.dtype), *there, axis_name=AXIS)
+
+
+def _travel_forward(exchange: Exchange, rows: int, x: jax.Array, there: Route, home: Route) -> tuple[jax.Array, Any]:
+    return _travel(exchange, rows, x, there, home), (x[:, :0], there, home)
+
+
+def _travel_backward(exchange: Exchange, rows: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    del rows
+    like, there, home = saved
+    no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (there, home))
+    return _travel(exchange, like.shape[0], g, home, there), *no_gradient
+
+
+_travel.defvjp(_travel_forward, _travel_backward)

@@ -1,0 +1,56 @@
+"""Parameters of a layer, gathered over fsdp where the layer begins, in the loop over layers."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from zaya_jax.model.tree import map_variables
+from zaya_jax.parallel.rules import Placement
+
+
+def gather_layer(placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
+    """The `Ops.gather_layer` of a placement: a layer's parts → the layer in its compute dtype.
+
+    The gradient of a gathered matrix is summed over devices, each of which keeps its part, in the dtype of the
+    part; it would lose bits in the compute dtype.
+
+    Args:
+      placed: of all parameters, by name; layers at any position in the pattern's period are placed alike.
+      dtypes: that they compute in.
+    """
+    by_layer = {
+        _inner(name): (place.axis, dtypes[name])
+        for name, place in placed.items()
+        if place.by_layer and place.axis is not None
+    }
+
+    def one(name: str, x: jax.Array) -> jax.Array:
+        if name not in by_layer:
+            return x
+        axis, dtype = by_layer[name]
+        return _gather(x, x.ndim + axis, dtype)
+
+    return lambda block: map_variables(block, one)
+
+
+def _inner(name: str) -> str:
+    return name.split(".", 2)[2]  # blocks.<position>.<name>
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, axis: int, dtype: Any) -> jax.Array:
+    return jax.lax.all_gather(x.astype(dtype), "fsdp", axis=axis, tiled=True)
+
+
+def _gather_forward(x: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    return _gather(x, axis, dtype), x[..., :0]
+
+
+def _gather_backward(axis: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    del dtype
+    return (jax.lax.psum_scatter(g.astype(like.dtype), "fsdp", scatter_dimension=axis, tiled=True),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)

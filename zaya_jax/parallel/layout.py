@@ -1,0 +1,100 @@
+"""A layout: how parameters, state, batches and the model's operations lie on the devices of a phase."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.model.layers import Role
+from zaya_jax.model.tree import compute_dtypes
+from zaya_jax.ops import Ops, ops_for
+from zaya_jax.ops.attention import attention_part, attention_part_gradient
+from zaya_jax.ops.target import target_of
+from zaya_jax.parallel.batch import WHOLE, Share, place_batch
+from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
+from zaya_jax.parallel.experts import gathered_experts, ragged_experts
+from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
+from zaya_jax.parallel.layers import gather_layer
+from zaya_jax.parallel.mesh import AnyMesh
+from zaya_jax.parallel.muon import StackFunction, on_whole_matrices
+from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.rules import Placement, placements, state_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What of the parallel work depends on mesh and parameters.
+
+    Attributes:
+      config: degrees, and what travels.
+      mesh: of the devices.
+      placed: each parameter, by name.
+      dtypes: that each parameter computes in.
+    """
+
+    config: ParallelConfig
+    mesh: AnyMesh
+    placed: Mapping[str, Placement]
+    dtypes: Mapping[str, Any]
+
+    def ops(self, base: Ops | None = None) -> Ops:
+        """The model's operations on this layout; `base` are those of one device (for its platform where None)."""
+        if base is None:
+            if isinstance(self.mesh, AbstractMesh):
+                raise ValueError("A mesh without devices is of no platform: give the operations of one device.")
+            base = ops_for(target_of(self.mesh.devices.flat[0]))
+        shape, changes = self.mesh.shape, {}
+        if any(place.by_layer for place in self.placed.values()):
+            changes["gather_layer"] = gather_layer(self.placed, self.dtypes)
+        if shape["expert"] > 1:
+            ragged = self.config.expert_exchange == "ragged"
+            changes["experts"] = (
+                ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
+                if ragged
+                else gathered_experts(base.experts)
+            )
+        if shape["context"] > 1:
+            changes["halo"] = make_halo(self.config)
+            changes["cca_mix"] = make_mix(self.config, base.cca_mix)
+            if self.config.context_attention == "ring":
+                local = PartialAttention(attention_part, attention_part_gradient)
+                changes["attention"] = ring_attention(self.config, local)
+            else:
+                changes["attention"] = gathered_attention(self.config, base.attention)
+                changes["key_segments"] = functools.partial(gather_sequence, self.config)
+        return dataclasses.replace(base, **changes)
+
+    def gradient(self, local_loss: LocalLoss) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
+        """`gradient.summed_gradient` on this layout."""
+        return summed_gradient(local_loss, self.mesh, self.placed, self.dtypes, self.config.reduce)
+
+    def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[[Any, Any, Any], Sums]:
+        """`gradient.summed` on this layout."""
+        return summed(local_sums, self.mesh, self.placed, self.dtypes)
+
+    @property
+    def on_matrices(self) -> Callable[[str, jax.Array, StackFunction], jax.Array]:
+        """`muon.on_whole_matrices` on this layout."""
+        return on_whole_matrices(self.placed, self.mesh)
+
+    def place(
+        self, batch: Mapping[str, np.ndarray], micro_batches: int | None = None, share: Share = WHOLE
+    ) -> dict[str, jax.Array]:
+        """`batch.place_batch` on this layout."""
+        return place_batch(batch, self.mesh, self.config, micro_batches, share)
+
+    def shardings(self, state: Any) -> Any:
+        """Where each leaf of a training state is."""
+        return state_shardings(state, self.placed, self.mesh)
+
+
+def make_layout(
+    config: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], dtype: str
+) -> Layout:
+    """The layout of parameters of these shapes and roles on `mesh`, computing in `dtype`."""
+    return Layout(config, mesh, placements(shapes, roles, mesh), compute_dtypes(roles, dtype))

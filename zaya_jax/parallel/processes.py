@@ -1,0 +1,179 @@
+"""Several processes as one job: how they find each other, and how they agree before anything is begun."""
+
+import hashlib
+import importlib.util
+import itertools
+import math
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax._src import distributed
+
+from zaya_jax.errors import InputError
+from zaya_jax.parallel.watch import Watch, end
+
+T = TypeVar("T")
+
+_LATER = 30  # seconds that jax's heartbeats are given beyond our own
+# In jax's errors, what tells one of the others from one of our own.
+_OF_OTHERS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
+_turns = itertools.count()
+# A variable that only a launched task has, and the number of tasks: a job of one task needs no coordinator.
+_LAUNCHERS = {
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+def launcher(environment: Mapping[str, str] | None = None) -> str | None:
+    """The launcher that started this process with others; None where it is alone."""
+    environment = os.environ if environment is None else environment
+    for name, (rank, size) in _LAUNCHERS.items():
+        if rank in environment and int(environment.get(size, "1")) > 1:
+            return name
+    # An indexed job; how many pods it has, only the API says.
+    return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
+
+
+def join(
+    coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, silence_seconds: float
+) -> Watch | None:
+    """Join the job this process belongs to, and watch over its others; nothing, and None, where it is alone.
+
+    Args:
+      coordinator: HOST:PORT of process 0; with `processes` and `process`, or all three left to the launcher.
+      processes: of the job.
+      process: this one's number.
+      join_seconds: how long to wait for the coordinator.
+      silence_seconds: how long another process may go unheard before this one ends; above zero.
+
+    Raises:
+      InputError: only some of the three are given, or cannot be; or the coordinator cannot be reached.
+    """
+    given = (coordinator, processes, process)
+    if any(one is not None for one in given) and None in given:
+        raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
+    _check_flags(coordinator, processes, process)
+    if coordinator is None and launcher() is None:
+        return None
+    if coordinator is None and launcher() == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        raise InputError("This is a pod of an indexed Kubernetes job, whose pods find each other by the package "
+                         "kubernetes (pip install 'jax[k8s]'), or by --coordinator, --processes and --process, as in "
+                         "launch/jobset.yaml.")  # fmt: skip
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and nothing ends then
+    where = coordinator or f"that {launcher()} names"
+    late = f"The coordinator {where} was not reached by all processes within {join_seconds} s"
+    # jax aborts, with a stack trace, where its own time is over.
+    alarm = threading.Timer(join_seconds, end, [f"Error: {late}.", 2])
+    alarm.daemon = True
+    alarm.start()
+    try:
+        jax.distributed.initialize(
+            coordinator, processes, process, initialization_timeout=join_seconds + _LATER,
+            heartbeat_timeout_seconds=math.ceil(silence_seconds) + _LATER,
+            shutdown_timeout_seconds=math.ceil(silence_seconds),
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        raise InputError(f"The coordinator {where} cannot be used: {str(error).splitlines()[0][:200]}") from error
+    finally:
+        alarm.cancel()
+    if jax.process_count() == 1:
+        return None
+    return Watch(_store(), jax.process_index(), jax.process_count(), silence_seconds)
+
+
+def _check_flags(coordinator: str | None, processes: int | None, process: int | None) -> None:
+    if coordinator is None or processes is None or process is None:
+        return
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise InputError(f"--coordinator is {coordinator!r}, but must be HOST:PORT.")
+    if processes < 1 or not 0 <= process < processes:
+        raise InputError(f"--process is {process} of --processes {processes}, but must be at least 0 and below it.")
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes and speaks for all."""
+    return jax.process_index() == 0
+
+
+def check_alike(text: str) -> None:
+    """Raise `InputError` in every process unless all were given the same configuration `text`."""
+    if jax.process_count() == 1:
+        return
+    key, mine, said = _next_key(), hashlib.sha256(text.encode()).hexdigest(), ""
+    _store().key_value_set(f"{key}/{jax.process_index()}", mine)
+    if is_first():
+        others = [str(one) for one in range(1, jax.process_count()) if _wait_for(f"{key}/{one}") != mine]
+        if others:
+            said = (f"Process {', '.join(others)} of {jax.process_count()} was given another configuration than "
+                    "process 0: start all with the same files and overrides.")  # fmt: skip
+    if said := from_first(said):
+        raise InputError(said)
+
+
+def first_alone(action: Callable[[], T]) -> T:
+    """`action` in process 0, then in the others, who so find what it has made.
+
+    Raises:
+      InputError: that of process 0, in every process.
+    """
+    if jax.process_count() == 1:
+        return action()
+    failed: Exception | None = None
+    result: list[T] = []
+    if jax.process_index() == 0:
+        try:
+            result.append(action())
+        except Exception as error:
+            failed = error
+    said = from_first(str(failed) or type(failed).__name__ if failed is not None else "")
+    if failed is not None:
+        raise failed
+    if said:
+        raise InputError(said)
+    return result[0] if result else action()
+
+
+def from_first(text: str) -> str:
+    """The `text` of process 0, in every process, however long it takes to be said.
+
+    By the coordinator's store: a collective would give up while process 0 prepares data.
+    """
+    if jax.process_count() == 1:
+        return text
+    key = _next_key()
+    if is_first():
+        _store().key_value_set(key, f"={text}")  # the store takes no empty text
+        return text
+    return _wait_for(key)[1:]
+
+
+def _wait_for(key: str) -> str:
+    """What another process sets; `Watch` ends this one where the other is lost."""
+    while True:
+        try:
+            return _store().blocking_key_value_get(key, 10_000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def _next_key() -> str:
+    """The same in all processes, since they do the same things in the same order."""
+    return f"zaya_jax/{next(_turns)}"
+
+
+def _store() -> Any:
+    """The coordinator's key-value store, for which jax has no public name."""
+    return distributed.global_state.client
+
+
+def lost(error: Exception) -> bool:
+    """Whether `error`, in a job of several processes, comes of another that is lost or cannot be reached."""
+    text = str(error).lower()
+    return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+            and any(word in text for word in _OF_OTHERS))  # fmt: skip

@@ -1,0 +1,142 @@
+"""Ring attention: keys and values go round, so that no device ever holds more than its part (arXiv 2310.01889).
+
+Queries stay. At each hop a device attends to the keys it has and joins that to what it had, by the logarithms of
+the sums. The backward pass sends keys, values and their gradients round again; it needs the output and one
+logarithm a query, no square and no copy of other devices' keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.ops.attention import Part, join
+from zaya_jax.ops.names import PRODUCT
+from zaya_jax.parallel.context import pieces_of
+from zaya_jax.parallel.mesh import SEQUENCE_AXIS
+
+
+class PartialAttention(NamedTuple):
+    """`ops.attention.attention_part` and `attention_part_gradient`, or kernels that do the same."""
+
+    part: Callable[..., Part]
+    gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+
+
+def ring_attention(config: ParallelConfig, local: PartialAttention) -> Callable[..., jax.Array]:
+    """`Ops.attention` over a ring of the devices of the context axis; segments of keys are the device's own."""
+
+    def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
+                  key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
+                  window: int | None = None) -> jax.Array:  # fmt: skip
+        if not isinstance(query_offset, int) or query_offset:
+            raise ValueError("A sequence over several devices has no cache to attend to.")
+        static = _Static(config, local, window)
+        return _ring(static, q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt)
+
+    return attention
+
+
+class _Static(NamedTuple):
+    config: ParallelConfig
+    local: PartialAttention
+    window: int | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array) -> jax.Array:
+    return _forward(static, q, k, v, q_seg, k_seg).o_bshc.astype(q.dtype)
+
+
+def _next(x: Any, devices: int) -> Any:
+    return jax.lax.ppermute(x, SEQUENCE_AXIS, [(i, (i + 1) % devices) for i in range(devices)])
+
+
+def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.Array]]:
+    """For each piece of the queries and of the keys that came `hop` devices, the first query's index among the keys."""
+    rank = jax.lax.axis_index(SEQUENCE_AXIS)
+    mine = pieces_of(static.config, rank)
+    theirs = pieces_of(static.config, (rank - hop) % static.config.context)
+    return [[(query - key) * length for key in theirs] for query in mine]
+
+
+def _split(x: jax.Array, pieces: int) -> list[jax.Array]:
+    return jnp.split(x, pieces, axis=1)
+
+
+def _attend(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
+            k_seg: jax.Array) -> Part:  # fmt: skip
+    pieces = static.config.chunks // static.config.context
+    offsets = _pairs(static, hop, q.shape[1] // pieces)
+    keys = list(zip(*(_split(x, pieces) for x in (k, v, k_seg)), strict=True))
+    rows = []
+    for row, query, segments in zip(offsets, _split(q, pieces), _split(q_seg, pieces), strict=True):
+        parts = [static.local.part(query, key, value, segments, key_segments, offset, static.window)
+                 for offset, (key, value, key_segments) in zip(row, keys, strict=True)]  # fmt: skip
+        rows.append(functools.reduce(join, parts))
+    return Part(*(jnp.concatenate(x, 1) for x in zip(*rows, strict=True)))
+
+
+def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
+             k_seg: jax.Array) -> Part:  # fmt: skip
+    devices = static.config.context
+
+    def hop(carry: tuple[Part, Any], index: jax.Array) -> tuple[tuple[Part, Any], None]:
+        whole, travelling = carry
+        k, v, k_seg = travelling = _next(travelling, devices)
+        return (join(whole, _attend(static, index, q, k, v, q_seg, k_seg)), travelling), None
+
+    start = (_attend(static, 0, q, k, v, q_seg, k_seg), (k, v, k_seg))
+    (whole, _), _ = jax.lax.scan(hop, start, jnp.arange(1, devices))
+    return whole
+
+
+def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
+                  k_seg: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    whole = _forward(static, q, k, v, q_seg, k_seg)
+    o, lse = checkpoint_name(whole.o_bshc.astype(q.dtype), PRODUCT), checkpoint_name(whole.lse_bsh, PRODUCT)
+    return o, (q, k, v, q_seg, k_seg, Part(o, lse))
+
+
+def _gradients(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
+               k_seg: jax.Array, whole: Part, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    pieces = static.config.chunks // static.config.context
+    offsets = _pairs(static, hop, q.shape[1] // pieces)
+    keys = list(zip(*(_split(x, pieces) for x in (k, v, k_seg)), strict=True))
+    mine = list(zip(*(_split(x, pieces) for x in (q, q_seg, *whole, do)), strict=True))
+    dq: list[Any] = []
+    dk: list[Any] = [0.0] * pieces
+    dv: list[Any] = [0.0] * pieces
+    for row, (query, segments, o, lse, d_out) in zip(offsets, mine, strict=True):
+        total: Any = 0.0
+        for index, (offset, (key, value, key_segments)) in enumerate(zip(row, keys, strict=True)):
+            found = static.local.gradient(query, key, value, segments, key_segments, offset, static.window,
+                                          Part(o, lse), d_out)  # fmt: skip
+            total, dk[index], dv[index] = total + found[0], dk[index] + found[1], dv[index] + found[2]
+        dq.append(total)
+    return jnp.concatenate(dq, 1), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
+
+
+def _backward(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+    q, k, v, q_seg, k_seg, whole = saved
+    devices = static.config.context
+
+    def hop(carry: Any, index: jax.Array) -> tuple[Any, None]:
+        dq, travelling = carry
+        k, v, k_seg, dk, dv = _next(travelling, devices)
+        more = _gradients(static, index, q, k, v, q_seg, k_seg, whole, do)
+        return (dq + more[0], (k, v, k_seg, dk + more[1], dv + more[2])), None
+
+    dq, dk, dv = _gradients(static, 0, q, k, v, q_seg, k_seg, whole, do)
+    (dq, (*_, dk, dv)), _ = jax.lax.scan(hop, (dq, (k, v, k_seg, dk, dv)), jnp.arange(1, devices))
+    dk, dv = _next((dk, dv), devices)  # home
+    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (q_seg, k_seg)]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), *no_gradient
+
+
+_ring.defvjp(_forward_rule, _backward)
