@@ -39,7 +39,7 @@ from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.train import compiled, loop
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
-from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint
+from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint, mesh_of
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
 from zaya_jax.train.tracker import read_rows
 
@@ -85,7 +85,7 @@ class Setup(NamedTuple):
 @functools.cache
 def setup(config: Config = CONFIG) -> Setup:
     """What one step needs, on one device; the arrays are not donated."""
-    blueprint, mesh = make_blueprint(config), make_mesh(jax.devices()[:1])
+    blueprint, mesh = make_blueprint(config), make_mesh(devices=jax.devices()[:1])
     state = fast_jit(lambda: init_state(config, blueprint), out_shardings=replicated(mesh))()
     step = fast_jit(make_train_step(config, blueprint, mesh)).lower(state, make_batch(config)).compile()
     return Setup(config, blueprint, state, step, step.as_text())
@@ -221,7 +221,12 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "init_state", lambda config, _: _start(_same_start(config)))
 
 
-_jit = functools.cache(fast_jit)
+_cached_jit = functools.cache(fast_jit)
+
+
+def _jit(function: Callable, **options: Any) -> Any:
+    """One for each function; what has options, which cannot be compared, is drawn once anyway."""
+    return fast_jit(function, **options) if options else _cached_jit(function)
 
 
 def _same_step(config: Config) -> Config:
@@ -242,21 +247,20 @@ _compile_step = compiled.compile_step
 
 @functools.cache
 def _cached_step(config: Config, stage: Stage) -> Callable:
-    mesh = make_mesh()
-    return _compile_step(config, stage, mesh, loop._abstract_state(config, mesh))
+    return _compile_step(config, stage)
 
 
-def _compiled_step(config: Config, stage: Stage, *_: Any) -> Callable:
+def _compiled_step(config: Config, stage: Stage) -> Callable:
     """Of the first stage that has the same key, so that a key has one function."""
-    config, mesh = _same_step(config), make_mesh()
-    first = next(one for one in stages(config)
-                 if compiled.step_key(config, one, mesh) == compiled.step_key(config, stage, mesh))  # fmt: skip
+    config = _same_step(config)
+    key = compiled.step_key(config, stage)
+    first = next(one for one in stages(config) if compiled.step_key(config, one) == key)
     return _cached_step(config, first)
 
 
 @functools.cache
 def _cached_evaluation(config: Config, blueprint_of: int) -> Callable:
-    return make_evaluation_step(config, make_blueprint(config, blueprint_of), make_mesh())
+    return make_evaluation_step(config, make_blueprint(config, blueprint_of), mesh_of(config, blueprint_of))
 
 
 def _evaluation_step(config: Config, blueprint: Blueprint, *_: Any) -> Callable:

@@ -9,7 +9,6 @@ from tests.train.test_phases import PHASES
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
-from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import compiled
 from zaya_jax.train.compiled import CompiledSteps, step_key
 
@@ -22,7 +21,7 @@ def made(monkeypatch):
     begun, may_go = [], threading.Event()
     may_go.set()
 
-    def compile_step(config, stage, mesh, state):
+    def compile_step(config, stage):
         begun.append(stage.first_step)
         assert may_go.wait(10)
         return stage.first_step
@@ -34,7 +33,7 @@ def made(monkeypatch):
 def test_the_next_step_is_compiled_while_this_one_runs(made):
     begun, may_go = made
     steps = stages(RUN)
-    with CompiledSteps(RUN, make_mesh(), None) as found:
+    with CompiledSteps(RUN) as found:
         assert found.step(steps[0]) == 0
         for _ in range(1000):  # in the background, without being asked for
             if len(begun) == 2:
@@ -50,14 +49,14 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
     begun, _ = made
     steps = stages(RUN)
 
-    def fail(config, stage, mesh, state):
+    def fail(config, stage):
         begun.append(stage.first_step)
         if stage == steps[1]:
             raise ValueError("too large")
         return stage.first_step
 
     monkeypatch.setattr(compiled, "compile_step", fail)
-    with CompiledSteps(RUN, make_mesh(), None) as found:
+    with CompiledSteps(RUN) as found:
         assert found.step(steps[0]) == 0  # though the next one fails meanwhile
         with pytest.raises(ValueError, match="too large"):
             found.step(steps[1])
@@ -65,17 +64,16 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
 
 def test_stages_that_are_alike_share_what_is_compiled(made):
     begun, _ = made
-    mesh, steps = make_mesh(), stages(RUN)
-    with CompiledSteps(RUN, mesh, None) as found:
+    steps = stages(RUN)
+    with CompiledSteps(RUN) as found:
         got = [found.step(stage) for stage in steps]
-    keys = [step_key(RUN, stage, mesh) for stage in steps]
+    keys = [step_key(RUN, stage) for stage in steps]
     assert len(begun) == len(set(begun)) == len(set(keys)) < len(steps)
     assert len({*zip(keys, got, strict=True)}) == len(set(keys))
 
 
 def test_a_key_tells_apart_what_is_compiled_differently():
-    mesh = make_mesh()
-    keys = [step_key(RUN, stage, mesh) for stage in stages(RUN)]
+    keys = [step_key(RUN, stage) for stage in stages(RUN)]
     assert [(key.micro_batches, key.sequences, key.context) for key in keys[:3]] == [(2, 2, 32), (4, 2, 32), (2, 2, 64)]
     assert [key.rope_base for key in keys[:3]] == [1.0e4, 1.0e4, 1.0e3]
     assert {key.remat for key in keys} == {"none", "dots"}

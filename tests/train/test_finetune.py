@@ -14,12 +14,11 @@ from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.sources import open_sources
-from zaya_jax.parallel.gradient import summed_gradient
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.loop import train
 from zaya_jax.train.report import report
 from zaya_jax.train.run_folder import METRICS
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
 from zaya_jax.train.step import make_local_loss
 from zaya_jax.train.tracker import read_rows
 
@@ -129,7 +128,8 @@ def test_the_loss_depends_on_what_assistants_say_alone(tuned):
 
     blueprint = make_blueprint(config)
     state = fast_jit(lambda: init_state(config, blueprint))()
-    gradient = fast_jit(summed_gradient(make_local_loss(config, blueprint), make_mesh(jax.devices()[:1])))
+    layout = layout_of(config, blueprint, make_mesh(devices=jax.devices()[:1]))
+    gradient = fast_jit(layout.gradient(make_local_loss(config, blueprint)))
 
     def of(targets):
         changed = {name: array[None] for name, array in (batch | {"targets": targets}).items()}

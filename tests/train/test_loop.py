@@ -11,7 +11,7 @@ from tests.train_helpers import change, differing, restore, small_run, snapshot
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.train import loop
+from zaya_jax.train import compiled, loop
 from zaya_jax.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -216,7 +216,6 @@ def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, s
     [
         ({"train.batch.tokens": 12 * 32}, r"phases\[0\] \(train\)\.batch makes 12 sequences.* times 2 sequences"),
         ({"train.batch.tokens": 6 * 32, "train.batch.micro": None}, r"phases\[0\] \(train\)\.batch makes 6 sequences"),
-        ({"train.batch.micro": 1, "evaluation.batch": 6}, r"evaluation\.batch makes 6"),
     ],
 )
 def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_made(
@@ -224,10 +223,10 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
 ):
     config = change(small_run(tmp_path), changes)
     shape = {"data": 4, "fsdp": 1, "expert": 1, "context": 1}
-    monkeypatch.setattr(loop, "make_mesh", lambda: SimpleNamespace(shape=shape))
+    monkeypatch.setattr(compiled, "mesh_of", lambda config, phase: SimpleNamespace(shape=shape))
     with pytest.raises(InputError, match=f"^{key}") as caught:
         train(config)
-    assert "multiple of 4, the number of devices" in str(caught.value)
+    assert "multiple of 4, the number of parts" in str(caught.value)
     assert not Path(config.run_dir).exists()
 
 

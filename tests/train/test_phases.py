@@ -13,7 +13,8 @@ from tests.train_helpers import change, compile_once, differing, on_devices, res
 from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, SpikeConfig, load_config
 from zaya_jax.config.stages import phase_steps, stages, total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.train import loop
+from zaya_jax.parallel.batch import WHOLE
+from zaya_jax.parallel.layout import Layout
 from zaya_jax.train.loop import train
 
 PHASES = (
@@ -43,13 +44,14 @@ def whole(tmp_path_factory):
     shapes = []
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        place = loop._micro_batches
+        place = Layout.place
 
-        def noted(batch, count):
-            shapes.append((count, *batch["tokens"].shape))
-            return place(batch, count)
+        def noted(layout, batch, count=None, share=WHOLE):
+            if count is not None:
+                shapes.append((count, *batch["tokens"].shape))
+            return place(layout, batch, count, share)
 
-        patch.setattr(loop, "_micro_batches", noted)
+        patch.setattr(Layout, "place", noted)
         return config, train(config), shapes
 
 

@@ -35,6 +35,13 @@ def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finish
     assert lines[-1] == f"Run folder: {result.run_dir}"
 
 
+def test_without_tokens_nothing_is_written_and_no_device_holds_the_whole_model(finished):
+    config, result = finished
+    lines = report(change(config, {"sample.tokens": 0}), dataclasses.replace(result)).splitlines()
+    assert len(lines) == 7
+    assert lines[-1] == f"Run folder: {result.run_dir}"
+
+
 @pytest.mark.usefixtures("fast_decode")
 def test_a_continuation_is_drawn_from_the_run_and_repeats(finished):
     config, result = finished

@@ -1,4 +1,5 @@
 import contextlib
+import dataclasses
 import subprocess
 import sys
 
@@ -6,12 +7,13 @@ import pytest
 import yaml
 
 from tests.train_helpers import ROOT, change, small_run, snapshot
-from zaya_jax.config import SourceConfig, Table, to_dict, to_yaml
+from zaya_jax.config import BatchConfig, ParallelConfig, SourceConfig, Table, to_dict, to_yaml
 from zaya_jax.errors import InputError
-from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, claim_run, open_run
+from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, check_past, claim_run, open_run
 
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "checkpoint.every", "checkpoint.keep",
-        "sample.prompt", "sample.tokens", "sample.temperature"}  # fmt: skip
+        "sample.prompt", "sample.tokens", "sample.temperature", "preset", "train.batch.micro", "train.remat",
+        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig))}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -91,6 +93,17 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
             message = refused(changed, begun, rf"holds a run of another configuration: {key} was ")
             old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
             assert f"was {old!r} and is now {new!r}." in message
+
+
+def test_how_a_begun_phase_is_computed_may_change(config):
+    def phase(**changes):
+        (one,) = config.phases
+        return dataclasses.replace(config, phases=(dataclasses.replace(one, **changes),))
+
+    before = phase(batch=BatchConfig(tokens=128, micro=2))
+    check_past(before, phase(batch=BatchConfig(tokens=128), remat="full", parallel=ParallelConfig(context=2)), 12)
+    with pytest.raises(InputError, match="batch was"):
+        check_past(before, phase(batch=BatchConfig(tokens=256, micro=2)), 12)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import asyncio
 import bisect
 import json
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -18,6 +18,7 @@ from zaya_jax.data.stream import Position
 from zaya_jax.errors import InputError
 
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
+Share = tuple[int, int]  # the i-th of n equal parts
 
 _STATE_FILE = "data.json"
 _THREADS = 2
@@ -40,14 +41,14 @@ class TrainBatches(Iterator[Batch]):
     """
 
     def __init__(
-        self, plan: RunPlan, steps: tuple[Stage, ...], *, start: int = 0, workers: int = 0, process_index: int = 0,
-        process_count: int = 1
+        self, plan: RunPlan, steps: tuple[Stage, ...], *, start: int = 0, workers: int = 0,
+        shares: Sequence[Share] = (), writes_state: bool = True,
     ) -> None:  # fmt: skip
         """Start at the row `start`; see `train_batches`."""
         self.plan = plan
         self._stages, self._workers = steps, workers
-        self._part = (process_index, process_count)  # of each batch's rows
-        self._writes_state = process_index == 0  # it is the same in every process
+        self._shares = shares or [(0, 1)] * len(plan.phases)
+        self._writes_state = writes_state  # it is the same in every process
         self._refused: InputError | None = None
         self._sequences = start  # given so far, by all processes together
         self._batches = self._start()
@@ -60,7 +61,7 @@ class TrainBatches(Iterator[Batch]):
         """
         self.check()
         batch = next(self._batches)
-        self._sequences += len(batch["tokens"]) * self._part[1]
+        self._sequences += _stage_of_row(self._stages, self._sequences).sequences
         return batch
 
     def check(self) -> None:
@@ -139,7 +140,7 @@ class TrainBatches(Iterator[Batch]):
     def _start(self) -> Any:
         import grain  # here, since it imports jax, which preparing data must not
 
-        batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, *self._part))
+        batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, self._shares))
         threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
         dataset = batches.to_iter_dataset(threads)
         if self._workers:
@@ -152,8 +153,8 @@ class TrainBatches(Iterator[Batch]):
 class _Batches:
     """Item i: the i-th batch from the row `start` on, of it the rows of one process."""
 
-    def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, index: int, count: int) -> None:
-        self._plan, self._stages, self._index, self._count = plan, steps, index, count
+    def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, shares: Sequence[Share]) -> None:
+        self._plan, self._stages, self._shares = plan, steps, shares
         stage = _stage_of_row(steps, start)
         self._first = stage.first_step + (start - stage.first_row) // stage.sequences
 
@@ -163,9 +164,10 @@ class _Batches:
     def __getitem__(self, index: int) -> Batch:
         step = self._first + index
         stage = self._stages[bisect.bisect_right(self._stages, step, key=lambda stage: stage.first_step) - 1]
-        share = stage.sequences // self._count
-        start = stage.first_row + (step - stage.first_step) * stage.sequences + self._index * share
-        return _stack([self._plan[row] for row in range(start, start + share)])
+        index, count = self._shares[stage.phase]
+        rows = stage.sequences // count
+        start = stage.first_row + (step - stage.first_step) * stage.sequences + index * rows
+        return _stack([self._plan[row] for row in range(start, start + rows)])
 
 
 def _stage_of_row(steps: tuple[Stage, ...], row: int) -> Stage:
@@ -179,31 +181,33 @@ def _begins_a_step(steps: tuple[Stage, ...], row: int) -> bool:
 
 
 def train_batches(
-    config: Config, prepared: Prepared, *, process_index: int = 0, process_count: int = 1
+    config: Config, prepared: Prepared, *, shares: Sequence[Share] = (), writes_state: bool = True
 ) -> TrainBatches:
     """The batches of a run, one a step.
 
     Args:
       config: `data`, `phases`, `train.batch`, `start_phase` and `seed` are used.
       prepared: the sources.
-      process_index: of this process among those that share each batch.
-      process_count: of those processes; the i-th gets the i-th contiguous part of the rows.
+      shares: for each phase (i, n): this process reads the i-th of n contiguous parts of each batch's rows; all
+        of them where none are given.
+      writes_state: whether a saved state is written by this process, as it is to be by one of them.
 
     Returns:
-      An iterator over dicts of arrays [a step's sequences / process_count, s]; see `rows.Packing.row`.
+      An iterator over dicts of arrays [a step's sequences / n, s]; see `rows.Packing.row`.
 
     Raises:
-      InputError: a step's sequences are not a multiple of `process_count`, or as `plan_run`.
+      InputError: a step's sequences are not a multiple of n, or as `plan_run`.
     """
     for stage in stages(config):
-        if stage.sequences % process_count:
+        count = shares[stage.phase][1] if shares else 1
+        if stage.sequences % count:
             raise InputError(
                 f"The batch of phase {config.phases[stage.phase].name} has {stage.sequences} sequences a step, but "
-                f"must have a multiple of the {process_count} processes that share it."
+                f"must have a multiple of the {count} processes that share it."
             )
     start = rows_before(config, first_step(config))
     return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,
-                        process_index=process_index, process_count=process_count)  # fmt: skip
+                        shares=shares, writes_state=writes_state)  # fmt: skip
 
 
 def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:
@@ -214,7 +218,7 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
         packing and template.
       prepared: the sources.
       name: of the source.
-      limit: the most batches given; by default all.
+      limit: the most batches given, evenly spaced over the split; by default all.
 
     Yields:
       Dicts of arrays [evaluation.batch, s], the last one filled up with rows that are all padding.
@@ -227,7 +231,9 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
         return
     packer = packer_of(config, prepared, phase, None)
     rows = packer.stage(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
-    for start in range(0, rows.per_epoch, config.evaluation.batch)[:limit]:
+    starts = range(0, rows.per_epoch, config.evaluation.batch)
+    given = len(starts) if limit is None else min(limit, len(starts))
+    for start in (starts[index * len(starts) // given] for index in range(given)):
         batch = [rows.row(0, row) for row in range(start, min(start + config.evaluation.batch, rows.per_epoch))]
         padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
         yield _stack(batch + [padding] * (config.evaluation.batch - len(batch)))

@@ -2,17 +2,17 @@
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from zaya_jax.config import Config
+from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
-from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch
-from zaya_jax.train.state import make_blueprint
+from zaya_jax.errors import InputError
+from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch, replicated
+from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of, where_parallel
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
 _TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
@@ -24,53 +24,70 @@ class StepKey(NamedTuple):
 
     rope_base: float
     remat: Remat
+    parallel: ParallelConfig
     micro_batches: int
     sequences: int  # a micro-batch, on all devices together
     context: int
 
 
-def step_key(config: Config, stage: Stage, mesh: Mesh) -> StepKey:
+def step_key(config: Config, stage: Stage) -> StepKey:
     """What the step of a stage is compiled for."""
     phase = config.phases[stage.phase]
     micro = config.batch_of(phase).micro
-    sequences = stage.sequences if micro is None else micro * batch_shards(mesh)
-    return StepKey(config.model_of(phase).rope_base, config.remat_of(phase), stage.sequences // sequences, sequences,
-                   stage.context)  # fmt: skip
+    sequences = stage.sequences if micro is None else micro * batch_shards(mesh_of(config, stage.phase))
+    return StepKey(config.model_of(phase).rope_base, config.remat_of(phase), config.parallel_of(phase),
+                   stage.sequences // sequences, sequences, stage.context)  # fmt: skip
 
 
-def check_stages(config: Config, mesh: Mesh) -> None:
-    """Raise `InputError` where a stage's batch, or a micro-batch of it, does not split evenly over the devices."""
+def check_stages(config: Config) -> None:
+    """Raise `InputError` where a phase's layout cannot be here, or a stage's batch does not split evenly over it."""
+    for index, phase in enumerate(config.phases):
+        parallel = config.parallel_of(phase)
+        if parallel.expert > 1 and parallel.expert_exchange == "ragged" and jax.default_backend() == "cpu":
+            raise InputError(f"{where_parallel(config, index)}.expert_exchange is 'ragged', which CPUs do not have; "
+                             "take 'all_gather'.")  # fmt: skip
     for stage in stages(config):
         phase = config.phases[stage.phase]
         where, micro = f"phases[{stage.phase}] ({phase.name}).batch", config.batch_of(phase).micro
+        mesh = mesh_of(config, stage.phase)
         check_batch(mesh, stage.sequences, where, 1 if micro is None else micro)
 
 
-def compile_step(config: Config, stage: Stage, mesh: Mesh, state: Any) -> Callable:
-    """(state, batch) → (state, metrics), compiled for a stage; the state is donated.
+def abstract_state(config: Config, phase: int) -> TrainState:
+    """Shapes, dtypes and shardings of the state in a phase."""
+    blueprint = make_blueprint(config, phase)
+    shapes = jax.eval_shape(lambda: init_state(config, blueprint))
+    shardings = layout_of(config, blueprint, mesh_of(config, phase)).shardings(shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
-    Args:
-      config: of the run.
-      stage: whose batches have leaves [micro-batches, sequences, context].
-      mesh: where it runs.
-      state: abstract, with shardings.
+
+def trace_step(config: Config, stage: Stage) -> jax.stages.Traced:
+    """(state, batch) → (state, metrics), traced for a stage; the state is donated.
+
+    The batch's leaves are [micro-batches, sequences, context]; state and batch lie as the phase's layout says.
     """
-    key = step_key(config, stage, mesh)
+    key, mesh, state = step_key(config, stage), mesh_of(config, stage.phase), abstract_state(config, stage.phase)
     shape, sharding = (key.micro_batches, key.sequences, key.context), batch_sharding(mesh, leading=1)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _TYPES.items()}
     step = make_train_step(config, make_blueprint(config, stage.phase), mesh)
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
+    return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch)
+
+
+def compile_step(config: Config, stage: Stage) -> Callable:
+    """`trace_step`, compiled for the devices of this job."""
+    return trace_step(config, stage).lower().compile()
 
 
 class CompiledSteps:
     """The steps of a run's stages, each compiled once and before it is needed; a context manager."""
 
-    def __init__(self, config: Config, mesh: Mesh, state: Any) -> None:
-        """Compile nothing yet; `state` is abstract, with shardings."""
-        self._config, self._mesh, self._state = config, mesh, state
+    def __init__(self, config: Config) -> None:
+        """Compile nothing yet."""
+        self._config = config
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
-        self._evaluations: dict[float, Callable] = {}
+        self._evaluations: dict[tuple[float, ParallelConfig], Callable] = {}
 
     def __enter__(self) -> Self:
         """Compile until the end of a `with` block."""
@@ -85,25 +102,23 @@ class CompiledSteps:
         found = self._begin(stage).result()
         # The last step of a stage may already belong to the next one's key, so that nothing is begun twice.
         after = [one for one in stages(self._config) if one.first_step > stage.first_step]
-        keep = {self._key(one) for one in [stage, *after]}
+        keep = {step_key(self._config, one) for one in [stage, *after]}
         self._steps = {key: step for key, step in self._steps.items() if key in keep}
         if after:
             self._begin(after[0])
         return found
 
     def evaluation(self, phase: int) -> Callable[..., dict[str, jax.Array]]:
-        """The evaluation step with the positions of a phase, compiled at its first call."""
-        base = self._config.model_of(self._config.phases[phase]).rope_base
-        if base not in self._evaluations:
-            step = make_evaluation_step(self._config, make_blueprint(self._config, phase), self._mesh)
-            self._evaluations[base] = jax.jit(step)
-        return self._evaluations[base]
+        """The evaluation step with the positions and the layout of a phase, compiled at its first call."""
+        config, one = self._config, self._config.phases[phase]
+        key = config.model_of(one).rope_base, config.parallel_of(one)
+        if key not in self._evaluations:
+            step = make_evaluation_step(config, make_blueprint(config, phase), mesh_of(config, phase))
+            self._evaluations[key] = jax.jit(step)
+        return self._evaluations[key]
 
     def _begin(self, stage: Stage) -> Future[Callable]:
-        key = self._key(stage)
+        key = step_key(self._config, stage)
         if key not in self._steps:
-            self._steps[key] = self._pool.submit(compile_step, self._config, stage, self._mesh, self._state)
+            self._steps[key] = self._pool.submit(compile_step, self._config, stage)
         return self._steps[key]
-
-    def _key(self, stage: Stage) -> StepKey:
-        return step_key(self._config, stage, self._mesh)

@@ -9,8 +9,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-# Dense bf16 peak in FLOP/s, by the vendors' data sheets, for the share of it that a step reaches (MFU).
-_PEAKS = {"H100": 989e12, "H200": 989e12, "MI300X": 1307e12, "gfx942": 1307e12, "MI355X": 2300e12, "gfx950": 2300e12}
+from zaya_jax.config.hardware import peak_of
+from zaya_jax.config.presets import describe_preset
 
 
 class ConsoleReport:
@@ -18,11 +18,13 @@ class ConsoleReport:
 
     def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: Callable[[int], float],
                  bytes_per_token: Callable[[int], float | None], tokens_left: Callable[[int], int], devices: int,
-                 device_kind: str) -> None:  # fmt: skip
+                 device_kind: str, quiet: bool = False) -> None:  # fmt: skip
         self._steps, self._log_every, self._phase = steps, log_every, None
         self._flops, self._bytes, self._tokens_left = flops_per_token, bytes_per_token, tokens_left
-        self._peak = next((peak * devices for name, peak in _PEAKS.items() if name in device_kind), None)
-        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        peak = peak_of(device_kind)
+        self._peak = None if peak is None else peak * devices
+        self._no_preset = None if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
+        self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self._console, disable=not self._console.is_terminal, transient=True,
@@ -31,8 +33,10 @@ class ConsoleReport:
         self._tokens, self._since = 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
-        """Show the bar inside a `with` block."""
+        """Say which preset is in force, and show the bar inside a `with` block."""
         self._bar.start()
+        if header := describe_preset() or self._no_preset:
+            self.say(header)
         return self
 
     def __exit__(self, *_: object) -> None:

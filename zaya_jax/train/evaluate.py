@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
-from zaya_jax.parallel.mesh import batch_sharding
+from zaya_jax.parallel.layout import Layout
+from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.state import TrainState
 
 
@@ -37,21 +37,31 @@ def evaluate_each(
     step: Callable[..., dict[str, jax.Array]],
     state: TrainState,
     batches: Mapping[str, Iterable[dict[str, np.ndarray]]],
-    mesh: Mesh,
+    layout: Layout,
 ) -> dict[str, HeldoutLoss]:
     """`evaluate` for each source; those without a held-out token are left out."""
-    losses = {name: evaluate(step, state, some, mesh) for name, some in batches.items()}
+    losses = {name: evaluate(step, state, some, layout) for name, some in batches.items()}
     return {name: loss for name, loss in losses.items() if loss.tokens}
 
 
 def evaluate(
-    step: Callable[..., dict[str, jax.Array]], state: TrainState, batches: Iterable[dict[str, np.ndarray]], mesh: Mesh
+    step: Callable[..., dict[str, jax.Array]],
+    state: TrainState,
+    batches: Iterable[dict[str, np.ndarray]],
+    layout: Layout,
 ) -> HeldoutLoss:
     """Sum the compiled evaluation `step` over `batches`."""
     nats, tokens = 0.0, 0
-    placed = (jax.device_put(batch, batch_sharding(mesh)) for batch in batches)
+    parts = batch_shards(layout.mesh)
+    placed = (layout.place(_filled_up(batch, parts)) for batch in batches)
     sums: list[Any] = [step(state.params, state.balance, batch) for batch in placed]
     for found in jax.device_get(sums):
         nats += found["loss"].item()
         tokens += round(found["tokens"].item())
     return HeldoutLoss(nats, tokens)
+
+
+def _filled_up(batch: dict[str, np.ndarray], parts: int) -> dict[str, np.ndarray]:
+    """The batch with rows of padding, so that its rows make `parts` equal parts."""
+    missing = -len(batch["tokens"]) % parts
+    return {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}

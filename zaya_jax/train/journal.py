@@ -10,13 +10,13 @@ from zaya_jax.errors import RunStopped
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, together
 from zaya_jax.train.spikes import REASONS
-from zaya_jax.train.tracker import JsonlTracker
+from zaya_jax.train.tracker import JsonlTracker, NoTracker
 
 
 class Journal:
     """Notes the steps of a run, each once, in order."""
 
-    def __init__(self, config: Config, tracker: JsonlTracker, report: ConsoleReport) -> None:
+    def __init__(self, config: Config, tracker: JsonlTracker | NoTracker, report: ConsoleReport) -> None:
         self._config, self._tracker, self._report = config, tracker, report
         self._pending: tuple[int, Any] | None = None  # the step that may still be running
 

@@ -1,14 +1,15 @@
 """The training loop: prepare, restore, step, look, save."""
 
+import contextlib
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, has_checkpoint, read_checkpoint
-from zaya_jax.config import Config, from_dict, to_dict
+from zaya_jax.config import Config, from_dict, to_dict, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
@@ -16,15 +17,27 @@ from zaya_jax.errors import InputError
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.parallel.mesh import batch_sharding, check_batch, make_mesh, replicated
-from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
+from zaya_jax.parallel.batch import Share, share_of
+from zaya_jax.parallel.layout import Layout
+from zaya_jax.parallel.mesh import replicated
+from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
+from zaya_jax.train.compiled import CompiledSteps, abstract_state, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
 from zaya_jax.train.plot import plot_run
-from zaya_jax.train.run_folder import CHECKPOINTS, METRICS, check_past, claim_run, name_phases, note_phases, open_run
-from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint
-from zaya_jax.train.tracker import JsonlTracker, read_rows
+from zaya_jax.train.run_folder import (
+    CHECKPOINTS,
+    METRICS,
+    check_past,
+    claim_run,
+    name_phases,
+    note_phases,
+    open_run,
+    run_folder,
+)
+from zaya_jax.train.state import TrainState, init_counters, init_state, layout_of, make_blueprint, mesh_of
+from zaya_jax.train.tracker import JsonlTracker, NoTracker, read_rows
 
 PICTURE = "loss.png"
 
@@ -40,7 +53,7 @@ class TrainResult:
     """What a finished run leaves in memory.
 
     Attributes:
-      model: with the trained fp32 parameters, and the positions of the last phase.
+      config: of the run.
       state: the last state, from which training could go on.
       run_dir: folder with `config.yaml`, `metrics.jsonl`, `checkpoints/` and `loss.png`.
       heldout: loss over all held-out text.
@@ -48,12 +61,18 @@ class TrainResult:
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
     """
 
-    model: Zaya
+    config: Config
     state: TrainState
     run_dir: Path
     heldout: HeldoutLoss
     heldout_of: dict[str, HeldoutLoss]
     prepared: Prepared
+
+    @functools.cached_property
+    def model(self) -> Zaya:
+        """The trained fp32 parameters, all of them on every device, with the positions of the last phase."""
+        params = jax.device_put(self.state.params, replicated(mesh_of(self.config, -1)))
+        return with_values(make_blueprint(self.config, -1).model, {**params, **self.state.balance})
 
 
 def train(config: Config) -> TrainResult:
@@ -64,39 +83,49 @@ def train(config: Config) -> TrainResult:
       RunStopped: too many steps in a row were skipped.
     """
     config.check()
-    mesh = make_mesh()
-    check_stages(config, mesh)
-    check_batch(mesh, config.evaluation.batch, "evaluation.batch")
+    _check_precision(config)
+    check_alike(to_yaml(config))
+    check_stages(config)
     boundaries = [end for _, end in phase_steps(config)]
-    with open_run(config) as folder:
-        prepared = open_sources(config)
-        with train_batches(config, prepared) as batches:
+    with contextlib.ExitStack() as stack:
+        folder = first_alone(lambda: stack.enter_context(open_run(config)) if is_first() else run_folder(config))
+        prepared = first_alone(lambda: open_sources(config))
+        shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]
+        with train_batches(config, prepared, shares=shares, writes_state=is_first()) as batches:
             watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                        for name in prepared.sources}  # fmt: skip
-            going_on = has_checkpoint(folder / CHECKPOINTS)
-            state = None if going_on else _begin(config, mesh)
-            claim_run(folder, config)  # now that all that it begins with is known to be good
+            # What process 0 sees: other machines may see what it has written only later.
+            going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
+            state = None if going_on else _begin(config)
+            if is_first():
+                claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
-                state = _restore(config, mesh, store, batches) if state is None else state
-                with CompiledSteps(config, mesh, _abstract_state(config, mesh)) as compiled:
-                    state = _run(config, mesh, folder, store, batches, state, compiled, watched)
-                    evaluation = compiled.evaluation(len(config.phases) - 1)
+                state = _restore(config, store, batches) if state is None else state
+                with CompiledSteps(config) as compiled:
+                    state = _run(config, folder, store, batches, state, compiled, watched, shares)
+                    last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
-                    heldout_of = evaluate_each(evaluation, state, whole, mesh)
-        model = with_values(make_blueprint(config, -1).model, {**state.params, **state.balance})
-        return TrainResult(model, state, folder, together(heldout_of), heldout_of, prepared)
+                    heldout_of = evaluate_each(compiled.evaluation(last), state, whole, _layout(config, last))
+        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared)
 
 
-def _abstract_state(config: Config, mesh: Mesh) -> TrainState:
-    shapes = jax.eval_shape(lambda: init_state(config, make_blueprint(config)))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh)), shapes)
+def _check_precision(config: Config) -> None:
+    if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
+        raise InputError("train.compute_dtype is 'float64', which jax computes in where JAX_ENABLE_X64=1 is set (or "
+                         "jax.config.update('jax_enable_x64', True) is called) before anything else.")  # fmt: skip
 
 
-def _begin(config: Config, mesh: Mesh) -> TrainState:
+def _layout(config: Config, phase: int) -> Layout:
+    return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
+
+
+def _begin(config: Config) -> TrainState:
     """The state before the first step: drawn, or another run's with counters of its own."""
-    whole = replicated(mesh)
+    phase = stage_at(config, first_step(config)).phase
+    abstract = abstract_state(config, phase)
     if config.init_from is None:
-        return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=whole)()
+        placed = jax.tree.map(lambda x: x.sharding, abstract)
+        return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
     about, here = about_checkpoint(config.init_from), to_dict(config)
     _check_architecture(config, about, "The checkpoint init_from", "choose another one")
     for key in _STATE_KEYS:
@@ -104,7 +133,8 @@ def _begin(config: Config, mesh: Mesh) -> TrainState:
         if theirs != ours:
             raise InputError(f"The checkpoint init_from was made with {key} {theirs!r}, and here it is {ours!r}: its "
                              "optimizer's state cannot be gone on with. Take the same value.")  # fmt: skip
-    state = read_checkpoint(config.init_from, _abstract_state(config, mesh))
+    state = read_checkpoint(config.init_from, abstract)
+    whole = replicated(mesh_of(config, phase))
     return dataclasses.replace(state, **jax.jit(lambda: init_counters(config), out_shardings=whole)())
 
 
@@ -114,18 +144,18 @@ def _value(tree: Any, key: str) -> Any:
     return tree
 
 
-def _restore(config: Config, mesh: Mesh, store: CheckpointStore, batches: TrainBatches) -> TrainState:
+def _restore(config: Config, store: CheckpointStore, batches: TrainBatches) -> TrainState:
     step = store.latest()
     if step is None:
         raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
     about = store.about(step)
     _check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
     check_past(from_dict(about["config"]), config, step)
-    for key, value in environment().items():
+    for key, value in environment().items() if is_first() else ():
         if about["environment"].get(key) != value:
             print(f"Going on with {key} {value!r}, where the run had {about['environment'].get(key)!r}: numbers will "
                   "differ in their last bits.")  # fmt: skip
-    state = store.restore(step, _abstract_state(config, mesh), batches)
+    state = store.restore(step, abstract_state(config, stage_at(config, step).phase), batches)
     batches.check()  # before anything of the run is written
     return state
 
@@ -138,8 +168,8 @@ def _check_architecture(config: Config, about: dict[str, Any], what: str, advice
                              f"{value!r} here; {advice}.")  # fmt: skip
 
 
-def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState,
-         compiled: CompiledSteps, watched: dict[str, list[Batch]]) -> TrainState:  # fmt: skip
+def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState,
+         compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share]) -> TrainState:  # fmt: skip
     """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
     step, steps = int(jax.device_get(state.step)), total_steps(config)
     boundaries = {end for _, end in phase_steps(config)}
@@ -148,11 +178,14 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
         flops_per_token=lambda step: training_flops_per_token(config.model, stage_at(config, step - 1).context),
         bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
         tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
-        devices=mesh.size, device_kind=jax.devices()[0].device_kind,
+        devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
+        quiet=not is_first(),
     )  # fmt: skip
-    with report, JsonlTracker(folder / METRICS, step, first_step(config)) as tracker:
-        note_phases(folder, config)
-        name_phases(folder, config, store.steps())
+    open_rows = functools.partial(JsonlTracker, folder / METRICS, step, first_step(config)) if is_first() else NoTracker
+    with report, first_alone(open_rows) as tracker:
+        if is_first():
+            note_phases(folder, config)
+            name_phases(folder, config, store.steps())
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
         elif tracker.dropped:
@@ -164,10 +197,12 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
         for stage in stages(config):
             if step >= stage.end:
                 continue
-            train_step, count = compiled.step(stage), step_key(config, stage, mesh).micro_batches
+            train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
+            layout = _layout(config, stage.phase)
+            state = jax.device_put(state, layout.shardings(state))  # where a phase begins, its layout may be another
             report.restart_clock()
             while step < stage.end:
-                batch = jax.device_put(_micro_batches(next(batches), count), batch_sharding(mesh, leading=1))
+                batch = layout.place(next(batches), count, shares[stage.phase])
                 with jax.transfer_guard("disallow"):
                     state, metrics = train_step(state, batch)
                 step += 1
@@ -176,17 +211,18 @@ def _run(config: Config, mesh: Mesh, folder: Path, store: CheckpointStore, batch
                 looking = step % config.evaluation.every == 0 or boundary
                 saving = step % config.checkpoint.every == 0 or boundary
                 if looking:
-                    journal.settle(evaluate_each(compiled.evaluation(stage.phase), state, watched, mesh))
-                    _draw(folder, report)  # before the save: what a restart takes for done has its picture
+                    journal.settle(evaluate_each(compiled.evaluation(stage.phase), state, watched, layout))
+                    if is_first():
+                        _draw(folder, report)  # before the save: what a restart takes for done has its picture
                 if saving:
                     journal.settle()
                     tracker.sync()
                     store.save(step, state, batches, to_dict(config))
-                    if boundary:
+                    if boundary and is_first():
                         name_phases(folder, config, [*store.steps(), step])
                 if looking or saving:
                     report.restart_clock()
-    if not (folder / PICTURE).exists():  # a finished run whose picture was removed
+    if is_first() and not (folder / PICTURE).exists():  # a finished run whose picture was removed
         plot_run(read_rows(folder / METRICS), folder / PICTURE)
     return state
 
@@ -196,8 +232,3 @@ def _draw(folder: Path, report: ConsoleReport) -> None:
         plot_run(read_rows(folder / METRICS), folder / PICTURE)
     except OSError as error:  # a picture is not worth a checkpoint
         report.say(f"{folder / PICTURE} cannot be written: {error}.")
-
-
-def _micro_batches(batch: Batch, count: int) -> Batch:
-    """Each array [sequences, …] as [count, sequences / count, …]."""
-    return {name: array.reshape(count, -1, *array.shape[1:]) for name, array in batch.items()}

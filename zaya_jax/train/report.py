@@ -22,12 +22,9 @@ def report(config: Config, result: TrainResult) -> str:
             f"{held.nats_per_token:.4f} nats/token",
             *(f"  {row:<{width}}  {bits:.3f} bits/byte" for row, bits in rows),
         ]
-    lines += [
-        f"Continuation of {config.sample.prompt!r}:",
-        continuation(config, result),
-        f"Run folder: {result.run_dir}",
-    ]
-    return "\n".join(lines)
+    if config.sample.tokens:
+        lines += [f"Continuation of {config.sample.prompt!r}:", continuation(config, result)]
+    return "\n".join([*lines, f"Run folder: {result.run_dir}"])
 
 
 def continuation(config: Config, result: TrainResult) -> str:

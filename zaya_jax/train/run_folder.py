@@ -12,7 +12,7 @@ import yaml
 
 from zaya_jax.checkpoint.store import FOLDER as CHECKPOINTS
 from zaya_jax.checkpoint.store import PHASES
-from zaya_jax.config import Config, to_dict, to_yaml
+from zaya_jax.config import Config, PhaseConfig, to_dict, to_yaml
 from zaya_jax.config.stages import phase_steps, schedule_spans
 from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
@@ -20,8 +20,15 @@ from zaya_jax.errors import InputError
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 
-# Keys that change nothing of what is computed, and so may differ when a run goes on; `check_past` sees to phases.
-_FREE = ("run_dir", "train.log_every", "checkpoint.", "sample.", "data.cache_dir", "data.workers", "phases")
+# Keys that change nothing of what is computed, or its last bits alone, as other devices do: they may differ when a run
+# goes on. `check_past` sees to phases.
+_FREE = ("run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every", "checkpoint.",
+         "sample.", "data.cache_dir", "data.workers", "phases")  # fmt: skip
+
+
+def run_folder(config: Config) -> Path:
+    """The folder `config.run_dir`."""
+    return Path(config.run_dir).expanduser()
 
 
 @contextmanager
@@ -32,7 +39,7 @@ def open_run(config: Config) -> Iterator[Path]:
       InputError: another process has it, or it holds a run of another configuration, or files of a run
         without a configuration; nothing in it is touched then.
     """
-    folder = Path(config.run_dir).expanduser()
+    folder = run_folder(config)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"run_dir is {config.run_dir!r}, which is a file, but must be a folder.")
     try:
@@ -83,7 +90,7 @@ def check_past(old: Config, new: Config, step: int) -> None:
         if index >= len(new.phases):
             raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
                              "run_dir.")  # fmt: skip
-        before, now = to_dict(phase), to_dict(new.phases[index])
+        before, now = _fixed(phase), _fixed(new.phases[index])
         for key, value in before.items():
             if value != now[key]:
                 raise InputError(
@@ -98,6 +105,14 @@ def check_past(old: Config, new: Config, step: int) -> None:
                 f"{becomes.tokens}, since a phase after it has changed; give the first new phase a schedule of its "
                 "own, or choose another run_dir."
             )
+
+
+def _fixed(phase: PhaseConfig) -> dict[str, Any]:
+    """What of a phase may not change once it is begun."""
+    found = {key: value for key, value in to_dict(phase).items() if key not in ("parallel", "remat")}
+    if found["batch"] is not None:
+        found["batch"] = {key: value for key, value in found["batch"].items() if key != "micro"}
+    return found
 
 
 def _compare(folder: Path, config: Config) -> None:

@@ -67,4 +67,4 @@ def forget(recent: Recent, new_phase: jax.Array) -> Recent:
 
 
 def _values(loss: jax.Array, norm: jax.Array) -> jax.Array:
-    return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))])
+    return jnp.stack([loss, jnp.log(jnp.maximum(norm, 1e-30))]).astype(jnp.float32)

@@ -7,15 +7,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
-from zaya_jax.config import Config, ModelConfig
+from zaya_jax.config import Config, ModelConfig, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import first_step
 from zaya_jax.model.layers import Role
-from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles
+from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles, shapes
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.precision import wide
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
+from zaya_jax.parallel.layout import Layout, make_layout
+from zaya_jax.parallel.mesh import AnyMesh, make_mesh
 from zaya_jax.train.spikes import Recent, no_recent
 
 
@@ -47,10 +51,11 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What is fixed over a phase: the abstract model, the roles of its parameters, and the transforms."""
+    """What is fixed over a phase: the abstract model, its parameters' roles, the transforms, the layout asked for."""
 
     model: Zaya
     remat: Remat
+    parallel: ParallelConfig
     roles: dict[str, Role]
     optimizer: optax.GradientTransformation
     balancer: optax.GradientTransformation
@@ -61,8 +66,25 @@ def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
     model = _abstract_model(config.model_of(config.phases[phase]))
     model_roles = roles(model)
     optimizer = make_optimizer(config.optimizer, model_roles, fused(model))
-    return Blueprint(model, config.remat_of(config.phases[phase]), model_roles, optimizer,
+    one = config.phases[phase]
+    return Blueprint(model, config.remat_of(one), config.parallel_of(one), model_roles, optimizer,
                      make_balancer(config.optimizer.balance))  # fmt: skip
+
+
+def mesh_of(config: Config, phase: int) -> Mesh:
+    """The mesh of a phase over all devices of this job."""
+    return make_mesh(config.parallel_of(config.phases[phase]), where=where_parallel(config, phase))
+
+
+def where_parallel(config: Config, phase: int) -> str:
+    """The key under which a phase's layout is configured."""
+    one = config.phases[phase]
+    return "parallel" if one.parallel is None else f"phases[{phase}] ({one.name}).parallel"
+
+
+def layout_of(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Layout:
+    """How the phase that `blueprint` is of lies on `mesh`."""
+    return make_layout(blueprint.parallel, mesh, shapes(blueprint.model), blueprint.roles, config.train.compute_dtype)
 
 
 @functools.lru_cache(maxsize=8)
@@ -73,7 +95,10 @@ def _abstract_model(config: ModelConfig) -> Zaya:
 def init_state(config: Config, blueprint: Blueprint) -> TrainState:
     """The state before the first step, drawn from `config.seed`; traceable."""
     model = Zaya(config.model, jax.random.split(jax.random.key(config.seed))[0])
-    params, balance = parameters(model), balancing_biases(model)
+    dtype = wide(config.train.compute_dtype)
+    params, balance = (
+        {name: x.astype(dtype) for name, x in kind(model).items()} for kind in (parameters, balancing_biases)
+    )
     return TrainState(
         params=params,
         balance=balance,

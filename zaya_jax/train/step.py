@@ -12,14 +12,13 @@ from jax.sharding import Mesh
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.model.loss import chunked_loss
-from zaya_jax.model.tree import Arrays, cast_for_compute, with_values
-from zaya_jax.ops import LOCAL, Ops, ops_for
-from zaya_jax.ops.target import target_of
+from zaya_jax.model.tree import Arrays, with_values
+from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.precision import wide
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
-from zaya_jax.parallel.gradient import summed, summed_gradient
 from zaya_jax.train.spikes import forget, judge, remember
-from zaya_jax.train.state import Blueprint, TrainState
+from zaya_jax.train.state import Blueprint, TrainState, layout_of
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]
 Metrics = dict[str, jax.Array]
@@ -28,14 +27,17 @@ Metrics = dict[str, jax.Array]
 def make_local_loss(
     config: Config, blueprint: Blueprint, ops: Ops = LOCAL
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
-    """(params, balance, batch) → the summed loss in nats, and it with what is counted beside it."""
+    """(compute copy of params, balance, batch) → the summed loss in nats, and it with what is counted beside it.
+
+    The compute copy is `parallel.gradient.compute_copy`.
+    """
 
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        compute = cast_for_compute(params, blueprint.roles, config.train.compute_dtype)
-        model = with_values(blueprint.model, {**compute, **balance})
+        embedding = params["embedding"].astype(config.train.compute_dtype)
+        model = with_values(blueprint.model, {**params, "embedding": embedding, **balance})
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat)
-        weights = batch["loss_mask"].reshape(-1).astype(jnp.float32)
-        # The head takes the fp32 master, so that its gradient, the largest sum of all, is fp32 throughout.
+        weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
+        # The head takes the fp32 embedding, so that its gradient, the largest sum of all, is fp32 throughout.
         loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
                             params.get("head_bias"), batch["targets"].reshape(-1), weights)  # fmt: skip
         return loss, {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
@@ -56,7 +58,9 @@ def make_train_step(
     (over the mean), `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row, `skip` says why
     (index of `spikes.REASONS`).
     """
-    gradient = summed_gradient(make_local_loss(config, blueprint, ops or _ops_on(mesh)), mesh)
+    layout = layout_of(config, blueprint, mesh)
+    gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops(ops)))
+    optimizer = optax.with_extra_args_support(blueprint.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
@@ -68,7 +72,7 @@ def make_train_step(
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
         grads = jax.tree.map(lambda g: g * factor, grads)
         rate = rate_at(state.step)
-        updates, opt_state = blueprint.optimizer.update(grads, state.opt_state, state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, on_matrices=layout.on_matrices)
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
@@ -101,18 +105,14 @@ def make_evaluation_step(
     config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
 ) -> Callable[[Arrays, Arrays, Batch], dict[str, jax.Array]]:
     """(params, balance, batch with leaves [sequences, context]) → summed `loss` in nats and count of `tokens`."""
-    local_loss = make_local_loss(config, blueprint, ops or _ops_on(mesh))
+    layout = layout_of(config, blueprint, mesh)
+    local_loss = make_local_loss(config, blueprint, layout.ops(ops))
 
-    def sums(state: tuple[Arrays, Arrays], batch: Batch) -> dict[str, jax.Array]:
-        found = local_loss(*state, batch)[1]
+    def sums(params: Arrays, balance: Arrays, batch: Batch) -> dict[str, jax.Array]:
+        found = local_loss(params, balance, batch)[1]
         return {"loss": found["loss"], "tokens": found["tokens"]}
 
-    over_devices = summed(sums, mesh)
-    return lambda params, balance, batch: over_devices((params, balance), batch)
-
-
-def _ops_on(mesh: Mesh) -> Ops:
-    return ops_for(target_of(mesh.devices.flat[0]))
+    return layout.sums(sums)
 
 
 def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:

@@ -53,6 +53,25 @@ class JsonlTracker:
         os.fsync(self._file.fileno())
 
 
+class NoTracker:
+    """Notes nothing: the rows of a job of several processes are written by the first."""
+
+    dropped = 0
+
+    def __enter__(self) -> Self:
+        """Nothing to close."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Nothing to close."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Leave the row to the first process."""
+
+    def sync(self) -> None:
+        """There is nothing to bring to the disk."""
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
