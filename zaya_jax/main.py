@@ -1,39 +1,102 @@
 """Train: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 
-from zaya_jax.config import load_config, to_yaml
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.config import Config, load_config, to_yaml
+from zaya_jax.config.hardware import HARDWARE
+from zaya_jax.config.presets import Preset, apply_preset, preset_of
+from zaya_jax.errors import InputError, RunStopped, last_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, 2 for bad input, 1 for a run that had to stop, 130 for Ctrl-C."""
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.main", description="Train a ZAYA1 model.")
-    parser.add_argument("--config", required=True, metavar="FILE", help="a configuration, such as configs/tiny.yaml")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
-    given = parser.parse_args(arguments)
+    given, watch = _parser().parse_intermixed_args(arguments), None
     try:
-        config = load_config(given.config, given.overrides)
+        config = _checked(given)
         if given.print_config:
             print(to_yaml(config), end="")
             return 0
+        if given.dry_run:
+            _prepare_jax(config, "cpu")
+            from zaya_jax.dry_run.report import dry_run
+
+            print(dry_run(config, given.devices, given.hardware, given.json))
+            return 0
+        preset = _prepare_jax(config)
+        from zaya_jax.parallel.processes import is_first, join
         from zaya_jax.train.loop import train
         from zaya_jax.train.report import report
 
-        print(report(config, train(config)))
-    except InputError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("Interrupted: the same command goes on from the last checkpoint.", file=sys.stderr)
-        return 130
-    except RunStopped as error:
-        print(f"Stopped: {error}", file=sys.stderr)
-        return 1
+        silence = preset.silence_seconds if given.silence is None else given.silence
+        watch = join(given.coordinator, given.processes, given.process, preset.join_seconds, silence)
+        text = report(config, train(config))
+        if is_first():
+            print(text)
+    except (InputError, RunStopped, KeyboardInterrupt) as error:
+        sentence, status = last_words(error)
+        if watch is not None:
+            watch.leave(sentence, status)
+        print(sentence, file=sys.stderr)
+        return status
+    except Exception as error:
+        if watch is None:
+            raise
+        from zaya_jax.parallel.processes import lost
+
+        if not lost(error):
+            traceback.print_exc()
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        watch.leave(f"Stopped: {why} The same command goes on from the last checkpoint.", 1)
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zaya_jax.main", description="Train a ZAYA1 model.")
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="a configuration, such as configs/tiny.yaml")
+    add("--print-config", action="store_true", help="print the resolved configuration and stop")
+    add("--dry-run", action="store_true", help="say what each phase takes of its devices, train nothing")
+    add("--devices", type=int, metavar="N", help="of the dry run")
+    add("--hardware", metavar="NAME", help=f"of the dry run: {', '.join(HARDWARE)}")
+    add("--json", action="store_true", help="the dry run as JSON")
+    add(
+        "--coordinator", metavar="HOST:PORT", help="process 0 of a job of several; Slurm and Open MPI say it themselves"
+    )
+    add("--processes", type=int, metavar="N", help="of the job")
+    add("--process", type=int, metavar="I", help="this one's number, from 0")
+    add("--silence", type=float, metavar="SECONDS", help="that another process may go unheard before the run stops; "
+        "the preset's where not given")  # fmt: skip
+    add("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+    return parser
+
+
+def _checked(given: argparse.Namespace) -> Config:
+    if given.dry_run and given.devices is None:
+        raise InputError("--dry-run wants --devices N, the number of devices of the job.")
+    if not given.dry_run and (given.devices is not None or given.hardware is not None or given.json):
+        raise InputError("--devices, --hardware and --json are of the dry run: give --dry-run too.")
+    if given.silence is not None and not 0 < given.silence < float("inf"):
+        raise InputError(f"--silence is {given.silence:g}, but must be a number of seconds above zero.")
+    return load_config(given.config, given.overrides)
+
+
+def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
+    """What must be set before anything is computed."""
+    preset = preset_of(config)
+    if "jax" not in sys.modules:  # where a program has imported it, XLA may have read its flags
+        if platform is None:
+            apply_preset(preset)
+        else:
+            os.environ["JAX_PLATFORMS"] = platform
+    import jax
+
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    return preset
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""Bytes of the state against arrays that are there, and of activations against a table worked by hand."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from tests.train_helpers import fast_jit, on_devices
+from zaya_jax.config import load_config
+from zaya_jax.dry_run.memory import Memory, memory_of, stored_bytes
+from zaya_jax.parallel.mesh import AXES, axis_sizes, make_mesh
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+
+DOC = Path(__file__).parents[2] / "docs/parallel.md"
+LAYOUTS = {
+    "data": [],
+    "fsdp": ["parallel.fsdp=8"],
+    "mixed": ["parallel.fsdp=2", "parallel.expert=2", "parallel.context=2"],
+    "expert": ["parallel.expert=8"],
+}
+
+
+def abstract(config, devices):
+    sizes = axis_sizes(config.parallel, devices)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def allocated(layouts):
+    """Bytes of the masters, and of the rest of a state, on the second of eight devices that really hold it."""
+    found, config = {}, load_config("configs/tiny.yaml")
+    state = fast_jit(functools.partial(init_state, config, make_blueprint(config)))()
+    for name, overrides in layouts.items():
+        config = load_config("configs/tiny.yaml", overrides)
+        layout = layout_of(config, make_blueprint(config), make_mesh(config.parallel))
+        placed = jax.device_put(state, layout.shardings(state))
+        masters = held(placed.params)
+        found[name] = masters, held(placed) - masters
+    return found
+
+
+def held(tree):
+    device, total = jax.devices()[1], 0
+    for x in jax.tree.leaves(tree):
+        array = jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        total += sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
+    return total
+
+
+def test_the_state_takes_what_real_arrays_take():
+    there = on_devices(8, "tests.dry_run.test_memory:allocated", LAYOUTS)
+    for name, overrides in LAYOUTS.items():
+        config = load_config("configs/tiny.yaml", overrides)
+        blueprint = make_blueprint(config)
+        state = jax.eval_shape(lambda c=config, b=blueprint: init_state(c, b))
+        assert stored_bytes(layout_of(config, blueprint, abstract(config, 8)), state) == there[name], name
+
+
+def hand_table(remat):
+    """Bytes of the rows that follow `remat`'s heading in the document, from their shapes and as written."""
+    rows = DOC.read_text(encoding="utf-8").split(f"<!-- kept with {remat}: begin -->")[1].split("<!-- end -->")[0]
+    pattern = r"\| `\[([\d, ]+)\]` (fp32|bf16|int32|bool) \| (?:(\d+) × )?(\d+) \| ([\d,]+) \|"
+    worked = written = 0
+    for shape, dtype, count, layers, size in re.findall(pattern, rows):
+        elements = 1
+        for length in shape.split(","):
+            elements *= int(length)
+        worked += elements * {"fp32": 4, "bf16": 2, "int32": 4, "bool": 1}[dtype] * int(count or 1) * int(layers)
+        written += int(size.replace(",", ""))
+    return worked, written
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_activations_of_the_released_model_are_those_of_the_table(remat):
+    worked, written = hand_table(remat)
+    assert worked == written > 0
+    config = load_config("configs/zaya1_8b.yaml", [f"phases.0.remat={remat}"])
+    counted = memory_of(config, 0, abstract(config, 1), 1).activations
+    assert counted == pytest.approx(worked, rel=0.05)
+    said = float(re.search(rf"With `{remat}` .*?, ([\d.]+) % ", DOC.read_text(encoding="utf-8"), re.DOTALL)[1])
+    assert abs(counted / worked - 1) * 100 == pytest.approx(said, abs=0.011)
+
+
+def test_policies_keep_less_in_their_order():
+    kept = []
+    for remat in ("full", "dots", "none"):
+        config = load_config("configs/tiny.yaml", [f"train.remat={remat}"])
+        kept.append(memory_of(config, 0, abstract(config, 1), 4).activations)
+    assert kept == sorted(set(kept))
+
+
+def test_activations_grow_with_sequences_and_shrink_with_context():
+    config = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16"])
+    one, two = (memory_of(config, 0, abstract(config, 1), sequences).activations for sequences in (1, 2))
+    halved = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16", "parallel.context=2"])
+    shared = memory_of(halved, 0, abstract(halved, 2), 1).activations
+    assert shared < one < two
+
+
+def test_the_highest_is_in_the_backward_pass_or_in_the_update():
+    memory = Memory(parameters=1, optimizer=2, compute=4, gradients=8, activations=16, temporaries=32, update=64)
+    assert memory.total == 1 + 2 + 64
+    assert memory._replace(update=59).total == 1 + 2 + 60
+
+
+def test_gradients_summed_each_micro_batch_take_the_masters_part():
+    kept = {}
+    for reduce in ("step", "micro_batch"):
+        config = load_config("configs/tiny.yaml", [f"parallel.reduce={reduce}"])
+        kept[reduce] = memory_of(config, 0, abstract(config, 8), 1)
+    saved = kept["step"].gradients - kept["micro_batch"].gradients
+    assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters
+    assert saved > 0.8 * kept["step"].gradients / 2
