@@ -9,7 +9,7 @@ from zaya_jax.errors import InputError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark; the exit status is 0, or 2 for bad input."""
+    """Run one benchmark; the exit status is 0, 1 where a part of the smoke test failed, or 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m zaya_jax.bench", description="Measure against a peer.")
     verbs = parser.add_subparsers(dest="verb", required=True)
     step = verbs.add_parser("step", help="forward and backward pass against transformers' zaya, on this machine")
@@ -21,6 +21,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     data = verbs.add_parser("data", help="packing against Grain's, preparing against datasets, and the memory of both")
     _add_common(data, repeats=5)
     data.set_defaults(run=_data)
+    context = verbs.add_parser("context", help="attention over a sequence on several devices: ring against all-gather")
+    _add_common(context, repeats=5)
+    context.add_argument("--png", metavar="FILE", help="draw the memory over the number of devices there")
+    context.set_defaults(run=_context)
+    smoke = verbs.add_parser("smoke", help="whether everything works on this machine's devices, as one JSON to post")
+    smoke.add_argument("--output", metavar="FILE", help="the JSON (default: benchmarks/smoke_DEVICE.json)")
+    smoke.set_defaults(run=_smoke)
     for name, text, steps in (
         ("optimizer", "Muon for matrices against AdamW for everything: steps to the same held-out loss", 150),
         ("balance", "rules of balancing: steps until the expert load is even", 100),
@@ -33,11 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb.set_defaults(run=_trainings)
     given = parser.parse_args(arguments)
     try:
-        given.run(given)
+        return given.run(given) or 0
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 def _add_common(verb: argparse.ArgumentParser, *, repeats: int) -> None:
@@ -60,6 +66,18 @@ def _data(given: argparse.Namespace) -> None:
     from zaya_jax.bench.data import Sizes, bench_data
 
     bench_data(Sizes(), given.repeats, given.output)
+
+
+def _context(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.context import bench_context
+
+    bench_context(None, given.repeats, given.output, given.png)
+
+
+def _smoke(given: argparse.Namespace) -> int:
+    from zaya_jax.bench.smoke import smoke
+
+    return 1 if smoke(given.output)["failed"] else 0
 
 
 def _trainings(given: argparse.Namespace) -> None:

@@ -16,9 +16,8 @@ from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseC
 from zaya_jax.config.stages import stages
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
-from zaya_jax.parallel.gradient import summed_gradient
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
 from zaya_jax.train.step import make_local_loss
 
 
@@ -77,9 +76,10 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
 def our_step(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
     """A function that does one forward and backward pass, waits for it, and returns the loss."""
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=dtype))
-    blueprint, mesh = make_blueprint(config), make_mesh(jax.devices()[:1])  # the peer has one device too
+    blueprint = make_blueprint(config)
     state = jax.jit(lambda: init_state(config, blueprint))()
-    gradient = jax.jit(summed_gradient(make_local_loss(config, blueprint), mesh))
+    layout = layout_of(config, blueprint, make_mesh(devices=jax.devices()[:1]))  # the peer has one device too
+    gradient = jax.jit(layout.gradient(make_local_loss(config, blueprint)))
     tokens, context = tokens_bs.astype(np.int32)[None], tokens_bs.shape[-1] - 1
     batch = jax.device_put({
         "tokens": tokens[..., :-1], "targets": tokens[..., 1:],

@@ -127,29 +127,28 @@ def run_trial(trial: Trial) -> Curve:
 
     from zaya_jax.data.pipeline import heldout_batches, train_batches
     from zaya_jax.data.sources import open_sources
-    from zaya_jax.parallel.mesh import batch_sharding, make_mesh
     from zaya_jax.train.compiled import CompiledSteps, step_key
     from zaya_jax.train.evaluate import evaluate_each, together
-    from zaya_jax.train.state import init_state, make_blueprint
+    from zaya_jax.train.state import init_state, layout_of, make_blueprint, mesh_of
 
-    begun, config, mesh = time.monotonic(), trial.config, make_mesh()
+    begun, config = time.monotonic(), trial.config
+    layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
     prepared = open_sources(config)
     watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                for name in prepared.sources}  # fmt: skip
     state = jax.jit(lambda: init_state(config, make_blueprint(config)))()
+    state = jax.device_put(state, layout.shardings(state))
     state = replace(state, params=_crowded(state.params, trial.crowd))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
     heldout, entropy, step = [], [], 0
-    with train_batches(config, prepared) as batches, CompiledSteps(config, mesh, abstract) as compiled:
+    with train_batches(config, prepared) as batches, CompiledSteps(config) as compiled:
         for stage in stages(config):
-            train_step, count = compiled.step(stage), step_key(config, stage, mesh).micro_batches
+            train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
             while step < stage.end:
-                batch = {name: array.reshape(count, -1, *array.shape[1:]) for name, array in next(batches).items()}
-                state, metrics = train_step(state, jax.device_put(batch, batch_sharding(mesh, leading=1)))
+                state, metrics = train_step(state, layout.place(next(batches), count))
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
-                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, mesh)
+                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
                     heldout.append((step, together(found).nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 

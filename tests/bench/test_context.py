@@ -1,0 +1,66 @@
+import json
+import sys
+
+import pytest
+
+from zaya_jax.bench import __main__ as command
+from zaya_jax.bench import context as bench
+from zaya_jax.bench.context import Case, Memory, Sizes, _scaling, bench_context, context_pass
+
+SMALL = Sizes((256,), "float32", query_heads=2, kv_heads=1, channels=8, degrees=(1, 2))
+
+
+def test_memory_that_falls_as_one_over_n_has_the_exponent_minus_one():
+    assert _scaling({1: 800, 2: 400, 4: 200, 8: 100}) == {"exponent": -1.0, "last": -1.0}
+    assert _scaling({1: 100, 2: 100, 4: 50}) == {"exponent": -0.5, "last": -1.0}
+    assert _scaling({8: 100, 4: 100}) == {"exponent": 0.0, "last": 0.0}
+    assert _scaling({1: 100}) == {}
+
+
+def test_every_case_is_measured_on_simulated_devices_and_written(tmp_path, capsys):
+    path, png = tmp_path / "context.json", tmp_path / "context.png"
+    result = bench_context(SMALL, 1, str(path), str(png))
+    assert json.loads(path.read_text()) == result
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    assert result["hardware"]["device"] == "8 × cpu, simulated"
+    rows = {(row["attention"], row["devices"]): row for row in result["results"]}
+    assert rows.keys() == {("all_gather", 1), ("all_gather", 2), ("ring", 2)}
+    for row in rows.values():
+        assert row["bytes_per_device"] == row["arguments"] + row["outputs"] + row["temporaries"]
+        assert len(row["seconds"]) == 1
+    # q and the gradient of the output have two heads, k and v one, and each token a document.
+    assert rows["ring", 2]["arguments"] == 256 // 2 * (6 * 8 * 4 + 4)
+    assert result["scaling"].keys() == {"256"}
+    assert result["scaling"]["256"].keys() == {"all_gather", "ring"}
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 5
+    assert lines[0].startswith("256 tokens, one device: ")
+
+
+def test_a_pass_says_what_its_program_needs():
+    step = context_pass(SMALL, Case("all_gather", 1, 256))
+    memory = step()
+    assert memory == step()
+    assert memory == Memory(256 * (6 * 8 * 4 + 4), memory.outputs, memory.temporaries, None)
+    assert memory.outputs >= 256 * 6 * 8 * 4
+    assert memory.compiled > memory.arguments + memory.outputs
+
+
+def test_the_environment_is_as_it_was_after_simulating(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    with bench._simulated():
+        assert bench.os.environ["JAX_NUM_CPU_DEVICES"] == "8"
+        assert bench.os.environ["XLA_FLAGS"].startswith("--xla_cpu_enable_fast_math=false --xla_cpu_enable_con")
+    assert bench.os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "JAX_NUM_CPU_DEVICES" not in bench.os.environ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"), [(["--repeats", "0"], "repeats"), (["--output", "/no/such/folder/a.json"], "/no/such")]
+)
+def test_what_cannot_be_measured_or_written_is_told_before_measuring(monkeypatch, capsys, arguments, match):
+    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "argv", ["bench", "context", *arguments])
+    assert command.main(["context", *arguments]) == 2
+    assert match in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""Attention over a sequence on several devices, ring against all-gather: memory a device, and time.
+
+Each case is compiled and run in a process of its own, so that the peak a device reports is the case's alone.
+"""
+
+import contextlib
+import functools
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.bench.aside import aside, interleave
+from zaya_jax.bench.picture import draw_lines
+from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.config import ParallelConfig
+from zaya_jax.config.parallel import ContextAttention
+from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
+from zaya_jax.parallel.context import gather_sequence, gathered_attention
+from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
+from zaya_jax.parallel.ring import PartialAttention, ring_attention
+
+SIMULATED = 8  # CPU devices, where a machine has one device alone
+# By itself XLA:CPU orders a program so that much of it can run at once, which doubles its temporaries.
+MEMORY_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+KINDS: tuple[ContextAttention, ...] = ("all_gather", "ring")
+
+
+class Sizes(NamedTuple):
+    """The attention that is measured; heads and channels are ZAYA1-8B's."""
+
+    lengths: tuple[int, ...]  # tokens of the one sequence
+    dtype: str
+    query_heads: int = 8
+    kv_heads: int = 2
+    channels: int = 128
+    degrees: tuple[int, ...] = (1, 2, 4, 8)  # devices of a sequence
+
+
+CPU = Sizes((2048, 4096, 8192), "float32")
+GPU = Sizes((8192, 16384, 32768), "bfloat16")
+
+
+class Case(NamedTuple):
+    """One program."""
+
+    attention: ContextAttention
+    devices: int
+    length: int
+
+
+class Memory(NamedTuple):
+    """What a program takes of each of its devices, in bytes."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    peak: int | None  # that the device reports, where it counts
+
+    @property
+    def compiled(self) -> int:
+        """What the compiler says that it needs."""
+        return self.arguments + self.outputs + self.temporaries
+
+
+def bench_context(sizes: Sizes | None, repeats: int, output: str | None, png: str | None) -> dict[str, Any]:
+    """Measure every case, print it, and write all to `output` where given.
+
+    With fewer than two devices, `SIMULATED` ones of the CPU stand for them: memory is then what XLA:CPU needs for
+    each, and time says little, since they share the cores.
+
+    Args:
+      sizes: what is measured; `CPU` or `GPU` where None.
+      repeats: timed passes of each case, interleaved over the cases of a length.
+      output: a JSON file.
+      png: a picture of the memory over the number of devices, for the longest sequence.
+    """
+    check_request(repeats, output)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each case's process has the devices
+    simulated = jax.device_count() < 2
+    kind = "cpu" if simulated else jax.devices()[0].device_kind
+    devices = SIMULATED if simulated else jax.device_count()
+    sizes = sizes or (CPU if simulated or jax.default_backend() == "cpu" else GPU)
+    result = describe_run(
+        "memory a device, and seconds, of attention over a sequence on several devices, forward and backward",
+        f"one sequence of {', '.join(f'{length:,}' for length in sizes.lengths)} tokens, {sizes.query_heads} query "
+        f"heads, {sizes.kv_heads} key heads of {sizes.channels} channels, {sizes.dtype}, zigzag",
+        "all-gather attention, in which every device holds all keys and values", ("zaya-jax", "jax", "jaxlib"),
+    )  # fmt: skip
+    result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
+    result["results"], result["scaling"] = [], {}
+    for length in sizes.lengths:
+        found = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
+        result["results"] += [_row(case, *measured) for case, measured in found.items()]
+        curves = _curves({case: memory.compiled for case, (memory, _) in found.items()})
+        result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
+        _print(length, found, result["scaling"][str(length)])
+        if png:  # the last one stays
+            _draw(Path(png), length, curves)
+    write_result(result, output)
+    return result
+
+
+def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
+             simulated: bool) -> dict[Case, tuple[Memory, list[float]]]:  # fmt: skip
+    # On one device nothing is gathered or passed on, so that the kinds do not differ.
+    cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
+    with contextlib.ExitStack() as stack:
+        steps = {}
+        with _simulated() if simulated else contextlib.nullcontext():
+            for case in cases:
+                steps[case] = stack.enter_context(aside(context_pass, sizes, case))
+        passes = interleave({_name(case): step for case, step in steps.items()}, repeats)
+    return {case: (passes[_name(case)].results[-1], passes[_name(case)].seconds) for case in cases}
+
+
+@contextlib.contextmanager
+def _simulated() -> Iterator[None]:
+    """Processes that start meanwhile have `SIMULATED` devices of the CPU, no others, and keep memory low."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {MEMORY_FIRST}".strip()
+    changes = {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
+    """A function that does one forward and backward pass of `case`, waits for it, and says what memory it takes."""
+    config = ParallelConfig(context=case.devices, context_attention=case.attention)
+    mesh = make_mesh(config, jax.devices()[: case.devices])
+    split = PartitionSpec(None, SEQUENCE_AXIS)
+    region = jax.shard_map(functools.partial(_forward_and_backward, config), mesh=mesh, in_specs=split,
+                           out_specs=split, check_vma=False)  # fmt: skip
+    rng, heads = np.random.default_rng(0), (sizes.query_heads, sizes.kv_heads, sizes.kv_heads, sizes.query_heads)
+    drawn = [rng.normal(size=(1, case.length, n, sizes.channels)).astype(jnp.dtype(sizes.dtype)) for n in heads]
+    arrays = jax.device_put((*drawn, np.ones((1, case.length), np.int32)), NamedSharding(mesh, split))
+    compiled = jax.jit(region).lower(*arrays).compile()
+    needs: Any = compiled.memory_analysis()
+
+    def step() -> Memory:
+        jax.block_until_ready(compiled(*arrays))
+        counted = jax.local_devices()[0].memory_stats() or {}
+        return Memory(needs.argument_size_in_bytes, needs.output_size_in_bytes, needs.temp_size_in_bytes,
+                      counted.get("peak_bytes_in_use"))  # fmt: skip
+
+    return step
+
+
+def _forward_and_backward(config: ParallelConfig, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array,
+                          do_bshc: jax.Array, segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Of a device's part of the sequence, the output and the gradients of q, k and v."""
+    if config.context_attention == "ring":
+        attend = ring_attention(config, PartialAttention(attention_part, attention_part_gradient))
+        key_segments = segments_bs
+    else:
+        attend = gathered_attention(config, attention)
+        key_segments = gather_sequence(config, segments_bs)
+    attend = functools.partial(attend, query_segments_bs=segments_bs, key_segments_bt=key_segments)
+    out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
+    return out, *pull(do_bshc)
+
+
+def _name(case: Case) -> str:
+    return f"{case.attention} {case.devices}"
+
+
+def _row(case: Case, memory: Memory, seconds: list[float]) -> dict[str, Any]:
+    return {
+        **case._asdict(),
+        "bytes_per_device": memory.compiled,
+        **memory._asdict(),
+        "seconds": [round(second, 4) for second in seconds],
+    }
+
+
+def _curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
+    """Bytes a device over the number of devices, of each kind; one device is all kinds' first."""
+    return {
+        kind: {case.devices: size for case, size in needs.items() if case.attention == kind or case.devices == 1}
+        for kind in KINDS
+    }
+
+
+def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
+    """How memory a device falls with the number of devices.
+
+    Returns:
+      `exponent` of the power of the number of devices that fits all points best, −1 where it falls as 1/N, and
+      `last`, that between the last two points; none with fewer than two points.
+    """
+    if len(curve) < 2:
+        return {}
+    devices, sizes = np.log(sorted(curve)), np.log([curve[n] for n in sorted(curve)])
+    fitted = np.linalg.lstsq(np.stack([devices, np.ones_like(devices)], 1), sizes)[0][0]
+    last = (sizes[-1] - sizes[-2]) / (devices[-1] - devices[-2])
+    return {"exponent": round(float(fitted), 3), "last": round(float(last), 3)}
+
+
+def _print(length: int, found: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
+    for case, (memory, seconds) in found.items():
+        peak = "" if memory.peak is None else f", at its peak {memory.peak / 2**20:,.1f}"
+        where = "one device" if case.devices == 1 else f"{case.devices} devices, {case.attention}"
+        print(f"{length:,} tokens, {where}: {memory.compiled / 2**20:,.1f} MiB a device{peak}, "
+              f"{statistics.median(seconds):.3f} s")  # fmt: skip
+    for kind, power in scaling.items():
+        if power:
+            print(f"{length:,} tokens, {kind}: memory a device goes as N^{power['exponent']:.2f}, between the last "
+                  f"two N as N^{power['last']:.2f}", flush=True)  # fmt: skip
+
+
+def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
+    lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
+    whole = curves[KINDS[0]].get(1)
+    if whole is not None:
+        devices = list(curves[KINDS[0]])
+        lines["one device's, divided by N"] = (devices, [whole / n / 2**20 for n in devices])
+    draw_lines(path, lines, x="devices N", y=f"MiB a device, {length:,} tokens")
