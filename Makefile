@@ -11,6 +11,8 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 SPEC := pyproject.toml constraints.txt
+# The extra for this machine's GPU, by the files that the drivers make; empty where there is none.
+GPU := $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidia*),cuda))
 
 # An environment that was moved, or whose Python is gone, is built again.
 ifneq ($(wildcard $(VENV)/.stamp-venv),)
@@ -20,7 +22,7 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint parity bench soak clean
+.PHONY: help train test lint parity bench smoke-gpu soak clean
 
 help:
 	@echo "make train    train the tiny model on this machine (CONFIG=configs/... for another)"
@@ -28,6 +30,7 @@ help:
 	@echo "make lint     ruff, basedpyright and the import contracts"
 	@echo "make parity   compare with transformers' PyTorch model (installs torch)"
 	@echo "make bench    time a step against transformers, data against Grain and datasets (installs them)"
+	@echo "make smoke-gpu  self-checks, 50 steps and benchmarks on this machine's GPUs, as one JSON to post"
 	@echo "make soak     the tests that take minutes"
 	@echo "make clean    remove environments and caches; runs/ is kept"
 
@@ -35,7 +38,7 @@ train: $(VENV)/.stamp-run
 	$(PY) -m zaya_jax.main --config $(CONFIG)
 
 test: $(VENV)/.stamp-test
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 lint: $(VENV)/.stamp-dev
 	$(PY) -m ruff check .
@@ -49,6 +52,10 @@ parity: $(VENV)/.stamp-parity
 bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
 	$(PY) -m zaya_jax.bench data
+
+smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
+	$(if $(GPU),,@echo "There is no GPU here (no /dev/kfd, no /dev/nvidia*): the smoke test runs on the CPU, at a small size.")
+	$(PY) -m zaya_jax.bench smoke
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
@@ -99,3 +106,8 @@ $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the peers of the benchmarks"
 	@$(PIP) install -qq -e '.[test,notebooks,parity,bench]' -c constraints.txt
 	@touch $@
+
+$(VENV)/.stamp-rocm $(VENV)/.stamp-cuda: $(VENV)/.stamp-venv $(SPEC)
+	@echo "Installing JAX for this machine's GPU, [$(patsubst $(VENV)/.stamp-%,%,$@)] (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[$(patsubst $(VENV)/.stamp-%,%,$@)]' -c constraints.txt
+	@touch $(VENV)/.stamp-run $@
