@@ -17,6 +17,7 @@ from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data
 from zaya_jax.main import main
+from zaya_jax.parallel.mesh import axis_sizes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,6 +30,7 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
+MINE, LAID_OUT = blocks("yaml")
 # Code in the text, outside of blocks.
 NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
 
@@ -57,7 +59,7 @@ def test_the_python_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    assert len(blocks("python")) == 3
+    assert blocks("python")
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)  # noqa: S102
     shape, rows = capsys.readouterr().out.splitlines()[:2]
@@ -69,10 +71,24 @@ def test_the_python_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.
     assert (tmp_path / "runs" / "exported" / "config.json").is_file()
 
 
+def test_the_layouts_shown_are_those_of_the_devices_that_are_asked_for(tmp_path: Path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "laid_out.yaml").write_text(LAID_OUT)
+    config = load_config(tmp_path / "laid_out.yaml")
+    (devices,) = {int(line[line.index("--devices") + 1]) for line in commands("python -m zaya_jax.main")
+                  if "--devices" in line}  # fmt: skip
+    for index, phase in enumerate(config.phases):
+        sizes = axis_sizes(config.parallel_of(phase), devices)
+        sequences = [stage.sequences for stage in stages(config) if stage.phase == index]
+        assert all(count % (devices // sizes["context"]) == 0 for count in sequences), phase.name
+    assert config.parallel_of(config.phases[0]).fsdp == 8
+    assert config.parallel_of(config.phases[-1]).context == 8
+
+
 @pytest.mark.parametrize("arguments", commands("python -m zaya_jax.main"), ids=" ".join)
 def test_training_commands_are_accepted(arguments: list[str], tmp_path, monkeypatch: pytest.MonkeyPatch, capsys):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "mine.yaml").write_text(*blocks("yaml"))
+    (tmp_path / "mine.yaml").write_text(MINE)
     monkeypatch.chdir(tmp_path)
     assert main([*arguments, "--print-config"]) == 0
     assert "num_experts" in capsys.readouterr().out
@@ -80,7 +96,7 @@ def test_training_commands_are_accepted(arguments: list[str], tmp_path, monkeypa
 
 def test_the_data_commands_prepare_and_describe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
-    (tmp_path / "mine.yaml").write_text(*blocks("yaml"))
+    (tmp_path / "mine.yaml").write_text(MINE)
     notes = [json.dumps({"text": f"def function_{i}(self):\n    return {i}\n" * 9}) for i in range(300)]
     talk = {"messages": [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "It is 2."}]}
     (tmp_path / "notes.jsonl").write_text("\n".join(notes))
@@ -123,7 +139,7 @@ def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
 
 
 def test_make_targets_exist():
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     for (target,) in commands("make "):
         assert target in targets
 

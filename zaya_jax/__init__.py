@@ -6,6 +6,9 @@ Shape suffixes used throughout the code:
   b batch, s sequence, d residual width, h query heads, k key/value heads, n = h + k heads of the convolution,
   g = h / k queries a key head, c channels of a head, e experts, f expert width, r router width,
   v vocabulary, l layers, t tokens (b and s flattened), w rows of the convolution's tail.
+
+"fp32" in what is said of sums, statistics, the stream, masters and gradients means the dtype that must be exact
+(`ops.precision.wide`): it is fp64 in a run that computes in fp64.
 """
 
 import importlib
