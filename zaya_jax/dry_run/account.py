@@ -63,7 +63,7 @@ def account_of(config: Config, phase: int, devices: int, hardware: Hardware | No
     one = config.phases[phase]
     sizes = axis_sizes(config.parallel_of(one), devices, where_parallel(config, phase))
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    stage = _largest(config, phase)
+    stage = largest_stage(config, phase)
     micro = config.batch_of(one).micro
     for any_stage in stages(config):
         if any_stage.phase == phase:
@@ -101,7 +101,8 @@ def model_flops(config: ModelConfig, context: int) -> dict[str, float]:
     return {"head": 3 * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
-def _largest(config: Config, phase: int) -> Stage:
+def largest_stage(config: Config, phase: int) -> Stage:
+    """The stage of a phase that has the largest batch."""
     return max((one for one in stages(config) if one.phase == phase), key=lambda one: one.sequences)
 
 

@@ -5,7 +5,6 @@ import resource
 import sys
 
 from zaya_jax.config import load_config
-from zaya_jax.config.stages import stages
 
 
 def main(path: str, phase: int) -> None:
@@ -15,10 +14,10 @@ def main(path: str, phase: int) -> None:
     config = load_config(path)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
+    from zaya_jax.dry_run.account import largest_stage
     from zaya_jax.train.compiled import trace_step
 
-    stage = max((one for one in stages(config) if one.phase == phase), key=lambda one: one.sequences)
-    step = trace_step(config, stage)
+    step = trace_step(config, largest_stage(config, phase))
     parallel = config.parallel_of(config.phases[phase])
     ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
     if ragged:

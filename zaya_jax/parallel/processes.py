@@ -125,7 +125,7 @@ def first_alone(action: Callable[[], T]) -> T:
         return action()
     failed: Exception | None = None
     result: list[T] = []
-    if jax.process_index() == 0:
+    if is_first():
         try:
             result.append(action())
         except Exception as error:
