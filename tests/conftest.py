@@ -13,6 +13,8 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("MPLBACKEND", "agg")
+# Most of a test's time is compilation: LLVM's optimizations are left out, a sixth of the whole, except in the soak.
+CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # Derandomized: a test that passes here passes everywhere, and the soak profile is where new examples are looked for.
 # A first example compiles, so neither is timed.
@@ -25,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Pick the hypothesis profile before any test module is imported."""
     soak = bool(os.environ.get("ZAYA_SOAK")) or config.option.markexpr.strip() == "soak"
     hypothesis.settings.load_profile("soak" if soak else "quick")
+    if not soak:
+        os.environ.setdefault("XLA_FLAGS", CHEAP)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

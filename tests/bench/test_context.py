@@ -17,6 +17,7 @@ def test_memory_that_falls_as_one_over_n_has_the_exponent_minus_one():
     assert _scaling({1: 100}) == {}
 
 
+@pytest.mark.soak
 def test_every_case_is_measured_on_simulated_devices_and_written(tmp_path, capsys):
     path, png = tmp_path / "context.json", tmp_path / "context.png"
     result = bench_context(SMALL, 1, str(path), str(png))

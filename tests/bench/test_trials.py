@@ -32,6 +32,7 @@ def small(tmp_path_factory):
     return dataclasses.replace(config, phases=phases, data=data, train=TrainConfig(batch=BatchConfig(tokens=256)))
 
 
+@pytest.mark.soak
 def test_a_training_gives_its_curve_and_gives_it_again(small, monkeypatch):
     compile_once(monkeypatch)
     first, again = (run_trial(Trial("small", small, every=2)) for _ in range(2))

@@ -35,6 +35,11 @@ from zaya_jax.ops import LOCAL
 ROWS, LENGTH = 6, 20
 DIFFERENTIATED = ("plain", "biased", "sliding", *ABLATIONS)
 every_variant = pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
+# Where a variant takes long: those that look back differently, the others in `make soak`.
+some_variants = pytest.mark.parametrize(
+    "variant", [pytest.param(one, marks=[] if one in ("sliding", "gqa") else pytest.mark.soak)
+                for one in [*VARIANTS, *ABLATIONS]],
+)  # fmt: skip
 every_gradient = pytest.mark.parametrize("variant", DIFFERENTIATED)
 
 
@@ -96,7 +101,7 @@ def documents(segments):
     return [(r, np.flatnonzero(row == number)) for r, row in enumerate(segments) for number in np.unique(row[row > 0])]
 
 
-@every_variant
+@some_variants
 @given(data=st.data(), seed=seeds(), at=st.integers(0, LENGTH - 1))
 def test_a_token_changes_nothing_before_it(variant, data, seed, at):
     config = tiny_config(variant)

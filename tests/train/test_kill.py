@@ -3,5 +3,5 @@
 from tests.train_helpers import check_kills
 
 
-def test_three_kills_change_no_row_and_no_parameter(tmp_path):
-    check_kills(tmp_path, steps=45, kills=3, seed=0)
+def test_a_kill_changes_no_row_and_no_parameter(tmp_path):
+    check_kills(tmp_path, steps=20, kills=1, seed=8)

@@ -382,6 +382,7 @@ def two_steps(devices):
     return leaves(metrics), leaves(state), leaves(sums)
 
 
+@pytest.mark.soak
 def test_four_devices_give_what_one_gives():
     for one, four in zip(two_steps(1), on_devices(4, "tests.train.test_step:two_steps", 4), strict=True):
         assert one.keys() == four.keys()
