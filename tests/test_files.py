@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from zaya_jax.data.files import locked, partial_name, write_atomically
 from zaya_jax.errors import InputError
+from zaya_jax.files import locked, partial_name, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 HOLDER = """
 import sys, time
 from pathlib import Path
-from zaya_jax.data.files import locked
+from zaya_jax.files import locked
 with locked(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(60)
@@ -23,7 +23,7 @@ with locked(Path(sys.argv[1])):
 WRITER = """
 import itertools, sys
 from pathlib import Path
-from zaya_jax.data.files import write_atomically
+from zaya_jax.files import write_atomically
 print("begun", flush=True)
 for letter in itertools.cycle("abcdefgh"):
     write_atomically(Path(sys.argv[1]), letter * 200_000)
@@ -96,7 +96,7 @@ def test_processes_threads_and_files_have_partial_names_of_their_own(tmp_path, b
     thread = threading.Thread(target=lambda: names.append(partial_name(path)))
     thread.start()
     thread.join()
-    code = "import sys, pathlib, zaya_jax.data.files as f; print(); print(f.partial_name(pathlib.Path(sys.argv[1])))"
+    code = "import sys, pathlib, zaya_jax.files as f; print(); print(f.partial_name(pathlib.Path(sys.argv[1])))"
     names.append(Path(begin(code, path).stdout.readline().decode().strip()))
     assert len(set(names)) == 4
     for name in names:

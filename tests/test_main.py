@@ -4,9 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from tests.train_helpers import ROOT, Position, compile_once, small_run, snapshot, write_run
+from tests.train_helpers import ROOT, compile_once, small_run, snapshot, write_run
 from zaya_jax import main as module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
@@ -116,7 +117,8 @@ def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
     with open_run(config) as folder, CheckpointStore(folder / CHECKPOINTS, CheckpointConfig()) as store:
         claim_run(folder, config)
         tree = to_dict(config)
-        store.save(3, {"x": 1.0}, Position(), {**tree, "model": {**tree["model"], "hidden_size": 8}})
+        other = {**tree, "model": {**tree["model"], "hidden_size": 8}}
+        store.save(3, {"x": jnp.ones(1)}, {"config": other})
     found = refused(capsys, tmp_path, "--config", path)
     assert f"The checkpoint of step 3 in {config.run_dir} is of another architecture" in found
 

@@ -19,11 +19,10 @@ import numpy as np
 import pytest
 import yaml
 
-from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
     BatchConfig,
-    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -37,7 +36,7 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
-from zaya_jax.train import compiled, loop
+from zaya_jax.train import beginning, compiled
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
 from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint, mesh_of
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
@@ -214,11 +213,11 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(jax, name)
 
-    monkeypatch.setattr(loop, "jax", Jax())
+    monkeypatch.setattr(beginning, "jax", Jax())
     monkeypatch.setattr(compiled, "jax", Jax())
     monkeypatch.setattr(compiled, "compile_step", _compiled_step)
     monkeypatch.setattr(compiled, "make_evaluation_step", _evaluation_step)
-    monkeypatch.setattr(loop, "init_state", lambda config, _: _start(_same_start(config)))
+    monkeypatch.setattr(beginning, "init_state", lambda config, _: _start(_same_start(config)))
 
 
 _cached_jit = functools.cache(fast_jit)
@@ -289,9 +288,10 @@ class Moment(NamedTuple):
 
 
 def draw_moments(rng: random.Random, count: int) -> list[Moment]:
-    """Moments that spread over the run in order, each kind among them."""
-    kinds = ["start", "step", "save", *rng.choices(["start", "step", "save"], k=count - 3)]
+    """Moments that spread over the run in order, each kind among three and more."""
+    kinds = ["start", "step", "save", *rng.choices(["start", "step", "save"], k=max(0, count - 3))]
     rng.shuffle(kinds)
+    kinds = kinds[:count]
     return [
         Moment(kind, rng.random() if kind == "start" else (index + 0.2 + 0.6 * rng.random()) / count)
         for index, kind in enumerate(kinds)
@@ -385,7 +385,7 @@ class _KilledRun:
     def saving(self) -> bool:
         return any((self.folder / CHECKPOINTS).glob("*tmp*"))
 
-    def final(self, steps: int) -> tuple[TrainState, str]:
+    def final(self, steps: int) -> tuple[TrainState, Any]:
         """State and position in the data of the last checkpoint."""
         return restore(self.config, steps)
 
@@ -402,32 +402,10 @@ def _while_alive(process: subprocess.Popen) -> Iterator[None]:
         time.sleep(0.001)
 
 
-class Position:
-    """Stands for a data iterator: saves a text, and loads it."""
-
-    def __init__(self, text: str = "") -> None:
-        self.text = text
-
-    async def save(self, directory: Any) -> Any:
-        text = self.text
-
-        async def write() -> None:
-            ((await directory.await_creation()) / "data.json").write_text(text)
-
-        return write()
-
-    async def load(self, directory: Path) -> Any:
-        async def read() -> None:
-            self.text = (directory / "data.json").read_text()
-
-        return read()
-
-
-def restore(config: Config, step: int) -> tuple[TrainState, str]:
+def restore(config: Config, step: int) -> tuple[TrainState, Any]:
     """The state and the position in the data in the checkpoint of `step` of the run of `config`."""
     abstract = jax.eval_shape(lambda: init_state(config, make_blueprint(config)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
-    position = Position()
-    with CheckpointStore(Path(config.run_dir) / CHECKPOINTS, CheckpointConfig()) as store:
-        return store.restore(step, abstract, position), position.text
+    found = read_checkpoint(Path(config.run_dir) / CHECKPOINTS / str(step), lambda manifest: abstract)
+    return found.state, found.manifest.about["data"]

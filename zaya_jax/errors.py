@@ -13,8 +13,14 @@ class RunStopped(RuntimeError):
     """A run that cannot go on: what happened and what can be done, in a full sentence."""
 
 
+class Preempted(RuntimeError):
+    """A run that was asked to end (SIGTERM) and has saved where it is."""
+
+
 def last_words(error: BaseException) -> tuple[str, int]:
     """What a command says that ends with `error`, and its exit status."""
     if isinstance(error, KeyboardInterrupt):
         return "Interrupted: the same command goes on from the last checkpoint.", 130
+    if isinstance(error, Preempted):
+        return f"Stopped: {error}", 143
     return (f"Error: {error}", 2) if isinstance(error, InputError) else (f"Stopped: {error}", 1)

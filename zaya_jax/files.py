@@ -66,3 +66,12 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
             file.close()
             raise
         file.close()
+
+
+def sync_folder(folder: Path) -> None:
+    """Make what was renamed or written into `folder` survive a loss of power."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.hardware import HARDWARE
 from zaya_jax.config.presets import Preset, apply_preset, preset_of
-from zaya_jax.errors import InputError, RunStopped, last_words
+from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 2 for bad input, 1 for a run that had to stop, 130 for Ctrl-C."""
+    """Run the command.
+
+    The exit status is 0, 2 for bad input, 1 for a run that had to stop, 130 for Ctrl-C, 143 for SIGTERM.
+    """
     given, watch = _parser().parse_intermixed_args(arguments), None
     try:
         config = _checked(given)
@@ -36,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = report(config, train(config))
         if is_first():
             print(text)
-    except (InputError, RunStopped, KeyboardInterrupt) as error:
+    except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
         sentence, status = last_words(error)
         if watch is not None:
             watch.leave(sentence, status)

@@ -62,10 +62,7 @@ def test_any_hosts_and_any_interruption_give_the_stream_of_one_host(
     assert len(stream) == total_steps(config)
     state = None
     for count, steps in ((before, range(stop)), (after, range(stop, total_steps(config)))):
-        hosts = [
-            train_batches(config, prepared, shares=[(i, count)] * len(config.phases), writes_state=i == 0)
-            for i in range(count)
-        ]
+        hosts = [train_batches(config, prepared, shares=[(i, count)] * len(config.phases)) for i in range(count)]
         for host in hosts:
             if state is not None:
                 host.set_state(state)

@@ -5,12 +5,25 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import jax
 
 from tests.train_helpers import ROOT
 
 CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+
+@contextmanager
+def wide_everywhere() -> Iterator[None]:
+    """Arrays of 64 bits in every thread; `jax.enable_x64` is of one alone, and what is restored is made in others."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def free_port() -> int:

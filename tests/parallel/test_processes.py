@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job
+from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job, wide_everywhere
 from tests.train_helpers import ROOT, leaves, restore, write_run
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
@@ -43,7 +43,7 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
     assert "step" not in said[1]  # process 0 speaks for all
     ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "one")], devices=1)))
     np.testing.assert_allclose(losses(tmp_path, "two"), losses(tmp_path, "one"), rtol=1e-6)
-    with jax.enable_x64(True):
+    with wide_everywhere():
         two, one = (restore(load_config(tmp_path / f"{run}.yaml", SAME), 12) for run in ("two", "one"))
         for name, value in leaves(two[0]).items():
             np.testing.assert_allclose(value, leaves(one[0])[name], rtol=1e-6, atol=1e-9, err_msg=name)
@@ -106,6 +106,7 @@ def start_over_link(folder, *overrides, code=None):
     return link, job
 
 
+@pytest.mark.soak
 def test_silence_ends_the_run_with_a_sentence(tmp_path):
     link, job = start_over_link(tmp_path, 'phases=[{"tokens": 128000}]', code=IMPATIENT)
     link.cut()
@@ -163,7 +164,7 @@ def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_pat
         shutil.rmtree(later / "checkpoints" / "20")
         np.testing.assert_allclose(run(later.name, processes), alone, rtol=1e-6)
         assert "Going on after step 10 of 20." in (tmp_path / "0.log").read_text(encoding="utf-8")
-    with jax.enable_x64(True):
+    with wide_everywhere():
         four, one = (load_config(config, [*overrides, f"run_dir={tmp_path / name}"]) for name in ("4", "one"))
         one_state = leaves(restore(one, 20)[0])
         for name, value in leaves(restore(four, 20)[0]).items():

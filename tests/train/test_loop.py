@@ -8,10 +8,11 @@ import jax
 import pytest
 
 from tests.train_helpers import change, differing, restore, small_run, snapshot
+from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.train import compiled, loop
+from zaya_jax.train import beginning, compiled, loop
 from zaya_jax.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -55,7 +56,7 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
     assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "loss.png", "phases.json"}
     assert load_config(folder / "config.yaml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"10", "12"}  # the newest two of 5, 10, 12
+    assert saved_steps(folder / "checkpoints") == [10, 12]  # the newest two of 5, 10, 12
 
 
 def test_each_step_has_one_row_with_everything(finished):
@@ -85,7 +86,7 @@ def test_the_result_holds_the_last_state_as_a_model(finished):
     assert not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(result.model))
     state, position = restore(config, 12)
     assert not differing(state, result.state)
-    assert json.loads(position)["sequences"] == 12 * 4
+    assert position["sequences"] == 12 * 4
 
 
 def test_the_whole_heldout_text_is_looked_at_in_the_end(finished):
@@ -149,6 +150,7 @@ def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch
         def save(self, step, *arguments):
             if step == 12:
                 raise Interrupted
+            super().save(step, *arguments)
 
     monkeypatch.setattr(loop, "CheckpointStore", Store)
     with pytest.raises(Interrupted):
@@ -181,8 +183,8 @@ def test_going_on_is_told_and_so_is_starting_again(finished, tmp_path, capsys):
 def test_another_machine_is_told_and_goes_on(finished, tmp_path, capsys, monkeypatch):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     train_until(config, 8)
-    there = loop.environment()
-    monkeypatch.setattr(loop, "environment", lambda: there | {"cpus": 999})
+    there = beginning.environment()
+    monkeypatch.setattr(beginning, "environment", lambda: there | {"cpus": 999})
     train(config)
     out = capsys.readouterr().out
     assert f"Going on with cpus 999, where the run had {there['cpus']!r}: numbers will differ" in out
@@ -259,14 +261,14 @@ def test_another_architecture_is_refused(finished, tmp_path):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Runs start with a weight that is not a number, so that no loss is one."""
-    init = loop.init_state
+    init = beginning.init_state
 
     def init_poisoned(*arguments):
         state = init(*arguments)
         name = "blocks.0.attention.query"
         return dataclasses.replace(state, params={**state.params, name: jax.numpy.nan * state.params[name]})
 
-    monkeypatch.setattr(loop, "init_state", init_poisoned)
+    monkeypatch.setattr(beginning, "init_state", init_poisoned)
 
 
 @pytest.mark.parametrize("most", [1, 3, 7])
@@ -289,4 +291,4 @@ def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
     result = train(config)
     assert int(result.state.skipped) == 12
     assert rows_of(result.run_dir)[-1]["heldout_loss"] is None
-    assert not differing(result.state.opt_state, loop.init_state(config, None).opt_state)
+    assert not differing(result.state.opt_state, beginning.init_state(config, None).opt_state)

@@ -7,13 +7,14 @@ import pytest
 import yaml
 
 from tests.train_helpers import ROOT, change, small_run, snapshot
-from zaya_jax.config import BatchConfig, ParallelConfig, SourceConfig, Table, to_dict, to_yaml
+from zaya_jax.config import BatchConfig, CheckpointConfig, ParallelConfig, SourceConfig, Table, to_dict, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, check_past, claim_run, open_run
 
-FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "checkpoint.every", "checkpoint.keep",
-        "sample.prompt", "sample.tokens", "sample.temperature", "preset", "train.batch.micro", "train.remat",
-        *(f"parallel.{field.name}" for field in dataclasses.fields(ParallelConfig))}  # fmt: skip
+SECTIONS = {"checkpoint": CheckpointConfig, "parallel": ParallelConfig}
+FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
+        "sample.temperature", "preset", "train.batch.micro", "train.remat",
+        *(f"{name}.{field.name}" for name, section in SECTIONS.items() for field in dataclasses.fields(section))}  # fmt: skip
 
 
 @contextlib.contextmanager

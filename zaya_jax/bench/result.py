@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint.store import cpu_name
+from zaya_jax.checkpoint.environment import cpu_name
 from zaya_jax.errors import InputError
 
 

@@ -1,181 +1,361 @@
-"""Checkpoints of a run: asynchronous, atomic, the newest few kept (Orbax)."""
+"""Saving a run: asynchronous, verified, atomic; training goes on whatever the disk does, for as long as it may.
 
+Every process writes what it has (Orbax), and a digest of each part of it that was taken of host memory. The manifest
+comes last, and only then does the checkpoint get the name that makes it one.
+"""
+
+import dataclasses
 import json
 import logging
 import os
-import platform
+import shutil
+import time
 from collections.abc import Callable, Collection, Mapping
-from importlib.metadata import version
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from zaya_jax.checkpoint import folder as names
+from zaya_jax.checkpoint.digest import Digests, Part, digest, digests, joined, leaf_digest, parts_to_save
+from zaya_jax.checkpoint.fence import read_fence, take_fence
+from zaya_jax.checkpoint.leaves import named
+from zaya_jax.checkpoint.local import LocalCopies
+from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
+from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
+from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.files import sync_folder, write_atomically
+from zaya_jax.parallel.processes import each_says, from_first, is_first
 
-FOLDER = "checkpoints"  # of a run, see `CheckpointStore`
-PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
-
-
-def has_checkpoint(folder: Path) -> bool:
-    """Whether there is a whole checkpoint in the folder `checkpoints/` of a run."""
-    return any(one.name.isdecimal() for one in folder.glob("*"))
+_PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
+_RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
+_SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
 
 
-def environment() -> dict[str, Any]:
-    """What two runs must share for their numbers to be bitwise equal."""
-    return {
-        "jax": jax.__version__,
-        "jaxlib": version("jaxlib"),
-        "platform": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "cpu": cpu_name(),
-        "cpus": len(os.sched_getaffinity(0)),
-    }
+class SaveFailed(Exception):
+    """A save came to nothing: a full sentence says why."""
 
 
-def cpu_name() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+@dataclasses.dataclass
+class _Saving:
+    """A save under way."""
+
+    step: int
+    turn: int
+    work: Path  # its folder before it has its name
+    about: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
+    parts: list[Part]
+    response: Any
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` of a run.
+    """The folder `checkpoints/` of a run, for the processes that train it."""
 
-    A checkpoint holds `state` (a pytree of arrays), `data` (anything Orbax can checkpoint, such as the data
-    iterator) and `about` (the configuration it is of, and `environment()`). It appears whole or not at all.
-    """
+    def __init__(self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
+                 say: Callable[[str], object] = print) -> None:  # fmt: skip
+        """Open the folder, which need not be there; nothing is written yet.
 
-    def __init__(self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = ()) -> None:
-        """Open or make the folder; checkpoints of the steps `pinned` stay beside the newest few."""
-        # Typed as Any: Orbax declares these policies as something its own checkers do not recognise.
-        policies: Any = ocp.training.preservation_policies
-        every: Any = ocp.training.save_decision_policies.FixedIntervalPolicy(config.every)
-        kept = policies.AnyPreservationPolicy([policies.LatestN(config.keep), policies.CustomSteps(list(pinned))])
-        context = ocp.Context()
+        Args:
+          folder: the same in all processes, on a file system that all of them see.
+          config: when and what is saved and kept.
+          pinned: steps whose checkpoints are never removed.
+          say: tells a person in one sentence what went wrong and is being seen to.
+        """
+        self.folder = folder.resolve()
+        self.say = say
+        self._config, self._pinned = config, set(pinned)
+        self._context = ocp.Context()
         # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
-        context.array.saving.use_compression = False
-        self._context = context
-        with context:
-            self._checkpointer = ocp.training.Checkpointer(
-                str(folder.resolve()),
-                save_decision_policy=every,
-                preservation_policy=kept,
-                cleanup_tmp_directories=True,  # what a killed save left behind
-            )
+        self._context.array.saving.use_compression = False
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._generation = 0
+        self._turns = 0
+        self._under_way: tuple[int, Future[None]] | None = None
+        self._problem = ""  # of the last save, until one succeeds
+        self._pause, self._again_at = _RETRY, 0.0
+        self._last_good = time.monotonic()
+        self._verified: set[int] = set()
+        self.local = LocalCopies(config.local_dir, self.folder)
 
     def __enter__(self) -> Self:
         """Wait for the last save at the end of a `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Wait for the last save, and close."""
-        with self._context:
-            self._checkpointer.close()
+        """Wait for the save that is under way."""
+        self.settle()
+        self._pool.shutdown()
 
     def steps(self) -> list[int]:
-        """The steps there are checkpoints of."""
-        with self._context:
-            return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
+        """The steps there are finished checkpoints of."""
+        return names.saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step there is a checkpoint of."""
-        with self._context:
-            newest = self._checkpointer.latest
-        return None if newest is None else newest.step
+        """The newest step there is a finished checkpoint of."""
+        return max(self.steps(), default=None)
 
-    def save(self, step: int, state: Any, data: Any, config: Mapping[str, Any]) -> None:
-        """Start saving; the arrays may be donated to the next step at once. One save is in flight at a time."""
-        about = {"config": dict(config), "environment": environment()}
-        with self._context:
-            self._checkpointer.save_checkpointables_async(step, {"state": state, "data": data, "about": about},
-                                                          force=True)  # fmt: skip
+    def found_whole(self, step: int) -> None:
+        """Take note that a checkpoint was read and is what was saved: it stays until a newer one is."""
+        self._verified.add(step)
 
-    def about(self, step: int) -> dict[str, Any]:
-        """The configuration and the environment of a checkpoint.
+    def take_over(self, step: int | None = None) -> None:
+        """Begin a generation of processes that save: what others of this run save from now on does not count.
 
-        Raises:
-          InputError: they cannot be read.
-        """
-        return self._load(step, {"about": None})["about"]
+        What unfinished saves have left is removed, and what was saved by processes given up for dead set aside.
 
-    def restore(self, step: int, abstract_state: Any, data: Any = None) -> Any:
-        """The state at `step`, laid out as `abstract_state` says; `data`, where given, takes up its own position.
+        Args:
+          step: that these processes go on from; what others have saved of later ones since is set aside too.
 
         Raises:
-          InputError: the checkpoint holds other arrays than `abstract_state`, or cannot be read.
+          InputError: the folder cannot be written.
         """
-        items = {"state": abstract_state} if data is None else {"state": abstract_state, "data": data}
-        return self._load(step, items)["state"]
+        if problem := self._take_over(step):
+            raise InputError(problem)
 
-    def _load(self, step: int, items: dict[str, Any]) -> dict[str, Any]:
-        what = f"The checkpoint of step {step} in {self._checkpointer.directory}"
-        with self._context:
-            return _quietly(lambda: self._checkpointer.load_checkpointables(step, items), what)
+    def _take_over(self, newest: int | None = None) -> str:
+        problem = ""
+        if is_first():
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                names.clean(self.folder)
+                self._generation = take_fence(self.folder, self._generations(newest)).generation
+            except OSError as error:
+                problem = f"{self.folder} cannot be written: {error.strerror}."
+        if problem := from_first(problem):
+            return problem
+        self._generation = int(from_first(str(self._generation)))
+        return ""
 
+    def _generations(self, newest: int | None) -> dict[int, int]:
+        """Of the checkpoints that count; the others are set aside."""
+        found = {}
+        for step in self.steps():
+            generation = names.generation_of(self.folder, step)
+            if names.counts(self.folder, step, generation) and (newest is None or step <= newest):
+                found[step] = generation
+            else:
+                aside = names.set_aside(self.folder, step, "stale")
+                self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
+                         f"now {aside.name}.")  # fmt: skip
+        return found
 
-def about_checkpoint(path: str) -> dict[str, Any]:
-    """The configuration and the environment of a checkpoint of any run; see `read_checkpoint`."""
-    folder = _checkpoint_folder(path)
-    items = {"about": None}
-    return _quietly(lambda: ocp.load_checkpointables(str(folder), items), f"The checkpoint {folder}")["about"]
+    def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
+        """Start saving; the arrays may be donated to the next step at once.
 
+        One save is in flight at a time: where another is, it is waited for. A save that fails is told, and tried
+        again when `due` says so.
 
-def read_checkpoint(path: str, abstract_state: Any) -> Any:
-    """The state of a checkpoint of any run, which is left as it is.
+        Args:
+          step: of the run; a checkpoint of it that there already is stays.
+          state: a pytree of arrays.
+          about: of the checkpoint, see `Manifest`; JSON.
 
-    Args:
-      path: the run's folder, for its newest checkpoint; the folder of a checkpoint; or RUN_DIR@PHASE, for the last
-        checkpoint of a phase.
-      abstract_state: says how the state is laid out.
+        Raises:
+          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+        """
+        self.settle()
+        if from_first(str((self.folder / str(step)).exists())) == str(True):
+            return
+        arrays = named(state)
+        leaves = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in arrays.items()}
+        self._turns += 1
+        problem = "" if self._generation else self._take_over()
+        work = self.folder / names.unfinished_name(step, self._generation)
+        if not problem:
+            problem = from_first(self._room(sum(x.nbytes for x in arrays.values())) if is_first() else "")
+        if not problem:
+            problem = from_first(self._make_way(work) if is_first() else "")
+        future: Future[None] = Future()
+        if problem:
+            future.set_exception(SaveFailed(problem))
+        else:
+            try:
+                parts = parts_to_save(arrays) if self._config.verify != "none" else []
+                self.local.stage(arrays)
+                with self._context, _quiet():
+                    response = ocp.save_checkpointables_async(str(work), {STATE: arrays})
+                saving = _Saving(step, self._turns, work, dict(about), leaves, parts, response)
+                future = self._pool.submit(self._finish, saving)
+            except (ValueError, OSError, RuntimeError) as error:  # what Orbax refuses before it begins
+                future.set_exception(SaveFailed(_sentence(error)))
+        self._under_way = (step, future)
+        if problem:
+            self.settle()
 
-    Raises:
-      InputError: there is no checkpoint, or it holds other arrays than `abstract_state`, or cannot be read.
-    """
-    folder = _checkpoint_folder(path)
-    items = {"state": abstract_state}
-    return _quietly(lambda: ocp.load_checkpointables(str(folder), items), f"The checkpoint {folder}")["state"]
+    def due(self) -> bool:
+        """Whether a save that failed is to be tried again now; the same in all processes.
 
+        Raises:
+          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+        """
+        if self._under_way is None and not self._problem:
+            return False
+        view = from_first(self._view())
+        if view == "wait":
+            return False
+        self.settle()
+        return view == "again"
 
-def _checkpoint_folder(path: str) -> Path:
-    run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
-    folder = Path(run if at else path).expanduser().resolve()
-    steps = [one.name for one in (folder / FOLDER).glob("*") if one.name.isdecimal()]
-    if at:
+    def finish(self, save: Callable[[], None]) -> None:
+        """Wait until the last save has succeeded, calling `save` again and again where it has not."""
+        self.settle()
+        while from_first(self._problem and "failed"):
+            time.sleep(1)
+            if self.due():
+                save()
+                self.settle()
+
+    def _view(self) -> str:
+        """Process 0's: 'wait', 'settled' or 'again'."""
+        if self._under_way is not None:
+            if not self._under_way[1].done():
+                return "wait"
+            return "settled"
+        return "again" if time.monotonic() >= self._again_at else "wait"
+
+    def settle(self) -> bool:
+        """Wait for the save under way; whether the last one succeeded.
+
+        Raises:
+          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+        """
+        if self._under_way is None:
+            return not self._problem
+        (step, future), self._under_way = self._under_way, None
         try:
-            ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))
+            future.result()
+        except SaveFailed as error:
+            self._failed(step, str(error))
+        else:
+            if self._problem:
+                self._tell(f"The checkpoint of step {step} is saved.")
+            self._problem, self._pause, self._last_good = "", _RETRY, time.monotonic()
+        return not self._problem
+
+    def _failed(self, step: int, problem: str) -> None:
+        lost = time.monotonic() - self._last_good
+        newest = self.latest()
+        since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
+        if from_first(str(lost > self._config.loss_window)) == str(True):
+            raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} No save has succeeded for "
+                             f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
+                             f"{since}.")  # fmt: skip
+        self._tell(f"The checkpoint of step {step} could not be saved: {problem} Training goes on, {since}; the next "
+                   f"try is in {self._pause:.0f} s.")  # fmt: skip
+        self._problem, self._again_at = problem, time.monotonic() + self._pause
+        self._pause = min(2 * self._pause, _RETRY_MOST)
+
+    def _tell(self, sentence: str) -> None:
+        if is_first():
+            self.say(sentence)
+
+    def _room(self, size: int) -> str:
+        """What stands against saving `size` bytes; nothing where there is room, which is made if need be."""
+        need = round(size * _SPARE)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if shutil.disk_usage(self.folder).free < need:
+                names.clean(self.folder)
+                self._retain()
+            free = shutil.disk_usage(self.folder).free
+        except OSError as error:
+            return f"{self.folder} cannot be used: {error.strerror}."
+        return "" if free >= need else f"{self.folder} has {free:,} bytes free, and {need:,} are needed."
+
+    def _make_way(self, work: Path) -> str:
+        """Remove what an earlier try has left under the same name; what stands against it."""
+        try:
+            for path in self.folder.glob(f"{work.name}*"):
+                shutil.rmtree(path)
+        except OSError as error:
+            return f"{work} cannot be written: {error.strerror}."
+        return ""
+
+    def _finish(self, saving: _Saving) -> None:
+        """The rest of a save, in a thread of each process."""
+        problem, key = "", f"{saving.turn}"
+        try:
+            mine = digests(saving.parts)
+            with _quiet():
+                saving.response.result()
+            self._write_digests(saving.work, mine)
+            saving.parts.clear()
+            if self._config.verify == "readback":
+                problem = next(wrong_parts(CheckpointReader(saving.work), mine), "")
+        except Exception as error:  # whatever it is, training goes on
+            problem = _sentence(error)
+        said = [one for one in each_says(f"saved/{key}", problem, _PATIENCE) if one]
+        verdict = ""
+        if is_first():
+            verdict = said[0] if said else self._commit(saving)
+        verdict = each_says(f"kept/{key}", verdict, _PATIENCE)[0]
+        if verdict:
+            if is_first():
+                names.clean(self.folder)
+            raise SaveFailed(verdict)
+        if self._config.verify == "readback":
+            self._verified.add(saving.step)
+        self.local.keep(saving.step)
+        if is_first():
+            self._retain()
+
+    def _write_digests(self, work: Path, mine: Digests) -> None:
+        if self._config.verify == "none":
+            return
+        (work / DIGESTS).mkdir(exist_ok=True)
+        write_atomically(work / DIGESTS / f"process_{jax.process_index()}.json", json.dumps(mine))
+
+    def _commit(self, saving: _Saving) -> str:
+        """Write the manifest and give the checkpoint its name; what stands against it."""
+        try:
+            # Only if the digests are on the disk as their process wrote them are they worth anything.
+            files = sorted((saving.work / DIGESTS).glob("*.json"))
+            content = {f"{DIGESTS}/{path.name}": path.read_bytes() for path in files}
+            found = joined(json.loads(text) for text in content.values())
+            leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
+                      for name, leaf in saving.leaves.items()}  # fmt: skip
+            write_manifest(saving.work, Manifest(
+                saving.step, self._generation, saving.about, leaves, files_of(saving.work),
+                {name: digest(text) for name, text in content.items()}, self._config.verify == "readback",
+            ))  # fmt: skip
+            fence = read_fence(self.folder)
+            if fence is None or fence.generation != self._generation:
+                newest = "none" if fence is None else fence.generation
+                return (f"Other processes have gone on with this run since: its generation is {newest}, and here it "
+                        f"is {self._generation}.")  # fmt: skip
+            os.rename(saving.work, self.folder / str(saving.step))
+            sync_folder(self.folder)
         except (OSError, ValueError) as error:
-            raise InputError(f"init_from is {path!r}, but {folder} is no run whose phases are known.") from error
-        if phase not in ends:
-            raise InputError(f"init_from is {path!r}, but the phases of {folder} that are done are: "
-                             f"{', '.join(ends) or 'none'}.")  # fmt: skip
-        folder = folder / FOLDER / str(ends[phase])
-    elif steps:
-        return folder / FOLDER / max(steps, key=int)
-    if folder.parent.name == FOLDER and folder.name.isdecimal() and folder.is_dir():
-        return folder
-    raise InputError(f"init_from is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
-                     f"checkpoints (RUN_DIR/{FOLDER}/100), or RUN_DIR@PHASE for the last one of a phase.")  # fmt: skip
+            return _sentence(error)
+        return ""
+
+    def _retain(self) -> None:
+        """Remove what need not be kept; in process 0."""
+        saved = names.describe_saved(self.folder)
+        kept = steps_to_keep(saved, self._config, self._verified) | self._pinned
+        for one in saved:
+            if one.step not in kept:
+                names.remove(self.folder, one.step)
 
 
-def _quietly(load: Callable[[], dict[str, Any]], what: str) -> dict[str, Any]:
-    """What `load` gives, its errors told in one sentence about `what`."""
-    log = logging.getLogger("absl")
-    level = log.level
-    try:
-        log.setLevel(logging.ERROR)
-        return load()
-    except (ValueError, KeyError, OSError) as error:  # Orbax's NoEntryError is a KeyError
-        raise InputError(f"{what} cannot be restored into this configuration: "
-                         f"{' '.join(str(error).split())[:300]}") from error  # fmt: skip
-    finally:
-        log.setLevel(level)
+class _quiet:
+    """Orbax tells of errors in the log too, which are told in a sentence of ours."""
+
+    def __enter__(self) -> None:
+        self._level = logging.getLogger("absl").level
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("absl").setLevel(self._level)
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'A file'}: {error.strerror}."
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

@@ -6,6 +6,7 @@ stand in its `check`, those that join sections in `Config.check`; all raise `Inp
 
 import math
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from zaya_jax.config.checks import require, require_path, require_positive
 from zaya_jax.config.data import DataConfig
@@ -14,6 +15,8 @@ from zaya_jax.config.optimizer import ComputeDtype, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.presets import PRESETS, PresetName
+
+Verify = Literal["none", "hash", "readback"]
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,27 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When state is saved, and how many saves are kept."""
+    """When state is saved, how it is verified, and which saves are kept."""
 
     every: int = 100  # steps
-    keep: int = 2
+    keep: int = 2  # the newest
+    keep_every: int | None = None  # steps: those of its multiples stay for good
+    keep_best: int = 0  # those of lowest held-out loss
+    # Digests of what is saved, which restoring compares; 'readback' also reads each checkpoint before it counts.
+    verify: Verify = "hash"
+    loss_window: float = 3600.0  # seconds that training goes on where nothing can be saved
+    local_dir: str | None = None  # a folder on each node's own disk or memory, for a copy that is read first
 
     def check(self) -> None:
         """Raise `InputError` for a value outside its range."""
-        require_positive("checkpoint", self, "every", "keep")
+        require_positive("checkpoint", self, "every", "keep", "loss_window")
+        require(self.keep_every is None or self.keep_every > 0, "checkpoint.keep_every", self.keep_every,
+                "null or above zero")  # fmt: skip
+        require(self.keep_best >= 0, "checkpoint.keep_best", self.keep_best, "at least 0")
+        require(self.local_dir is None or self.verify != "none", "checkpoint.local_dir", self.local_dir,
+                "null where checkpoint.verify is none: a copy counts by its digests")  # fmt: skip
+        if self.local_dir is not None:
+            require_path("checkpoint.local_dir", self.local_dir)
 
 
 @dataclass(frozen=True)

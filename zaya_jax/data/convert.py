@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from zaya_jax.data.corpus import SPLITS, Split
-from zaya_jax.data.files import partial_name, write_atomically
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.progress import WorkProgress
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.files import partial_name, write_atomically
 
 EXAMPLES = 20  # of what was left out, kept for the manifest
 

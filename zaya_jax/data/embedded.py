@@ -14,7 +14,6 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.data.baselines import compressor_baselines, end_of
 from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
-from zaya_jax.data.files import locked
 from zaya_jax.data.manifest import (
     FORMAT,
     Manifest,
@@ -29,6 +28,7 @@ from zaya_jax.data.prepare import TOKENIZER
 from zaya_jax.data.shards import ShardWriter, token_dtype
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.files import locked
 
 BASELINES = "baselines.json"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zaya_jax.data.corpus import SPLITS, Split
-from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
+from zaya_jax.files import write_atomically
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"  # what a preparation that is under way has decided

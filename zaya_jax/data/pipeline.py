@@ -1,11 +1,8 @@
 """Batches for training and for the held-out loss."""
 
-import asyncio
 import bisect
-import json
-from collections.abc import Awaitable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol, Self
+from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -20,36 +17,27 @@ from zaya_jax.errors import InputError
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
 Share = tuple[int, int]  # the i-th of n equal parts
 
-_STATE_FILE = "data.json"
 _THREADS = 2
 _PREFETCHED = 4  # batches
-
-
-class _Folder(Protocol):
-    """A folder that Orbax is making, in the background."""
-
-    async def await_creation(self) -> Path: ...
 
 
 class TrainBatches(Iterator[Batch]):
     """The training batches, by a Grain iterator that reads ahead in threads or in processes.
 
     Resumable: its state is how many rows the run has been given, which no number of processes, workers or threads
-    and no batch size changes. It is a `StatefulCheckpointable` of Orbax v1. Grain's own iterators (elastic or not)
+    and no batch size changes. Grain's own iterators (elastic or not)
     are not used as such, since they give each process every n-th row, so that a batch's rows would move with the
     number of processes, and save a file named after that number, which another number cannot restore.
     """
 
     def __init__(
         self, plan: RunPlan, steps: tuple[Stage, ...], *, start: int = 0, workers: int = 0,
-        shares: Sequence[Share] = (), writes_state: bool = True,
+        shares: Sequence[Share] = (),
     ) -> None:  # fmt: skip
         """Start at the row `start`; see `train_batches`."""
         self.plan = plan
         self._stages, self._workers = steps, workers
         self._shares = shares or [(0, 1)] * len(plan.phases)
-        self._writes_state = writes_state  # it is the same in every process
-        self._refused: InputError | None = None
         self._sequences = start  # given so far, by all processes together
         self._batches = self._start()
 
@@ -57,17 +45,11 @@ class TrainBatches(Iterator[Batch]):
         """The next batch: this process's rows of it.
 
         Raises:
-          InputError: the state that Orbax loaded is of other data, or a document is damaged.
+          InputError: a document is damaged.
         """
-        self.check()
         batch = next(self._batches)
         self._sequences += _stage_of_row(self._stages, self._sequences).sequences
         return batch
-
-    def check(self) -> None:
-        """Raise the `InputError` of a state that Orbax loaded and that is of other data."""
-        if self._refused is not None:
-            raise self._refused
 
     def __enter__(self) -> Self:
         """Close at the end of a `with` block."""
@@ -107,35 +89,8 @@ class TrainBatches(Iterator[Batch]):
                 "of a phase that is begun has changed since. Restore the old one, or start a new run_dir."
             )
         self._batches.close()
-        self._refused = None
         self._sequences = int(state["sequences"])
         self._batches = self._start()
-
-    async def save(self, directory: _Folder) -> Awaitable[None]:
-        """Orbax: take the state now, and return what writes it into `directory` in the background."""
-        text = json.dumps(self.get_state())
-
-        async def write() -> None:
-            folder = await directory.await_creation()
-            if self._writes_state:
-                await asyncio.to_thread((folder / _STATE_FILE).write_text, text)
-
-        return write()
-
-    async def load(self, directory: Path) -> Awaitable[None]:
-        """Orbax: return what reads the state from `directory` and sets it, in the background.
-
-        A state of other data is refused by the next `__next__`.
-        """
-
-        async def read() -> None:
-            state = json.loads(await asyncio.to_thread((directory / _STATE_FILE).read_text))
-            try:
-                self.set_state(state)
-            except InputError as error:  # from here Orbax would make it an error about a missing handler
-                self._refused = error
-
-        return read()
 
     def _start(self) -> Any:
         import grain  # here, since it imports jax, which preparing data must not
@@ -180,9 +135,7 @@ def _begins_a_step(steps: tuple[Stage, ...], row: int) -> bool:
     return (row - stage.first_row) % stage.sequences == 0
 
 
-def train_batches(
-    config: Config, prepared: Prepared, *, shares: Sequence[Share] = (), writes_state: bool = True
-) -> TrainBatches:
+def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Share] = ()) -> TrainBatches:
     """The batches of a run, one a step.
 
     Args:
@@ -190,7 +143,6 @@ def train_batches(
       prepared: the sources.
       shares: for each phase (i, n): this process reads the i-th of n contiguous parts of each batch's rows; all
         of them where none are given.
-      writes_state: whether a saved state is written by this process, as it is to be by one of them.
 
     Returns:
       An iterator over dicts of arrays [a step's sequences / n, s]; see `rows.Packing.row`.
@@ -207,7 +159,7 @@ def train_batches(
             )
     start = rows_before(config, first_step(config))
     return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,
-                        shares=shares, writes_state=writes_state)  # fmt: skip
+                        shares=shares)  # fmt: skip
 
 
 def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:

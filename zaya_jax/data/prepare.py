@@ -29,7 +29,6 @@ from zaya_jax.data.convert import (
     save_lengths,
 )
 from zaya_jax.data.corpus import SPLITS, Split
-from zaya_jax.data.files import locked, partial_name, write_atomically
 from zaya_jax.data.manifest import (
     FORMAT,
     MANIFEST,
@@ -52,6 +51,7 @@ from zaya_jax.data.readers.unit import Bad, Document, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.files import locked, partial_name, write_atomically
 
 TOKENIZER = "tokenizer.json"
 

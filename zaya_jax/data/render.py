@@ -19,13 +19,13 @@ from zaya_jax.data.convert import (
     remove_notes,
 )
 from zaya_jax.data.corpus import Split
-from zaya_jax.data.files import locked, write_atomically
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, describe_file, digest_of, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
+from zaya_jax.files import locked, write_atomically
 
 
 @dataclass(frozen=True)

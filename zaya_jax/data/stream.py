@@ -11,12 +11,12 @@ import numpy as np
 
 from zaya_jax.config.phases import OverLength, Packing
 from zaya_jax.data.bins import Bins, pack
-from zaya_jax.data.files import partial_name
 from zaya_jax.data.items import Items, fit, whole_documents
 from zaya_jax.data.rows import LANES, BinRows, Row, Windows
 from zaya_jax.data.rows import Packing as PackedItems
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
+from zaya_jax.files import partial_name
 
 _ALGORITHM = "best-fit-1"  # of `pack`; another one must not find these plans
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from zaya_jax.data.files import locked, write_atomically
 from zaya_jax.data.manifest import FileEntry, Manifest, describe_file, digest_of
 from zaya_jax.errors import InputError
+from zaya_jax.files import locked, write_atomically
 
 _NOTED_TOGETHER = 64  # files
 

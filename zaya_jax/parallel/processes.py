@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -63,7 +64,6 @@ def join(
         raise InputError("This is a pod of an indexed Kubernetes job, whose pods find each other by the package "
                          "kubernetes (pip install 'jax[k8s]'), or by --coordinator, --processes and --process, as in "
                          "launch/jobset.yaml.")  # fmt: skip
-    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM, and nothing ends then
     where = coordinator or f"that {launcher()} names"
     late = f"The coordinator {where} was not reached by all processes within {join_seconds} s"
     # jax aborts, with a stack trace, where its own time is over.
@@ -150,6 +150,28 @@ def from_first(text: str) -> str:
         _store().key_value_set(key, f"={text}")  # the store takes no empty text
         return text
     return _wait_for(key)[1:]
+
+
+def each_says(key: str, text: str, seconds: float) -> list[str]:
+    """What each process says under `key`, which is used once, in the order of processes; for any thread.
+
+    Raises:
+      TimeoutError: one has not said it in time; it is named.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    key, deadline = f"zaya_jax/each/{key}", time.monotonic() + seconds
+    _store().key_value_set(f"{key}/{jax.process_index()}", f"={text}")
+    found = []
+    for one in range(jax.process_count()):
+        left = max(1, round(1000 * (deadline - time.monotonic())))
+        try:
+            found.append(_store().blocking_key_value_get(f"{key}/{one}", left)[1:])
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(f"Process {one} was not heard for {seconds:g} s.") from error
+    return found
 
 
 def _wait_for(key: str) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.train.state import TrainState
 
 
@@ -38,10 +39,17 @@ def evaluate_each(
     state: TrainState,
     batches: Mapping[str, Iterable[dict[str, np.ndarray]]],
     layout: Layout,
-) -> dict[str, HeldoutLoss]:
-    """`evaluate` for each source; those without a held-out token are left out."""
-    losses = {name: evaluate(step, state, some, layout) for name, some in batches.items()}
-    return {name: loss for name, loss in losses.items() if loss.tokens}
+    stop: Preemption | None = None,
+) -> dict[str, HeldoutLoss] | None:
+    """`evaluate` for each source, those without a held-out token left out; None where the run is asked to end."""
+    losses = {}
+    for name, some in batches.items():
+        found = evaluate(step, state, some, layout, stop)
+        if found is None:
+            return None
+        if found.tokens:
+            losses[name] = found
+    return losses
 
 
 def evaluate(
@@ -49,12 +57,16 @@ def evaluate(
     state: TrainState,
     batches: Iterable[dict[str, np.ndarray]],
     layout: Layout,
-) -> HeldoutLoss:
-    """Sum the compiled evaluation `step` over `batches`."""
+    stop: Preemption | None = None,
+) -> HeldoutLoss | None:
+    """Sum the compiled evaluation `step` over `batches`; None where the run is asked to end meanwhile."""
     nats, tokens = 0.0, 0
     parts = batch_shards(layout.mesh)
-    placed = (layout.place(_filled_up(batch, parts)) for batch in batches)
-    sums: list[Any] = [step(state.params, state.balance, batch) for batch in placed]
+    sums: list[Any] = []
+    for batch in batches:
+        if stop is not None and stop.reached():
+            return None
+        sums.append(step(state.params, state.balance, layout.place(_filled_up(batch, parts))))
     for found in jax.device_get(sums):
         nats += found["loss"].item()
         tokens += round(found["tokens"].item())

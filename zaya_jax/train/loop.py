@@ -4,24 +4,26 @@ import contextlib
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
 import jax
 
-from zaya_jax.checkpoint.store import CheckpointStore, about_checkpoint, environment, has_checkpoint, read_checkpoint
-from zaya_jax.config import Config, from_dict, to_dict, to_yaml
+from zaya_jax.checkpoint.folder import has_checkpoint
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, Preempted
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.batch import Share, share_of
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import replicated
+from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
-from zaya_jax.train.compiled import CompiledSteps, abstract_state, check_stages, step_key
+from zaya_jax.train.beginning import begin, describe, go_on
+from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
@@ -29,23 +31,17 @@ from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import (
     CHECKPOINTS,
     METRICS,
-    check_past,
     claim_run,
     name_phases,
     note_phases,
     open_run,
     run_folder,
 )
-from zaya_jax.train.state import TrainState, init_counters, init_state, layout_of, make_blueprint, mesh_of
+from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
 from zaya_jax.train.tracker import JsonlTracker, NoTracker, read_rows
 
 PICTURE = "loss.png"
-
-
-# Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
-_FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
-# What the optimizer's state is shaped by, beside the architecture.
-_STATE_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule", "train.spike.window")
+_AGAIN = "The same command goes on from there."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +76,8 @@ def train(config: Config) -> TrainResult:
 
     Raises:
       InputError: the configuration, the corpus, or the run folder cannot be used; nothing is overwritten.
-      RunStopped: too many steps in a row were skipped.
+      RunStopped: too many steps in a row were skipped, or nothing could be saved for too long.
+      Preempted: the process was asked to end (SIGTERM), and has saved.
     """
     config.check()
     _check_precision(config)
@@ -91,21 +88,26 @@ def train(config: Config) -> TrainResult:
         folder = first_alone(lambda: stack.enter_context(open_run(config)) if is_first() else run_folder(config))
         prepared = first_alone(lambda: open_sources(config))
         shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]
-        with train_batches(config, prepared, shares=shares, writes_state=is_first()) as batches:
+        stop = stack.enter_context(Preemption())
+        with train_batches(config, prepared, shares=shares) as batches:
             watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                        for name in prepared.sources}  # fmt: skip
             # What process 0 sees: other machines may see what it has written only later.
             going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
-            state = None if going_on else _begin(config)
+            state = None if going_on else begin(config)
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
-                state = _restore(config, store, batches) if state is None else state
+                state = go_on(config, store, batches) if state is None else state
                 with CompiledSteps(config) as compiled:
-                    state = _run(config, folder, store, batches, state, compiled, watched, shares)
+                    state = _run(config, folder, store, batches, state, compiled, watched, shares, stop)
                     last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
-                    heldout_of = evaluate_each(compiled.evaluation(last), state, whole, _layout(config, last))
+                    heldout_of = evaluate_each(compiled.evaluation(last), state, whole, _layout(config, last), stop)
+                    about = describe(config, total_steps(config), batches.get_state(), None)
+                    store.finish(lambda: store.save(total_steps(config), state, about))
+                    if heldout_of is None:
+                        raise Preempted(f"asked to end (SIGTERM) after the last step, which is saved. {_AGAIN}")
         return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared)
 
 
@@ -119,57 +121,9 @@ def _layout(config: Config, phase: int) -> Layout:
     return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
 
 
-def _begin(config: Config) -> TrainState:
-    """The state before the first step: drawn, or another run's with counters of its own."""
-    phase = stage_at(config, first_step(config)).phase
-    abstract = abstract_state(config, phase)
-    if config.init_from is None:
-        placed = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
-    about, here = about_checkpoint(config.init_from), to_dict(config)
-    _check_architecture(config, about, "The checkpoint init_from", "choose another one")
-    for key in _STATE_KEYS:
-        theirs, ours = _value(about["config"], key), _value(here, key)
-        if theirs != ours:
-            raise InputError(f"The checkpoint init_from was made with {key} {theirs!r}, and here it is {ours!r}: its "
-                             "optimizer's state cannot be gone on with. Take the same value.")  # fmt: skip
-    state = read_checkpoint(config.init_from, abstract)
-    whole = replicated(mesh_of(config, phase))
-    return dataclasses.replace(state, **jax.jit(lambda: init_counters(config), out_shardings=whole)())
-
-
-def _value(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
-
-
-def _restore(config: Config, store: CheckpointStore, batches: TrainBatches) -> TrainState:
-    step = store.latest()
-    if step is None:
-        raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
-    about = store.about(step)
-    _check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
-    check_past(from_dict(about["config"]), config, step)
-    for key, value in environment().items() if is_first() else ():
-        if about["environment"].get(key) != value:
-            print(f"Going on with {key} {value!r}, where the run had {about['environment'].get(key)!r}: numbers will "
-                  "differ in their last bits.")  # fmt: skip
-    state = store.restore(step, abstract_state(config, stage_at(config, step).phase), batches)
-    batches.check()  # before anything of the run is written
-    return state
-
-
-def _check_architecture(config: Config, about: dict[str, Any], what: str, advice: str) -> None:
-    there, here = about["config"]["model"], to_dict(config)["model"]
-    for key, value in here.items():
-        if key not in _FREE_SIZES and there.get(key) != value:
-            raise InputError(f"{what} is of another architecture: model.{key} is {there.get(key)!r} there and "
-                             f"{value!r} here; {advice}.")  # fmt: skip
-
-
 def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState,
-         compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share]) -> TrainState:  # fmt: skip
+         compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share],
+         stop: Preemption) -> TrainState:  # fmt: skip
     """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
     step, steps = int(jax.device_get(state.step)), total_steps(config)
     boundaries = {end for _, end in phase_steps(config)}
@@ -183,6 +137,7 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
     )  # fmt: skip
     open_rows = functools.partial(JsonlTracker, folder / METRICS, step, first_step(config)) if is_first() else NoTracker
     with report, first_alone(open_rows) as tracker:
+        store.say = report.say
         if is_first():
             note_phases(folder, config)
             name_phases(folder, config, store.steps())
@@ -207,19 +162,26 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
                     state, metrics = train_step(state, batch)
                 step += 1
                 journal.begun(step, metrics)
-                boundary = step in boundaries
+                boundary, heldout = step in boundaries, None
                 looking = step % config.evaluation.every == 0 or boundary
                 saving = step % config.checkpoint.every == 0 or boundary
                 if looking:
-                    journal.settle(evaluate_each(compiled.evaluation(stage.phase), state, watched, layout))
+                    heldout = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout, stop)
+                    journal.settle(heldout)
                     if is_first():
                         _draw(folder, report)  # before the save: what a restart takes for done has its picture
-                if saving:
+                late = step % config.train.log_every == 0 and store.due()
+                ending = stop.reached()
+                if saving or late or ending:
                     journal.settle()
                     tracker.sync()
-                    store.save(step, state, batches, to_dict(config))
+                    loss = together(heldout).nats_per_token if heldout else None
+                    store.save(step, state, describe(config, step, batches.get_state(), loss))
                     if boundary and is_first():
                         name_phases(folder, config, [*store.steps(), step])
+                if ending:
+                    saved = "is saved" if store.settle() else "could not be saved"
+                    raise Preempted(f"asked to end (SIGTERM) after step {step}, which {saved}. {_AGAIN}")
                 if looking or saving:
                     report.restart_clock()
     if is_first() and not (folder / PICTURE).exists():  # a finished run whose picture was removed

@@ -10,12 +10,12 @@ from typing import Any
 
 import yaml
 
-from zaya_jax.checkpoint.store import FOLDER as CHECKPOINTS
-from zaya_jax.checkpoint.store import PHASES
+from zaya_jax.checkpoint.folder import FOLDER as CHECKPOINTS
+from zaya_jax.checkpoint.folder import PHASES
 from zaya_jax.config import Config, PhaseConfig, to_dict, to_yaml
 from zaya_jax.config.stages import phase_steps, schedule_spans
-from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
+from zaya_jax.files import write_atomically
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"

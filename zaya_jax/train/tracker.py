@@ -10,8 +10,8 @@ import os
 from pathlib import Path
 from typing import Any, Self
 
-from zaya_jax.data.files import write_atomically
 from zaya_jax.errors import InputError
+from zaya_jax.files import write_atomically
 
 
 class JsonlTracker:

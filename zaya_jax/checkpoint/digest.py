@@ -1,0 +1,115 @@
+"""What a checkpoint's content is told by: one digest for each part of an array that one device holds.
+
+A part is known by the slice of the whole array that it is, so that a digest says what must be read back whatever
+devices read it. Digests are taken of host memory: a digest of a file would bless what was written wrongly.
+"""
+
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import xxhash
+
+_THREADS = 8
+Digests = dict[str, dict[str, str]]  # name of an array → slice → digest
+
+
+class Part(NamedTuple):
+    """What one device holds of an array, in host memory."""
+
+    name: str
+    where: str  # the slice of the whole array, see `slice_text`
+    data: np.ndarray
+
+
+def digest(data: np.ndarray | bytes) -> str:
+    """XXH3-128 of the bytes, in C order, as 32 hexadecimal digits."""
+    held = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
+    return xxhash.xxh3_128_hexdigest(held)
+
+
+def slice_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
+    """A slice of an array of `shape` in words that JSON keeps: '0:2,0:8'; empty for a scalar."""
+    bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
+    return ",".join(f"{start}:{stop}" for start, stop, _ in bounds)
+
+
+def read_slice(text: str) -> tuple[slice, ...]:
+    """The inverse of `slice_text`; ValueError where it is none."""
+    pairs = (part.split(":") for part in text.split(",")) if text else ()
+    return tuple(slice(int(start), int(stop)) for start, stop in pairs)
+
+
+def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
+    """What this process has to save, each part of an array once in all processes; waits for copies from devices."""
+    shards = [
+        (name, slice_text(shard.index, array.shape), shard.data)
+        for name, array in arrays.items()
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    for _, _, data in shards:
+        data.copy_to_host_async()
+    return [Part(name, where, np.asarray(data)) for name, where, data in shards]
+
+
+def digests(parts: Iterable[Part]) -> Digests:
+    """The digest of each part, several at a time."""
+    parts = list(parts)
+    found: Digests = {}
+    with ThreadPoolExecutor(_THREADS, "digest") as pool:
+        for part, text in zip(parts, pool.map(lambda part: digest(part.data), parts), strict=True):
+            found.setdefault(part.name, {})[part.where] = text
+    return found
+
+
+def joined(of_processes: Iterable[Digests]) -> Digests:
+    """The digests of several processes as one."""
+    found: Digests = {}
+    for one in of_processes:
+        for name, parts in one.items():
+            found.setdefault(name, {}).update(parts)
+    return found
+
+
+def leaf_digest(parts: Mapping[str, str]) -> str:
+    """One digest for an array, of those of its parts and of how it is cut into them."""
+    return digest("\n".join(f"{where} {parts[where]}" for where in sorted(parts)).encode())
+
+
+def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
+    """Compare what this process has of `arrays` with what was saved.
+
+    Returns:
+      The arrays that differ, and by array the slices that were saved and that no device here holds whole.
+    """
+    jobs: list[tuple[str, str, np.ndarray]] = []
+    elsewhere: dict[str, list[str]] = {}
+    for name, parts in expected.items():
+        shards: dict[tuple[Any, ...], jax.Array] = {}
+        array = arrays[name]
+        for shard in array.addressable_shards:
+            shards.setdefault(_bounds(shard.index, array.shape), shard.data)
+        held = {bounds: np.asarray(data) for bounds, data in shards.items()}
+        for where in parts:
+            wanted = _bounds(read_slice(where), array.shape)
+            home = next((bounds for bounds in held if _within(wanted, bounds)), None)
+            if home is None:
+                elsewhere.setdefault(name, []).append(where)
+            else:
+                inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(wanted, home, strict=True))
+                jobs.append((name, where, held[home][inner]))
+    with ThreadPoolExecutor(_THREADS, "digest") as pool:
+        same = pool.map(lambda job: digest(job[2]) == expected[job[0]][job[1]], jobs)
+        wrong = dict.fromkeys(job[0] for job, good in zip(jobs, same, strict=True) if not good)
+    return list(wrong), elsewhere
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+
+
+def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:
+    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))

@@ -1,0 +1,119 @@
+"""The folder `checkpoints/` of a run: what lies in it, by name.
+
+`100` is the checkpoint of step 100. `100.g3` is one that generation 3 has not finished, `100.g3.orbax-checkpoint-tmp…`
+one that Orbax has not; `100.corrupt-…` is one that was not what had been saved, `100.stale-…` one that processes given
+up for dead have saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from being removed.
+"""
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+from zaya_jax.checkpoint.fence import read_fence
+from zaya_jax.checkpoint.manifest import has_manifest
+from zaya_jax.checkpoint.retention import Saved
+from zaya_jax.errors import InputError
+
+FOLDER = "checkpoints"  # of a run
+PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
+PINNED = "PINNED"
+_LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted)")
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is a checkpoint, or what once was one, in the folder `checkpoints/` of a run."""
+    return any(one.name.isdecimal() or ".corrupt-" in one.name for one in folder.glob("*"))
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """The steps there are finished checkpoints of; whether they are whole, reading them says."""
+    return sorted(int(one.name) for one in folder.glob("*") if one.name.isdecimal() and has_manifest(one))
+
+
+def describe_saved(folder: Path) -> list[Saved]:
+    """The finished checkpoints, for retention."""
+    return [Saved(step, _heldout_loss(folder / str(step)), (folder / str(step) / PINNED).exists())
+            for step in saved_steps(folder)]  # fmt: skip
+
+
+def _heldout_loss(folder: Path) -> float | None:
+    try:
+        tree = json.loads(next(folder.glob("manifest-*.json")).read_text(encoding="utf-8"))
+        return tree["about"]["heldout_loss"]
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return None
+
+
+def unfinished_name(step: int, generation: int) -> str:
+    """Of a checkpoint that is being saved."""
+    return f"{step}.g{generation}"
+
+
+def clean(folder: Path) -> None:
+    """Remove what saves that were not finished have left; none may be under way."""
+    for path in folder.glob("*"):
+        if _LEFT_OVER.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove(folder: Path, step: int) -> None:
+    """Remove a checkpoint; from the first moment on it is none."""
+    gone = folder / f"{step}.deleted"
+    (folder / str(step)).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def set_aside(folder: Path, step: int, why: str) -> Path:
+    """Keep a checkpoint that is not to be used under another name, and give it."""
+    base = f"{step}.{why}-{time.strftime('%Y%m%dT%H%M%S')}"
+    aside = next(one for one in (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
+                 if not one.exists())  # fmt: skip
+    (folder / str(step)).rename(aside)
+    return aside
+
+
+def counts(folder: Path, step: int, generation: int) -> bool:
+    """Whether a checkpoint of that generation is not of processes that were given up for dead."""
+    fence = read_fence(folder)
+    return fence is None or fence.lets_pass(step, generation)
+
+
+def checkpoint_folder(path: str, what: str = "init_from") -> Path:
+    """The folder of one checkpoint.
+
+    Args:
+      path: the run's folder, for its newest checkpoint; the folder of a checkpoint; or RUN_DIR@PHASE, for the last
+        checkpoint of a phase.
+      what: the path is, for messages.
+
+    Raises:
+      InputError: there is none.
+    """
+    run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
+    folder = Path(run if at else path).expanduser().resolve()
+    steps = saved_steps(folder / FOLDER)
+    if at:
+        try:
+            ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InputError(f"{what} is {path!r}, but {folder} is no run whose phases are known.") from error
+        if phase not in ends:
+            raise InputError(f"{what} is {path!r}, but the phases of {folder} that are done are: "
+                             f"{', '.join(ends) or 'none'}.")  # fmt: skip
+        folder = folder / FOLDER / str(ends[phase])
+    elif steps:
+        return folder / FOLDER / str(steps[-1])
+    if folder.parent.name == FOLDER and folder.name.isdecimal() and has_manifest(folder):
+        return folder
+    raise InputError(f"{what} is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
+                     f"checkpoints (RUN_DIR/{FOLDER}/100), or RUN_DIR@PHASE for the last one of a phase.")  # fmt: skip
+
+
+def generation_of(folder: Path, step: int) -> int:
+    """Of the processes that saved a checkpoint; 0 where its manifest does not say, which reading it finds out."""
+    try:
+        return int(json.loads(next((folder / str(step)).glob("manifest-*.json")).read_text())["generation"])
+    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+        return 0

@@ -1,0 +1,94 @@
+"""A copy of the newest checkpoint on each node's own disk or memory, from which a run that is started again reads.
+
+Each process keeps the bytes of what its devices hold. They count only where every process finds all it needs, and
+all of it has the digests of the checkpoint itself.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax.checkpoint.digest import Digests, digest, read_slice, slice_text
+
+_INDEX = "index.json"
+
+
+class LocalCopies:
+    """The folder of copies of one run on this node; nothing where there is none configured."""
+
+    def __init__(self, folder: str | None, run: Path) -> None:
+        """`run` is the folder of the checkpoints that are copied, by whose path copies of several runs differ."""
+        self._home: Path | None = None
+        if folder is not None:
+            name = f"{digest(str(run).encode())[:12]}-{jax.process_index()}"
+            self._home = Path(folder).expanduser() / name
+        self._staged: dict[tuple[str, str], np.ndarray] = {}
+
+    def stage(self, arrays: Mapping[str, jax.Array]) -> None:
+        """Take what this process has of `arrays` into host memory, until `keep`."""
+        if self._home is None:
+            return
+        self._staged = {
+            (name, slice_text(shard.index, array.shape)): np.asarray(shard.data)
+            for name, array in arrays.items()
+            for shard in array.addressable_shards
+        }
+
+    def keep(self, step: int) -> None:
+        """Write what is staged as the copy of the checkpoint of `step`, and remove older ones.
+
+        A copy that cannot be written is none: there is still the checkpoint.
+        """
+        staged, self._staged = self._staged, {}
+        if self._home is None or not staged:
+            return
+        part = self._home / f"{step}.partial"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            index = []
+            for number, ((name, where), data) in enumerate(staged.items()):
+                np.ascontiguousarray(data).tofile(part / str(number))
+                index.append([name, where])
+            (part / _INDEX).write_text(json.dumps(index), encoding="utf-8")
+            shutil.rmtree(self._home / str(step), ignore_errors=True)
+            part.rename(self._home / str(step))
+        except OSError:
+            shutil.rmtree(part, ignore_errors=True)
+            return
+        for path in self._home.iterdir():
+            if path.name != str(step):
+                shutil.rmtree(path, ignore_errors=True)
+
+    def read(self, step: int, abstract: Mapping[str, Any], digests: Digests) -> dict[str, jax.Array] | None:
+        """The arrays as `abstract` has them laid out; None where the copy lacks a part or differs."""
+        if self._home is None or not (self._home / str(step) / _INDEX).exists():
+            return None
+        folder = self._home / str(step)
+        try:
+            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            files = {(name, where): folder / str(number) for number, (name, where) in enumerate(index)}
+            return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
+        except (OSError, ValueError, KeyError):
+            return None
+
+
+def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
+    """One array of the copy; KeyError or ValueError where a part is missing or differs."""
+    found: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        where = slice_text(index or (), leaf.shape)
+        if where not in found:
+            data = np.fromfile(files[name, where], leaf.dtype)
+            if digest(data) != digests[where]:
+                raise ValueError(f"{name}[{where}] is not what was saved.")
+            found[where] = data.reshape([one.stop - one.start for one in read_slice(where)])
+        return found[where]
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)

@@ -1,0 +1,112 @@
+"""The manifest of a checkpoint: what it consists of and what it is, written when all of it is there."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.checkpoint.digest import Digests, digest, joined
+from zaya_jax.errors import InputError
+from zaya_jax.files import sync_folder, write_atomically
+
+FORMAT = 1  # of checkpoints; a newer one is refused
+STATE = "state"  # the folder of the arrays, which is Orbax's
+DIGESTS = "digests"  # the folder of each process's digests
+_NAME = "manifest-{}.json"  # with the digest of its content
+
+
+class Damaged(Exception):
+    """A checkpoint is not what was saved: a full sentence says what of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint is.
+
+    Attributes:
+      step: of the run.
+      generation: of the processes that saved it, see `fence`.
+      about: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`, `heldout_loss`.
+      leaves: dtype, shape and digest of each array by name.
+      files: size in bytes of each file, by path within the checkpoint; this one is not among them.
+      digests: of the files in the folder `digests/`, which hold the digest of each part of each array; none
+        where they were not asked for.
+      read_back: whether all arrays were read back and compared before it was written.
+    """
+
+    step: int
+    generation: int
+    about: dict[str, Any]
+    leaves: dict[str, dict[str, Any]]
+    files: dict[str, int]
+    digests: dict[str, str]
+    read_back: bool
+    format: int = FORMAT
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it, durably, as the last file of the checkpoint in `folder`."""
+    text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
+    write_atomically(folder / _NAME.format(digest(text.encode())), text)
+    sync_folder(folder)
+
+
+def has_manifest(folder: Path) -> bool:
+    """Whether the checkpoint in `folder` was finished."""
+    return any(folder.glob(_NAME.format("*")))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`, its files compared by name and size, its digests by content.
+
+    Raises:
+      Damaged: there is none, or it is not what was written, or a file is missing or of another size.
+      InputError: it is of a newer format.
+    """
+    paths = sorted(folder.glob(_NAME.format("*")))
+    if len(paths) != 1:
+        raise Damaged(f"{folder} holds {len(paths)} manifests, where a checkpoint has one.")
+    content = _bytes(paths[0])
+    if paths[0].name != _NAME.format(digest(content)):
+        raise Damaged(f"{paths[0]} is not what was written.")
+    tree = json.loads(content)
+    if tree["format"] > FORMAT:
+        raise InputError(f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax knows formats up to "
+                         f"{FORMAT}: take a newer one.")  # fmt: skip
+    manifest = Manifest(**tree)
+    for name, size in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise Damaged(f"{path} is missing.")
+        if path.stat().st_size != size:
+            raise Damaged(f"{path} has {path.stat().st_size} bytes, but {size} were written.")
+    for name, text in manifest.digests.items():
+        if digest(_bytes(folder / name)) != text:
+            raise Damaged(f"{folder / name} is not what was written.")
+    return manifest
+
+
+def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int = 1) -> Digests:
+    """The digests of the parts that a reader is to see to; empty where none were taken.
+
+    The reader of a number sees to what the process of that number saved, which in the same layout it has.
+    """
+    files = sorted(manifest.digests, key=_process)
+    return joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
+
+
+def _process(name: str) -> int:
+    return int(Path(name).stem.rpartition("_")[2])
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Size of each file in a checkpoint, by path within it."""
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
+            if path.is_file()}  # fmt: skip
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise Damaged(f"{path} cannot be read: {error.strerror}.") from error

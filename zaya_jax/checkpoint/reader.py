@@ -1,0 +1,69 @@
+"""Arrays of a checkpoint, read in pieces into host memory, without devices."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from zaya_jax.checkpoint.digest import Digests, digest, read_slice
+from zaya_jax.checkpoint.manifest import STATE, Damaged, read_digests, read_manifest
+
+_THREADS = 8
+
+
+class CheckpointReader:
+    """The arrays of the checkpoint in `folder`, which need not be finished."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
+        self._open: dict[str, Any] = {}
+
+    def read(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
+        """The array `name`, or the part of it at the index `where`.
+
+        Raises:
+          Damaged: it cannot be read.
+        """
+        try:
+            if name not in self._open:
+                spec = {"driver": "zarr3", "kvstore": {**self._store, "path": f"{name}/"}}
+                self._open[name] = tensorstore.open(spec, open=True, read=True).result()
+            return np.asarray(self._open[name][where].read().result())
+        except (ValueError, OSError) as error:
+            why = " ".join(str(error).split())[:200]
+            raise Damaged(f"The array {name} in {self.folder} cannot be read: {why}") from error
+
+
+def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
+    """Read the parts of arrays that `expected` names; yield a sentence for each that is not what was saved."""
+
+    def check(job: tuple[str, str, str]) -> str | None:
+        name, where, text = job
+        try:
+            found = digest(reader.read(name, read_slice(where)))
+        except Damaged as error:
+            return str(error)
+        return None if found == text else f"The array {name}[{where}] in {reader.folder} is not what was saved."
+
+    jobs = [(name, where, text) for name, parts in expected.items() for where, text in parts.items()]
+    with ThreadPoolExecutor(_THREADS, "verify") as pool:
+        yield from filter(None, pool.map(check, jobs))
+
+
+def verify_checkpoint(folder: Path) -> list[str]:
+    """Read a whole checkpoint, and say what of it is not what was saved; nothing where all of it is.
+
+    Raises:
+      InputError: it is of a newer format.
+    """
+    try:
+        expected = read_digests(folder, read_manifest(folder))
+    except Damaged as error:
+        return [str(error)]
+    if not expected:
+        return [f"{folder} was saved with checkpoint.verify none: there is nothing to compare it with."]
+    return list(wrong_parts(CheckpointReader(folder), expected))

@@ -1,0 +1,194 @@
+"""Restoring: the newest checkpoint that is what was saved, onto any layout, and never one that is not."""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from zaya_jax.checkpoint import folder as names
+from zaya_jax.checkpoint.digest import Digests, differing
+from zaya_jax.checkpoint.leaves import like, named
+from zaya_jax.checkpoint.manifest import STATE, Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.parallel.processes import each_says, first_alone, from_first, is_first
+
+_PATIENCE = 3600  # seconds that the slowest process may need to read its part
+_turns = itertools.count()
+
+
+class Restored(NamedTuple):
+    """A state, and what the checkpoint says of itself."""
+
+    state: Any
+    manifest: Manifest
+
+
+def restore_newest(
+    store: CheckpointStore, prepare: Callable[[Manifest], Any], say: Callable[[str], object]
+) -> Restored | None:
+    """The newest checkpoint of a run that is what was saved; those that are not are set aside, and told.
+
+    Args:
+      store: of the run.
+      prepare: gives for a manifest the abstract state, laid out as it is to be; it may raise `InputError`.
+      say: tells a person in one sentence what is set aside.
+
+    Returns:
+      None where no checkpoint was ever finished.
+
+    Raises:
+      InputError: of `prepare`; or the checkpoint holds other arrays.
+      RunStopped: none of the checkpoints is what was saved.
+    """
+    folder, aside = store.folder, ""
+    while steps := _steps(folder):
+        step = steps[-1]
+        try:
+            manifest = _manifest(folder, step)
+            restored = _restore(store, folder / str(step), manifest, prepare(manifest))
+        except Damaged as error:
+            aside = first_alone(lambda step=step: _set_aside(folder, step, "corrupt"))
+            if is_first():
+                say(f"{error} It is kept as {aside}, and an older checkpoint is taken where there is one.")
+            continue
+        store.found_whole(step)
+        return restored
+    if aside or from_first(str(names.has_checkpoint(folder))) == str(True):
+        raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
+                         "with another run_dir.")  # fmt: skip
+    return None
+
+
+def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any]) -> Restored:
+    """A checkpoint of any run, which is left as it is.
+
+    Args:
+      folder: of the checkpoint.
+      prepare: gives for a manifest the abstract state.
+
+    Raises:
+      InputError: it is not what was saved, or holds other arrays than asked for.
+    """
+    try:
+        manifest = _manifest(folder.parent, int(folder.name))
+        return _restore(None, folder, manifest, prepare(manifest))
+    except Damaged as error:
+        raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.FOLDER}/STEP.") from error
+
+
+def _steps(folder: Path) -> list[int]:
+    text = from_first(" ".join(map(str, names.saved_steps(folder))))
+    return [int(step) for step in text.split()]
+
+
+def _set_aside(folder: Path, step: int, why: str) -> str:
+    if not is_first():
+        return ""
+    return names.set_aside(folder, step, why).name
+
+
+def _manifest(folder: Path, step: int) -> Manifest:
+    """The manifest of a checkpoint; all processes agree on whether it can be used."""
+    manifest: Manifest | None = None
+    problem = refused = ""
+    try:
+        manifest = read_manifest(folder / str(step))
+        if manifest.step != step:
+            problem = f"{folder / str(step)} holds the checkpoint of step {manifest.step}."
+        elif not names.counts(folder, step, manifest.generation):
+            problem = f"{folder / str(step)} was saved by processes that had been given up for dead."
+    except Damaged as error:
+        problem = str(error)
+    except InputError as error:
+        refused = str(error)
+    _agree(refused, InputError)
+    _agree(problem, Damaged)
+    if manifest is None:
+        raise RuntimeError("A manifest that could not be read was agreed on.")
+    return manifest
+
+
+def _agree(problem: str, kind: type[Exception]) -> None:
+    """Raise in every process where one has a problem."""
+    said = each_says(f"restore/{next(_turns)}", problem, _PATIENCE)
+    if found := next(filter(None, said), ""):
+        raise kind(found)
+
+
+def _restore(store: CheckpointStore | None, folder: Path, manifest: Manifest, abstract: Any) -> Restored:
+    wanted = named(abstract)
+    _check_arrays(folder, manifest, wanted)
+    arrays: dict[str, jax.Array] | None = None
+    problem, digests = "", {}
+    try:
+        digests = read_digests(folder, manifest)
+        if store is not None and digests:
+            arrays = store.local.read(manifest.step, wanted, digests)
+    except (Damaged, ValueError) as error:
+        problem = str(error)
+    _agree(problem, Damaged)
+    # All from their own copies, or none: what Orbax reads, all processes read together.
+    copied = each_says(f"restore/{next(_turns)}", "no" if arrays is None else "yes", _PATIENCE)
+    if arrays is None or "no" in copied:
+        arrays = {}
+        try:
+            arrays = _load(folder, wanted)
+            problem = _compare(folder, manifest, arrays, digests) if digests else ""
+        except Damaged as error:
+            problem = str(error)
+        _agree(problem, Damaged)
+    return Restored(like(abstract, arrays), manifest)
+
+
+def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any]) -> None:
+    """Raise `InputError` where a checkpoint holds other arrays than are wanted."""
+
+    def refuse(what: str) -> InputError:
+        return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {what}")
+
+    for name, leaf in wanted.items():
+        there = manifest.leaves.get(name)
+        if there is None:
+            raise refuse(f"it holds no array {name}.")
+        if tuple(there["shape"]) != leaf.shape or there["dtype"] != str(leaf.dtype):
+            raise refuse(f"its {name} is {there['dtype']} {there['shape']}, and here it is {leaf.dtype} "
+                         f"{list(leaf.shape)}.")  # fmt: skip
+    if more := [name for name in manifest.leaves if name not in wanted]:
+        raise refuse(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
+
+
+def _load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+    log = logging.getLogger("absl")
+    level = log.level
+    try:
+        log.setLevel(logging.CRITICAL)
+        arrays = ocp.load_checkpointables(str(folder), {STATE: dict(wanted)})[STATE]
+    except Exception as error:  # whatever a damaged file makes a library say
+        raise Damaged(f"{folder} cannot be read: {' '.join(str(error).split())[:300]}.") from error
+    finally:
+        log.setLevel(level)
+    for name, array in arrays.items():
+        if array.dtype != wanted[name].dtype:  # 64 bits in a process whose jax has no more than 32
+            raise InputError(f"The array {name} in {folder} is {wanted[name].dtype}, and jax would make it "
+                             f"{array.dtype}: set JAX_ENABLE_X64=1.")  # fmt: skip
+    return arrays
+
+
+def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> str:
+    """What of the arrays is not what was saved: what lies on these devices, and of the rest what falls to this process.
+
+    Between them, the processes compare every part of every array.
+    """
+    wrong, elsewhere = differing(arrays, digests)
+    if wrong:
+        return f"The array {wrong[0]} in {folder} is not what was saved."
+    mine = read_digests(folder, manifest, jax.process_index(), jax.process_count())
+    rest = {name: {where: text for where, text in parts.items() if where in elsewhere.get(name, ())}
+            for name, parts in mine.items()}  # fmt: skip
+    return next(wrong_parts(CheckpointReader(folder), rest), "")
