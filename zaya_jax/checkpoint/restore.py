@@ -1,24 +1,25 @@
 """Restoring: the newest checkpoint that is what was saved, onto any layout, and never one that is not."""
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from orbax.checkpoint import v1 as ocp
+import numpy as np
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.digest import Digests, differing
+from zaya_jax.checkpoint.digest import Digests, differing, slice_text
 from zaya_jax.checkpoint.leaves import like, named
-from zaya_jax.checkpoint.manifest import STATE, Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.checkpoint.manifest import Damaged, Manifest, read_digests, read_manifest
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.parallel.processes import each_says, first_alone, from_first, is_first
 
 _PATIENCE = 3600  # seconds that the slowest process may need to read its part
+_THREADS = 8
 _turns = itertools.count()
 
 
@@ -164,20 +165,26 @@ def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any]) -
 
 
 def _load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    log = logging.getLogger("absl")
-    level = log.level
-    try:
-        log.setLevel(logging.CRITICAL)
-        arrays = ocp.load_checkpointables(str(folder), {STATE: dict(wanted)})[STATE]
-    except Exception as error:  # whatever a damaged file makes a library say
-        raise Damaged(f"{folder} cannot be read: {' '.join(str(error).split())[:300]}.") from error
-    finally:
-        log.setLevel(level)
-    for name, array in arrays.items():
-        if array.dtype != wanted[name].dtype:  # 64 bits in a process whose jax has no more than 32
-            raise InputError(f"The array {name} in {folder} is {wanted[name].dtype}, and jax would make it "
-                             f"{array.dtype}: set JAX_ENABLE_X64=1.")  # fmt: skip
-    return arrays
+    """Each array, of which this process reads what its devices hold, several arrays at a time."""
+    reader = CheckpointReader(folder)
+
+    def load(name: str) -> jax.Array:
+        leaf, held = wanted[name], {}
+
+        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+            where = slice_text(index or (), leaf.shape)
+            if where not in held:  # devices may hold the same
+                held[where] = reader.read(name, index or ())
+            return held[where]
+
+        array = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+        if array.dtype != leaf.dtype:  # 64 bits in a process whose jax has no more than 32
+            raise InputError(f"The array {name} in {folder} is {leaf.dtype}, and jax would make it {array.dtype}: set "
+                             "JAX_ENABLE_X64=1.")  # fmt: skip
+        return array
+
+    with ThreadPoolExecutor(_THREADS, "restore") as pool:
+        return dict(zip(wanted, pool.map(load, wanted), strict=True))
 
 
 def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> str:

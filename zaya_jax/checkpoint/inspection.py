@@ -1,0 +1,122 @@
+"""What is in a checkpoint, and how two differ, read part by part."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zaya_jax.checkpoint.digest import read_slice
+from zaya_jax.checkpoint.manifest import Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.checkpoint.reader import CheckpointReader
+from zaya_jax.errors import InputError
+
+
+class Leaf(NamedTuple):
+    """Of an array of a checkpoint: `norm` is the Euclidean one, `largest` the largest absolute value."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    norm: float
+    largest: float
+    finite: bool
+
+
+class Distance(NamedTuple):
+    """Between an array of two checkpoints: `largest` absolute difference, `relative` that of norms to the first's."""
+
+    name: str
+    largest: float
+    relative: float
+    note: str = ""
+
+
+def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
+    """A checkpoint to read from; its values are not compared with its digests.
+
+    Raises:
+      InputError: it is not what was saved, as far as that is known without reading its values.
+    """
+    try:
+        return read_manifest(folder), CheckpointReader(folder)
+    except Damaged as error:
+        raise InputError(str(error)) from error
+
+
+def slices_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """The slices each array was saved in; the whole of it where that is not known."""
+    digests = read_digests(folder, manifest)
+    whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
+    return {name: sorted(digests.get(name, {whole[name]: ""})) for name in manifest.leaves}
+
+
+def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
+    """Its arrays in order of name."""
+    manifest, reader = open_checkpoint(folder)
+    for name, slices in sorted(slices_of(folder, manifest).items()):
+        squares, largest, finite = 0.0, 0.0, True
+        for where in slices:
+            x = _wide(_read(reader, name, where))
+            squares += float(np.vdot(x, x))
+            largest = max(largest, float(np.abs(x).max(initial=0.0)))
+            finite = finite and bool(np.isfinite(x).all())
+        leaf = manifest.leaves[name]
+        yield Leaf(name, leaf["dtype"], tuple(leaf["shape"]), math.sqrt(squares), largest, finite)
+
+
+def compare_checkpoints(one: Path, other: Path) -> Iterator[Distance]:
+    """What differs between two checkpoints, array by array; nothing where all arrays are bitwise equal."""
+    (first, reader), (second, other_reader) = open_checkpoint(one), open_checkpoint(other)
+    slices = slices_of(one, first)
+    for name in sorted({*first.leaves, *second.leaves}):
+        here, there = first.leaves.get(name), second.leaves.get(name)
+        if here is None or there is None:
+            yield Distance(name, math.nan, math.nan, f"only in the {'second' if here is None else 'first'}")
+        elif (here["dtype"], here["shape"]) != (there["dtype"], there["shape"]):
+            yield Distance(name, math.nan, math.nan,
+                           f"{here['dtype']} {here['shape']} and {there['dtype']} {there['shape']}")  # fmt: skip
+        elif here.get("digest") is None or here.get("digest") != there.get("digest"):
+            found = _distance(name, reader, other_reader, slices[name])
+            if found is not None:
+                yield found
+
+
+def configurations(one: Manifest, other: Manifest) -> Iterator[tuple[str, Any, Any]]:
+    """The keys of the configurations that differ, with both values."""
+    first, second = (dict(_flat(manifest.about["config"])) for manifest in (one, other))
+    for key in [*first, *(key for key in second if key not in first)]:
+        if first.get(key) != second.get(key):
+            yield key, first.get(key), second.get(key)
+
+
+def _distance(name: str, one: CheckpointReader, other: CheckpointReader, slices: list[str]) -> Distance | None:
+    same, squares, norm, largest = True, 0.0, 0.0, 0.0
+    for where in slices:
+        a, b = _read(one, name, where), _read(other, name, where)
+        same = same and a.tobytes() == b.tobytes()
+        x, y = _wide(a), _wide(b)
+        squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
+        largest = max(largest, float(np.abs(x - y).max(initial=0.0)))
+    relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
+    return None if same else Distance(name, largest, relative)
+
+
+def _read(reader: CheckpointReader, name: str, where: str) -> np.ndarray:
+    try:
+        return reader.read(name, read_slice(where))
+    except Damaged as error:
+        raise InputError(str(error)) from error
+
+
+def _wide(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float64).reshape(-1)
+
+
+def _flat(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{where}.{key}" if where else str(key))
+    else:
+        yield where, tree

@@ -1,0 +1,59 @@
+"""Removing checkpoints by hand."""
+
+import shutil
+from pathlib import Path
+
+from zaya_jax.checkpoint.commands import checkpoints_of, set_aside, size_text
+from zaya_jax.checkpoint.folder import describe_saved, remove
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.retention import steps_to_keep
+from zaya_jax.config import CheckpointConfig
+from zaya_jax.errors import InputError
+from zaya_jax.files import locked
+
+
+def prune(run: Path, config: CheckpointConfig, aside: bool = False, dry_run: bool = False) -> str:
+    """Remove the checkpoints of a run that need not be kept, and say which.
+
+    Checkpoints are read, from the newest down, until one is what was saved: that one stays whatever is asked for, and
+    those above it, which are not, do not count as kept.
+
+    Args:
+      run: the run's folder, in which no process may be training.
+      config: which are kept.
+      aside: remove what was set aside as well.
+      dry_run: only say it.
+
+    Raises:
+      InputError: a number is out of range, a process trains in the run, or no checkpoint is what was saved.
+    """
+    config.check()
+    checkpoints_of(run)
+    with locked(run.expanduser() / ".lock", "The run", wait=False):
+        return _prune(run, config, aside, dry_run)
+
+
+def _prune(run: Path, config: CheckpointConfig, aside: bool, dry_run: bool) -> str:
+    folder = checkpoints_of(run)
+    saved = describe_saved(folder)
+    damaged = []
+    for one in reversed(saved):
+        if not verify_checkpoint(folder / str(one.step)):
+            break
+        damaged.append(one.step)
+    else:
+        raise InputError(f"None of the {len(saved)} checkpoints in {folder} is what was saved: none is removed.")
+    whole = [one for one in saved if one.step not in damaged]
+    kept = steps_to_keep(whole, config, [whole[-1].step]) | set(damaged)
+    gone = [folder / str(one.step) for one in saved if one.step not in kept] + (set_aside(folder) if aside else [])
+    size = sum(path.stat().st_size for one in gone for path in one.rglob("*") if path.is_file())
+    for path in gone if not dry_run else ():
+        if path.name.isdecimal():
+            remove(folder, int(path.name))
+        else:
+            shutil.rmtree(path)
+    names = ", ".join(path.name for path in gone) or "nothing"
+    wrong = (
+        f" Not what was saved, and left for you to look at: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
+    )
+    return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{wrong}"

@@ -1,0 +1,90 @@
+"""A checkpoint written from host memory, part by part, by one process: what is averaged or imported.
+
+It is laid out as Orbax lays out its own, so that the same code reads both.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from zaya_jax.checkpoint.digest import Digests, Part, digest, leaf_digest, read_slice
+from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
+from zaya_jax.errors import InputError
+from zaya_jax.files import sync_folder
+
+
+def write_checkpoint(
+    folder: Path, step: int, about: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[Part]
+) -> None:
+    """Write the checkpoint `folder`, durably; it appears whole or not at all.
+
+    Args:
+      folder: RUN_DIR/checkpoints/STEP, which must not exist.
+      step: it is of.
+      about: of the checkpoint, see `Manifest`.
+      leaves: dtype and shape of each array by name.
+      parts: of the arrays, each alike in size to the first of its array but for the last along an axis; together
+        they are all of them.
+
+    Raises:
+      InputError: `folder` exists, or cannot be written.
+    """
+    if folder.exists():
+        raise InputError(f"{folder} exists; a checkpoint is written into a new folder.")
+    work = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        (work / DIGESTS).mkdir(parents=True)
+        digests = _write_parts(work / STATE, leaves, parts)
+        text = json.dumps(digests).encode()
+        (work / DIGESTS / "process_0.json").write_bytes(text)
+        found = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
+        write_manifest(work, Manifest(step, 0, dict(about), found, files_of(work),
+                                      {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
+        os.rename(work, folder)
+        sync_folder(folder.parent)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be written: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[Part]) -> Digests:
+    store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
+    arrays: dict[str, Any] = {}
+    found: Digests = {}
+    # One part is written while the next is made: two are in memory.
+    with ThreadPoolExecutor(1, "write") as pool:
+        before = None
+        for part in parts:
+            if part.name not in arrays:
+                arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
+            found.setdefault(part.name, {})[part.where] = digest(part.data)
+            if before is not None:
+                before.result()
+            array, where = arrays[part.name], read_slice(part.where)
+            before = pool.submit(lambda array=array, where=where, data=part.data: array[where].write(data).result())
+        if before is not None:
+            before.result()
+    return found
+
+
+def _create(store: Mapping[str, Any], name: str, leaf: Mapping[str, Any], first: np.ndarray) -> Any:
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {**store, "path": f"{name}/"},
+        "metadata": {
+            "shape": list(leaf["shape"]),
+            "data_type": leaf["dtype"],
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in first.shape]}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        },
+    }
+    return tensorstore.open(spec, create=True).result()
