@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers import VARIANTS, abstract_model, random_model, random_values, tiny_config
-from zaya_jax.checkpoint import hf
+from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.checkpoint.hf import load_pretrained, save_pretrained
 from zaya_jax.errors import InputError
 from zaya_jax.model import tree
@@ -79,11 +79,11 @@ def test_the_dtype_asked_for_is_what_comes(tmp_path):
 
 
 @pytest.fixture
-def sharded(tmp_path, monkeypatch):
+def sharded(tmp_path):
     model = model_of("sliding", "float32")
     save_pretrained(model, tmp_path / "whole")
-    monkeypatch.setattr(hf, "_SHARD_BYTES", 12_000)
-    save_pretrained(model, tmp_path / "sharded")
+    values = {**tree.parameters(model), **tree.balancing_biases(model)}
+    write_folder(tmp_path / "sharded", model.config, read_arrays(values), "float32", max_shard_bytes=12_000)
     return model, tmp_path
 
 
