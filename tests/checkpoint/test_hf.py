@@ -9,8 +9,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.helpers import VARIANTS, abstract_model, random_model, random_values, tiny_config
-from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.checkpoint.hf import load_pretrained, save_pretrained
+from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.errors import InputError
 from zaya_jax.model import tree
 

@@ -104,7 +104,9 @@ def _sublayers(tree: dict[str, Any], where: str) -> int:
         return count
     if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
             or any(type(one) is not int for one in layers[1::2])):  # fmt: skip
-        raise InputError(f"{where} has zaya_layers {layers!r:.200}, but must have 'a' and a number of experts by turns.")
+        raise InputError(
+            f"{where} has zaya_layers {layers!r:.200}, but must have 'a' and a number of experts by turns."
+        )
     return len(layers)
 
 
@@ -125,9 +127,10 @@ def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) ->
 
 def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[AttentionKind, ...], int | None]:
     """Which layers slide, and the tokens that a query of theirs sees, itself included."""
+
     def by_layer(key: str) -> list[Any]:
         given = tree[key]
-        if not isinstance(given, list) or len(given) not in (sublayers, sublayers // 2) and len(given) < sublayers:
+        if not isinstance(given, list) or (len(given) not in (sublayers, sublayers // 2) and len(given) < sublayers):
             raise InputError(f"{where} has {key} {given!r:.200}, but must have a list of {sublayers} sublayers or "
                              f"{sublayers // 2} layers.")  # fmt: skip
         return given if len(given) == sublayers // 2 else given[:sublayers:2]

@@ -21,6 +21,7 @@ from zaya_jax.parallel.batch import Share, share_of
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
+from zaya_jax.train.beginning import about_folder, begin_with_folder, is_folder
 from zaya_jax.train.compiled import CompiledSteps, abstract_state, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
@@ -120,12 +121,15 @@ def _layout(config: Config, phase: int) -> Layout:
 
 
 def _begin(config: Config) -> TrainState:
-    """The state before the first step: drawn, or another run's with counters of its own."""
+    """The state before the first step: drawn, a folder's parameters, or another run's with counters of its own."""
     phase = stage_at(config, first_step(config)).phase
     abstract = abstract_state(config, phase)
     if config.init_from is None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
         return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
+    if is_folder(config.init_from):
+        _check_architecture(config, about_folder(config), "The folder init_from", "choose another one")
+        return begin_with_folder(config, abstract, phase)
     about, here = about_checkpoint(config.init_from), to_dict(config)
     _check_architecture(config, about, "The checkpoint init_from", "choose another one")
     for key in _STATE_KEYS:
