@@ -45,7 +45,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    leaves = {tensor.leaf for tensor in folder.tensors}
+    leaves = {tensor.leaf for tensor in folder.tensors} | {_FIRST_GAMMA}
     for name in [*(leaves - set(abstract)), *(set(abstract) - leaves)]:
         where = "in the folder" if name in leaves else "asked for"
         raise InputError(f"The parameter {name} is only {where}, so that {folder.path} is of another architecture.")
