@@ -77,6 +77,16 @@ def test_the_dtype_asked_for_is_what_comes(tmp_path):
             np.testing.assert_array_equal(x, tree.parameters(model)[name].astype(jnp.bfloat16))
 
 
+def test_one_layer_alone_has_no_state_scale_in_its_folder(tmp_path):
+    model = random_model(tiny_config(num_layers=1))
+    save_pretrained(model, tmp_path / "model")
+    for dtype in (jnp.float32, None):
+        loaded = load_pretrained(tmp_path / "model", dtype)
+        gamma = tree.parameters(loaded)["blocks.0.mixture.router.state_scale"]
+        np.testing.assert_array_equal(gamma, np.ones((1, 8), np.float32))
+        assert gamma.dtype == jnp.float32
+
+
 def test_the_stored_dtype_is_kept_where_none_is_asked_for(tmp_path):
     model = model_of("plain", "bfloat16")
     save_pretrained(model, tmp_path / "hf", "legacy")

@@ -29,10 +29,11 @@ def load_pretrained(folder: str | Path, dtype: jax.typing.DTypeLike | None = jnp
     opened = open_folder(folder)
     empty = jax.eval_shape(functools.partial(Zaya, opened.config), jax.random.key(0))
     kinds = _stored_dtypes(opened) if dtype is None else {}
+    usual = kinds["embedding"] if dtype is None else dtype  # also of γ, where its one layer is the first, without it
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     trained, balance = jax.eval_shape(parameters, empty), jax.eval_shape(balancing_biases, empty)
     abstract = {
-        name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if name in balance else kinds.get(name, dtype), sharding=device)
+        name: jax.ShapeDtypeStruct(x.shape, jnp.float32 if name in balance else kinds.get(name, usual), sharding=device)
         for name, x in {**trained, **balance}.items()
     }
     return with_values(empty, read_parameters(opened, abstract))
