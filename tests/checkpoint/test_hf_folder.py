@@ -157,7 +157,9 @@ def test_missing_files_are_named(saved, tmp_path):
 
 
 def test_a_tensor_that_the_index_does_not_place_is_named(sharded):
-    assert QUERY in changed_index(sharded[1], lambda index: index["weight_map"].pop(QUERY))
+    message = changed_index(sharded[1], lambda index: index["weight_map"].pop(QUERY))
+    assert f"The tensor {QUERY} stands in" in message
+    assert "does not place it" in message
 
 
 def test_a_head_that_is_not_the_embedding_is_refused(saved):

@@ -49,5 +49,8 @@ def test_what_comes_out_is_compared_and_told(monkeypatch):
     np.testing.assert_allclose(again.error, 0.05, rtol=1e-3)
     assert str(again).endswith("The folder is the released 8B.")
     assert len(str(again).splitlines()) == 14
+    monkeypatch.setattr(module, "LIKELIEST", (*found.likeliest[:-1], found.likeliest[-1] + 1))
+    assert not compare(model).good
+    monkeypatch.setattr(module, "LIKELIEST", found.likeliest)
     monkeypatch.setattr(module, "TAIL", np.asarray(found.tail) + 0.2)
     assert not compare(model).good
