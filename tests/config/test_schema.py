@@ -62,6 +62,7 @@ def test_impossible_combinations_are_named(changes, named):
     {"train.spike.window": 0},
     {"start_phase": "train"},
     {"init_from": "runs/there"},
+    {"init_from": "hf:models/there"},
 ])  # fmt: skip
 def test_the_edges_of_the_possible(changes):
     changed(SMALL, changes).check()
@@ -73,6 +74,15 @@ def test_what_can_be_no_path_is_named(key, value):
     said = refused({key: value})
     assert said.startswith(f"{key} is ")
     assert " can be no path: " in said
+
+
+@pytest.mark.parametrize("value", NO_PATHS)
+def test_a_folder_of_transformers_must_be_a_path_too(value):
+    assert refused({"init_from": f"hf:{value}"}).startswith("init_from is ")
+
+
+def test_a_folder_of_transformers_must_be_named():
+    assert refused({"init_from": "hf:"}).startswith("init_from is 'hf:', but must be the path")
 
 
 def test_what_a_phase_does_not_give_is_that_of_the_run():

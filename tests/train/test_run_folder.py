@@ -14,7 +14,7 @@ from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, check_past, 
 SECTIONS = {"checkpoint": CheckpointConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
         "sample.temperature", "preset", "train.batch.micro", "train.remat",
-        *(f"{name}.{one.name}" for name, section in SECTIONS.items() for one in dataclasses.fields(section))}  # fmt: skip
+        *(f"{name}.{one.name}" for name in SECTIONS for one in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
 @contextlib.contextmanager

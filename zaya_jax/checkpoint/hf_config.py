@@ -25,39 +25,44 @@ _ONLY = {"attention": "cca", "router": "zaya", "residual_scaling": True}
 _FIXED = {"hidden_act": "silu", "tie_word_embeddings": True, "num_experts_per_tok": 1}
 
 
+_QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
+
+
 def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
     """The architecture a `config.json` describes.
 
     Raises:
       InputError: a key is missing or has a value this model has no form of; `where` is named.
     """
-    if tree.get("model_type") != "zaya":
-        raise InputError(f"{where} has model_type {tree.get('model_type')!r}, but must have 'zaya'.")
+    require_zaya(tree, where)
+    refuse_variants(tree, where)
     for key, value in _FIXED.items():
         if tree.get(key, value) != value:
             raise InputError(f"{where} has {key} {tree[key]!r}, but only {value!r} is supported.")
-    sizes = {}
-    for ours, theirs in _SIZES.items():
-        if type(tree.get(theirs)) is not int or tree[theirs] < 1:
-            raise InputError(f"{where} has {theirs} {tree.get(theirs)!r}, but must have a positive whole number.")
-        sizes[ours] = tree[theirs]
+    sizes = {ours: whole(tree, theirs, where) for ours, theirs in _SIZES.items()}
     types = _layer_types(tree, sizes["num_layers"], where)
     bases, fraction = _rope(tree.get("rope_parameters"), types, where)
     window = tree.get("sliding_window") if "hybrid_sliding" in types else None
     if window is not None and type(window) is not int:
         raise InputError(f"{where} has sliding_window {window!r}, but must have a whole number.")
-    config = ModelConfig(
+    return build(
+        where,
         **sizes,
         layer_pattern=tuple(_KINDS[kind] for kind in types),
         sliding_window=window,
         rope_base=bases["hybrid"],
         sliding_rope_base=bases["hybrid_sliding"],
         rotary_fraction=fraction,
-        attention_bias=_flag(tree, "attention_bias", where),
-        head_bias=_flag(tree, "lm_head_bias", where),
-        norm_eps=_number(tree, "rms_norm_eps", 1e-5, where),
-        init_std=_number(tree, "initializer_range", 0.02, where),
+        attention_bias=flag(tree, "attention_bias", where),
+        head_bias=flag(tree, "lm_head_bias", where),
+        norm_eps=number(tree, "rms_norm_eps", 1e-5, where),
+        init_std=number(tree, "initializer_range", 0.02, where),
     )
+
+
+def build(where: str, **fields: Any) -> ModelConfig:
+    """The configuration of these fields, found to be one that can be."""
+    config = ModelConfig(**fields)
     try:
         config.check()
     except InputError as error:
@@ -65,14 +70,36 @@ def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
     return config
 
 
-def _flag(tree: dict[str, Any], key: str, where: str) -> bool:
+def require_zaya(tree: dict[str, Any], where: str) -> None:
+    """Refuse the configuration of another model."""
+    if tree.get("model_type") != "zaya":
+        raise InputError(f"{where} has model_type {tree.get('model_type')!r}, but must have 'zaya'.")
+
+
+def refuse_variants(tree: dict[str, Any], where: str) -> None:
+    """Refuse what is a ZAYA with more or other weights than this model has."""
+    for key in _QUANTIZED:
+        if tree.get(key):
+            raise InputError(f"{where} has {key}, but quantized (FP8, MXFP4) and vision variants are not supported.")
+
+
+def whole(tree: dict[str, Any], key: str, where: str) -> int:
+    """A size."""
+    if type(tree.get(key)) is not int or tree[key] < 1:
+        raise InputError(f"{where} has {key} {tree.get(key)!r}, but must have a positive whole number.")
+    return tree[key]
+
+
+def flag(tree: dict[str, Any], key: str, where: str) -> bool:
+    """True or false; false where it is not given."""
     value = tree.get(key, False)
     if type(value) is not bool:
         raise InputError(f"{where} has {key} {value!r}, but must have true or false.")
     return value
 
 
-def _number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
+def number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
+    """A number; `default` where it is not given."""
     value = tree.get(key, default)
     if type(value) not in (int, float):
         raise InputError(f"{where} has {key} {value!r}, but must have a number.")
@@ -108,8 +135,8 @@ def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, floa
             raise InputError(f"{where} has rope_parameters {given!r} for {kind}, but must have a section.")
         if given.get("rope_type", "default") != "default":
             raise InputError(f"{where} has rope_type {given['rope_type']!r}, but only 'default' is supported.")
-        bases[kind] = _number(given, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
-        fractions.append(_number(given, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
+        bases[kind] = number(given, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
+        fractions.append(number(given, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
     if len(set(fractions)) > 1:
         raise InputError(f"{where} rotates different fractions ({fractions}) in different layers; one is supported.")
     return bases, fractions[0]
@@ -121,10 +148,7 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises:
       InputError: a part of ZAYA1 is taken away, of which `transformers` has no form; its key is named.
     """
-    for key, value in _ONLY.items():
-        if getattr(config, key) != value:
-            raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "
-                             f"only where it is {value!r}.")  # fmt: skip
+    theirs_only(config)
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}
@@ -145,3 +169,11 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "initializer_range": config.init_std,
     }
+
+
+def theirs_only(config: ModelConfig) -> None:
+    """Refuse an architecture with a part of ZAYA1 taken away, of which the folders have no form."""
+    for key, value in _ONLY.items():
+        if getattr(config, key) != value:
+            raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "
+                             f"only where it is {value!r}.")  # fmt: skip

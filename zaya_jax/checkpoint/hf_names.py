@@ -12,6 +12,7 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 
 Change = Callable[[np.ndarray], np.ndarray]
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of a layer, all experts in one tensor
 
 
 class Tensor(NamedTuple):
@@ -34,12 +35,18 @@ class Tensor(NamedTuple):
     to_theirs: Change
     part: slice | None = None
 
+    @property
+    def leaf(self) -> str:
+        """The parameter's flat name (`model.tree`)."""
+        return ".".join(map(str, self.path))
+
 
 def _same(x: np.ndarray) -> np.ndarray:
     return x
 
 
-def _transposed(x: np.ndarray) -> np.ndarray:
+def transposed(x: np.ndarray) -> np.ndarray:
+    """A view of `x` with its last two axes exchanged."""
     return np.swapaxes(x, -1, -2)
 
 
@@ -71,19 +78,19 @@ def _block(config: ModelConfig, first: bool) -> Iterator[_Row]:
             yield f"post_{theirs}_residual_scale.{name}", (ours, attribute), (d,), _same, _same, None
     yield from _attention(config)
     router = ("mixture", "router")
-    yield "mlp.gate.down_proj.weight", (*router, "down"), (r, d), _transposed, _transposed, None
+    yield "mlp.gate.down_proj.weight", (*router, "down"), (r, d), transposed, transposed, None
     yield "mlp.gate.down_proj.bias", (*router, "down_bias"), (r,), _same, _same, None
     if not first:  # the first layer has no state to scale; its γ stays at one
         yield "mlp.gate.router_states_scale", (*router, "state_scale"), (r,), _same, _same, None
     yield "mlp.gate.router_mlp.norm.weight", (*router, "norm", "weight"), (r,), _same, _same, None
     for name, attribute in (("fc1", "hidden1"), ("fc2", "hidden2")):
-        yield f"mlp.gate.router_mlp.{name}.weight", (*router, attribute), (r, r), _transposed, _transposed, None
+        yield f"mlp.gate.router_mlp.{name}.weight", (*router, attribute), (r, r), transposed, transposed, None
         yield f"mlp.gate.router_mlp.{name}.bias", (*router, f"{attribute}_bias"), (r,), _same, _same, None
-    yield "mlp.gate.router_mlp.out_proj.weight", (*router, "output"), (e + 1, r), _transposed, _transposed, None
+    yield "mlp.gate.router_mlp.out_proj.weight", (*router, "output"), (e + 1, r), transposed, transposed, None
     yield "mlp.gate.balancing_biases", (*router, "balancing_bias"), (e + 1,), _same, _same, None
     experts = ("mixture", "experts")
-    yield "mlp.experts.gate_up_proj", (*experts, "gate_up"), (e, 2 * f, d), _transposed, _transposed, None
-    yield "mlp.experts.down_proj", (*experts, "down"), (e, d, f), _transposed, _transposed, None
+    yield EXPERTS[0], (*experts, "gate_up"), (e, 2 * f, d), transposed, transposed, None
+    yield EXPERTS[1], (*experts, "down"), (e, d, f), transposed, transposed, None
 
 
 def _attention(config: ModelConfig) -> Iterator[_Row]:
@@ -93,12 +100,12 @@ def _attention(config: ModelConfig) -> Iterator[_Row]:
               ("v_proj_current", "value_current", half), ("v_proj_delayed", "value_delayed", half))  # fmt: skip
     start = 0
     for name, attribute, width in widths:
-        yield f"self_attn.qkv_proj.{name}.weight", ("attention", attribute), (width, d), _transposed, _transposed, None
+        yield f"self_attn.qkv_proj.{name}.weight", ("attention", attribute), (width, d), transposed, transposed, None
         if config.attention_bias:
             part = slice(start, start + width)
             yield f"self_attn.qkv_proj.{name}.bias", ("attention", "projection_bias"), (width,), _same, _same, part
         start += width
-    yield "self_attn.o_proj.weight", ("attention", "output"), (d, config.query_size), _transposed, _transposed, None
+    yield "self_attn.o_proj.weight", ("attention", "output"), (d, config.query_size), transposed, transposed, None
     if config.attention_bias:
         yield "self_attn.o_proj.bias", ("attention", "output_bias"), (d,), _same, _same, None
     yield (

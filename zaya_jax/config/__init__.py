@@ -4,6 +4,7 @@ from zaya_jax.config.data import DataConfig as DataConfig
 from zaya_jax.config.data import SourceConfig as SourceConfig
 from zaya_jax.config.loader import from_dict as from_dict
 from zaya_jax.config.loader import load_config as load_config
+from zaya_jax.config.loader import model_from_dict as model_from_dict
 from zaya_jax.config.loader import to_dict as to_dict
 from zaya_jax.config.loader import to_yaml as to_yaml
 from zaya_jax.config.model import ModelConfig as ModelConfig

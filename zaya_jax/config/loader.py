@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.schema import Config
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
@@ -53,6 +54,17 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     config = _build(Config, dict(tree), "")
     config.check()
     stages(config)  # raises where the steps of the run cannot be counted
+    return config
+
+
+def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
+    """The architecture that `to_dict` described.
+
+    Raises:
+      InputError: as `load_config`, for the section `model`.
+    """
+    config: ModelConfig = _build(ModelConfig, tree, "model")
+    config.check()
     return config
 
 

@@ -17,6 +17,7 @@ from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.presets import PRESETS, PresetName
 
 Verify = Literal["none", "hash", "readback"]
+HF = "hf:"  # before a folder of transformers, in `init_from`
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,8 @@ class Config:
     run_dir: str = "runs/run"
     preset: PresetName | None = None  # flags and timeouts of a kind of machine; that of the GPU found where None
     seed: int = 0
-    init_from: str | None = None  # the state it begins with: RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
+    # The state it begins with, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; parameters alone, hf:FOLDER.
+    init_from: str | None = None
     start_phase: str | None = None  # the phase this run begins with; the first where None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -143,7 +145,9 @@ class Config:
         require(self.preset is None or self.preset in PRESETS, "preset", self.preset,
                 f"null or one of {', '.join(PRESETS)}")  # fmt: skip
         if self.init_from is not None:
-            require_path("init_from", self.init_from)
+            path = self.init_from.removeprefix(HF)
+            require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
+            require_path("init_from", path)
         longest = f"at most model.max_positions ({self.model.max_positions})"
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context, longest)
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it

@@ -1,6 +1,7 @@
 """The state a run begins or goes on with."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax
 from zaya_jax.checkpoint.digest import digest
 from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.checkpoint.folder import checkpoint_folder
+from zaya_jax.checkpoint.interop import PARAMETERS_ALONE
 from zaya_jax.checkpoint.manifest import Manifest
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
@@ -18,6 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.compiled import abstract_state
+from zaya_jax.train.from_folder import about_folder, begin_with_folder, is_folder, with_parameters
 from zaya_jax.train.run_folder import check_past
 from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint, mesh_of
 
@@ -51,7 +54,7 @@ def describe(config: Config, step: int, data: dict[str, Any], heldout_loss: floa
 
 
 def begin(config: Config) -> TrainState:
-    """The state before the first step: drawn, or another run's with counters of its own.
+    """The state before the first step: drawn, a folder's parameters, or another run's with counters of its own.
 
     Raises:
       InputError: `init_from` cannot be begun with.
@@ -61,10 +64,17 @@ def begin(config: Config) -> TrainState:
     if config.init_from is None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
         return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
+    if is_folder(config.init_from):
+        _check_architecture(config, about_folder(config)["config"], "The folder init_from", "choose another one")
+        return begin_with_folder(config, abstract, phase)
 
-    def prepare(manifest: Manifest) -> TrainState:
+    def prepare(manifest: Manifest) -> Any:
         there, here = manifest.about["config"], to_dict(config)
         _check_architecture(config, there, "The checkpoint init_from", "choose another one")
+        if PARAMETERS_ALONE in manifest.about:
+            return {kind: {name: jax.ShapeDtypeStruct(x.shape, manifest.leaves[f"{kind}.{name}"]["dtype"],
+                                                      sharding=x.sharding) for name, x in arrays.items()}
+                    for kind, arrays in (("params", abstract.params), ("balance", abstract.balance))}  # fmt: skip
         for key in _STATE_KEYS:
             theirs, ours = _value(there, key), _value(here, key)
             if theirs != ours:
@@ -73,6 +83,9 @@ def begin(config: Config) -> TrainState:
         return abstract
 
     state = read_checkpoint(checkpoint_folder(config.init_from), prepare).state
+    if isinstance(state, dict):
+        wanted = {**abstract.params, **abstract.balance}
+        return with_parameters(config, abstract, phase, _cast({**state["params"], **state["balance"]}, wanted))
     whole = replicated(mesh_of(config, phase))
     return dataclasses.replace(state, **jax.jit(lambda: init_counters(config), out_shardings=whole)())
 
@@ -104,6 +117,11 @@ def go_on(config: Config, store: CheckpointStore, batches: TrainBatches) -> Trai
             print(f"Going on with {key} {value!r}, where the run had {there.get(key)!r}: numbers will differ in their "
                   "last bits.")  # fmt: skip
     return restored.state
+
+
+def _cast(values: dict[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    placed = {name: wanted[name].sharding for name in values}
+    return jax.jit(lambda: {name: x.astype(wanted[name].dtype) for name, x in values.items()}, out_shardings=placed)()
 
 
 def _value(tree: Any, key: str) -> Any:

@@ -1,0 +1,83 @@
+"""A sharded folder of 2 GB, both ways in both layouts: bitwise, and the host's memory beside the model's own."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.helpers import tiny_config
+from tests.train_helpers import ROOT
+from zaya_jax.checkpoint.hf_folder import open_folder
+
+SHARD = 500_000_000  # bytes
+# 1.04 billion parameters, the embedding the largest tensor.
+CONFIG = tiny_config(
+    vocab_size=131_072, hidden_size=1024, num_layers=18, num_query_heads=8, num_kv_heads=2, head_dim=64, num_experts=16,
+    expert_size=1024, router_size=128, layer_pattern=("full", "sliding"), sliding_window=64,
+)  # fmt: skip
+# Runs in a process of its own, so that a peak is of one direction. On a CPU the device's arrays are the host's too.
+PROCESS = """
+import json, resource, sys
+from pathlib import Path
+import jax, jax.numpy as jnp, ml_dtypes, numpy as np
+from tests.soak.test_hf_memory import CONFIG, SHARD
+from zaya_jax.checkpoint.hf import load_pretrained
+from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
+from zaya_jax.model import tree
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+jax.block_until_ready(jnp.ones(3) + 1)  # the backend is up
+verb, source, target, layout = sys.argv[1:]
+before = peak()
+if verb == "draw":
+    rng = np.random.default_rng(0)
+    shapes = tree.shapes(jax.eval_shape(lambda: __import__("zaya_jax").Zaya(CONFIG, jax.random.key(0))))
+    biases = jax.eval_shape(lambda: tree.balancing_biases(__import__("zaya_jax").Zaya(CONFIG, jax.random.key(0))))
+    shapes |= {name: x.shape for name, x in biases.items()}
+    def read(name, group):
+        shape = shapes[name] if group is None else shapes[name][1:]
+        if name.endswith("balancing_bias"):
+            return rng.random(shape, np.float32)
+        return rng.integers(0x3c00, 0x3f80, shape, np.uint16).view(ml_dtypes.bfloat16)
+    write_folder(target, CONFIG, read, "bfloat16", layout, max_shard_bytes=SHARD)
+    print(json.dumps({"write": peak() - before}))
+else:
+    model = jax.block_until_ready(load_pretrained(source, None))
+    values = {**tree.parameters(model), **tree.balancing_biases(model)}
+    own = sum(x.nbytes for x in values.values())
+    imported = peak() - before - own
+    write_folder(target, CONFIG, read_arrays(values), "bfloat16", layout, max_shard_bytes=SHARD)
+    print(json.dumps({"model": own, "import": imported, "import and export": peak() - before - own}))
+"""
+
+
+def run(*arguments):
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = subprocess.run([sys.executable, "-c", PROCESS, *map(str, arguments)], cwd=ROOT, env=env, capture_output=True,
+                          text=True, timeout=290, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.soak
+def test_two_gigabytes_both_ways_take_a_tensor_and_a_gibibyte(tmp_path):
+    found = {"write": run("draw", "", tmp_path / "first", "hf")}
+    found["legacy"] = run("copy", tmp_path / "first", tmp_path / "second", "legacy")
+    found["hf"] = run("copy", tmp_path / "second", tmp_path / "third", "hf")
+    first, third = open_folder(tmp_path / "first"), open_folder(tmp_path / "third")
+    assert open_folder(tmp_path / "second").legacy
+    assert sum(path.stat().st_size for path in (tmp_path / "first").glob("*.safetensors")) > 2e9
+    assert len(list((tmp_path / "first").glob("*.safetensors"))) > 3
+    assert first.stored.keys() == third.stored.keys()
+    for name, one in first.stored.items():
+        assert np.array_equal(one.open().view(np.uint8), third.stored[name].open().view(np.uint8)), name
+    largest = max(one.bytes for one in first.stored.values())
+    print(json.dumps({"largest tensor": largest, **found}))
+    for peaks in found.values():
+        for what, peak in peaks.items():
+            assert what == "model" or peak <= largest + 2**30, (what, peak)

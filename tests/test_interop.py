@@ -1,0 +1,38 @@
+"""docs/interop.md does what it says: its Python runs, its configuration is accepted."""
+
+import re
+from pathlib import Path
+
+import jax
+import yaml
+
+from tests.helpers import random_values, tiny_config
+from zaya_jax.checkpoint.hf_export import CARRIED, read_arrays, write_folder
+from zaya_jax.config import load_config
+from zaya_jax.train.beginning import is_folder
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_runs_from_top_to_bottom(tmp_path, monkeypatch, capsys):
+    config = tiny_config()
+    write_folder(tmp_path / "folder", config, read_arrays(jax.device_get(random_values(config))), "bfloat16")
+    (tmp_path / "folder" / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    exec("".join(blocks("python")), {})  # noqa: S102 (our own document)
+    assert capsys.readouterr().out.split() == ["2", "False", "67"]
+    assert (tmp_path / "released" / "tokenizer.json").read_text() == "{}"
+    assert "tokenizer*" in CARRIED
+
+
+def test_the_configuration_is_accepted():
+    (text,) = blocks("yaml")
+    ((key, value),) = yaml.safe_load(text).items()
+    config = load_config(ROOT / "configs" / "zaya1_8b.yaml", [f"{key}={value}"])
+    config.check()
+    assert is_folder(config.init_from)

@@ -1,0 +1,109 @@
+"""A run that begins with the parameters of a folder of `transformers`."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train_helpers import change, compile_once, differing, on_devices, small_run
+from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
+from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.model import tree
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.train.compiled import abstract_state
+from zaya_jax.train.from_folder import about_folder, begin_with_folder, is_folder
+from zaya_jax.train.loop import train
+from zaya_jax.train.state import init_state, make_blueprint
+
+
+def write(folder, config: Config, dtype="float32", layout="hf", **changes):
+    """A folder of a model like `config`'s, drawn from another seed, with balancing biases that have moved."""
+    model = Zaya(dataclasses.replace(config.model, **changes), jax.random.key(5))
+    biases = {name: x + 0.25 for name, x in tree.balancing_biases(model).items()}
+    values = {**tree.parameters(model), **biases}
+    write_folder(folder, model.config, read_arrays(values), dtype, layout)
+    return values
+
+
+def with_folder(folder, config):
+    return change(config, {"init_from": f"hf:{folder}"})
+
+
+@pytest.mark.parametrize("layout", ["hf", "legacy"])
+def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
+    config = small_run(tmp_path)
+    values = write(tmp_path / "model", config, layout=layout)
+    config = with_folder(tmp_path / "model", config)
+    state = begin_with_folder(config, abstract_state(config, 0), 0)
+    fresh = jax.jit(lambda: init_state(config, make_blueprint(config)))()
+    for name, x in {**state.params, **state.balance}.items():
+        np.testing.assert_array_equal(x, values[name], err_msg=name)
+        assert x.dtype == np.float32
+    assert not differing(dataclasses.replace(state, params={}, balance={}),
+                         dataclasses.replace(fresh, params={}, balance={}))  # fmt: skip
+
+
+def test_a_run_goes_on_from_the_folder_without_it(tmp_path, monkeypatch):
+    """bf16 values in fp32 masters; the folder may be gone once there is a checkpoint."""
+    compile_once(monkeypatch)
+    config = small_run(tmp_path)
+    values = write(tmp_path / "model", config, "bfloat16")
+    config = change(with_folder(tmp_path / "model", config), {"optimizer.adamw.learning_rate": 1e-12})
+    result = train(config)
+    embedding = np.asarray(result.state.params["embedding"])
+    np.testing.assert_allclose(embedding, np.asarray(values["embedding"].astype("bfloat16"), np.float32), atol=1e-8)
+    (tmp_path / "model").rename(tmp_path / "gone")
+    assert not differing(train(config).state, result.state)
+    other = change(config, {"run_dir": str(tmp_path / "other")})
+    with pytest.raises(InputError, match=r"model/config\.json cannot be read"):
+        train(other)
+
+
+def test_the_first_key_that_differs_is_named(tmp_path):
+    config = small_run(tmp_path)
+    write(tmp_path / "model", config, num_experts=8)
+    with pytest.raises(InputError, match=r"^The folder init_from is of another architecture: model\.num_experts is 8 "
+                                         r"there and 4 here"):  # fmt: skip
+        train(with_folder(tmp_path / "model", config))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_positions_may_differ_and_a_pattern_may_be_written_in_two_ways(tmp_path):
+    config = small_run(tmp_path)
+    sliding = change(config, {"model.num_layers": 4, "model.layer_pattern": ("full", "sliding"),
+                              "model.sliding_window": 3})  # fmt: skip
+    write(tmp_path / "sliding", sliding, rope_base=77.0, max_positions=128)
+    about = about_folder(with_folder(tmp_path / "sliding", sliding))["config"]["model"]
+    assert about["layer_pattern"] == ["full", "sliding"]
+    assert about["rope_base"] == 77.0
+    write(tmp_path / "full", config)
+    full = change(config, {"model.sliding_window": 9})
+    assert about_folder(with_folder(tmp_path / "full", full))["config"]["model"]["sliding_window"] == 9
+
+
+@pytest.mark.parametrize(("init_from", "folder"), [(None, False), ("runs/hf:x", False), ("hf:x", True)])
+def test_a_folder_is_told_by_its_beginning(init_from, folder):
+    assert is_folder(init_from) == folder
+
+
+def begin_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
+    """Of each parameter its value, and whether it lies as the state of the phase does; runs where there are devices."""
+    abstract = abstract_state(config, 0)
+    state = begin_with_folder(config, abstract, 0)
+    jax.tree.map(lambda x, a: (x.sharding.is_equivalent_to(a.sharding, x.ndim) or pytest.fail(str(x.sharding))),
+                 state, abstract)  # fmt: skip
+    values, wanted = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}
+    return {name: (np.asarray(x), x.sharding == wanted[name].sharding) for name, x in values.items()}
+
+
+def test_parameters_go_into_the_shards_of_the_phase(tmp_path):
+    config = small_run(tmp_path)
+    values = write(tmp_path / "model", config, layout="legacy")
+    config = change(with_folder(tmp_path / "model", config), {"parallel": ParallelConfig(fsdp=4, expert=2)})
+    found = on_devices(8, "tests.train.test_from_folder:begin_on_devices", config)
+    assert found.keys() == values.keys()
+    for name, (value, in_place) in found.items():
+        np.testing.assert_array_equal(value, values[name], err_msg=name)
+        assert in_place, name

@@ -1,0 +1,133 @@
+"""Checkpoints from and to folders of `transformers`, without devices: part by part from disk to disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.folder import FOLDER, checkpoint_folder
+from zaya_jax.checkpoint.hf_export import Layout, write_folder
+from zaya_jax.checkpoint.hf_folder import Folder, open_folder
+from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.manifest import Damaged
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
+from zaya_jax.errors import InputError
+
+PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
+_BALANCING = "balancing_bias"
+_FIRST_GAMMA = "blocks.0.mixture.router.state_scale"  # its first layer's is inert and stands in no folder
+
+
+def import_hf(path: Path, output: Path) -> str:
+    """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
+
+    `init_from` takes it, and so do the commands. Two tensors are in memory at a time.
+
+    Args:
+      path: of the folder, in either layout.
+      output: a new run folder.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: see `open_folder` and `write_checkpoint`.
+    """
+    folder = open_folder(path)
+    leaves = _leaves(folder)
+    about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ALONE: True, "heldout_loss": None,
+             "versions": versions()}  # fmt: skip
+    target = output.expanduser() / FOLDER / "0"
+    write_checkpoint(target, 0, about, leaves, _parts(folder, leaves))
+    return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
+
+
+def export_hf(checkpoint: str, folder: Path, dtype: str, layout: Layout, carry: Path | None) -> str:
+    """Write a checkpoint as a folder that `transformers` loads.
+
+    Args:
+      checkpoint: see `checkpoint_folder`.
+      folder: new, or empty.
+      dtype: of the parameters; balancing biases are fp32 whatever it is.
+      layout: see `write_folder`.
+      carry: a folder whose tokenizer and generation files come along.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: the checkpoint is not what was saved; see `write_folder` for more.
+    """
+    source = checkpoint_folder(checkpoint, "CHECKPOINT")
+    if wrong := verify_checkpoint(source):
+        raise InputError(wrong[0])
+    manifest, reader = open_checkpoint(source)
+    names = {name.partition(".")[2]: name for name in manifest.leaves if name.startswith(("params.", "balance."))}
+
+    def read(name: str, group: int | None) -> np.ndarray:
+        try:
+            return reader.read(names[name], () if group is None else (group,))
+        except Damaged as error:
+            raise InputError(str(error)) from error
+
+    write_folder(folder, architecture(manifest.about), read, dtype, layout, carry)
+    return f"{source} is {folder} for transformers, in {dtype}."
+
+
+def architecture(about: dict[str, Any]) -> ModelConfig:
+    """The model of a checkpoint, with the positions of the phase it is of."""
+    if PARAMETERS_ALONE in about:
+        return model_from_dict(about["config"]["model"])
+    config = from_dict(about["config"])
+    return config.model_of(next(phase for phase in config.phases if phase.name == about["phase"]))
+
+
+def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each parameter: those of its tensors side by side in its stack."""
+    shapes: dict[str, tuple[str, list[int]]] = {}
+    for tensor in folder.tensors:
+        shape = list(tensor.to_ours(np.broadcast_to(np.uint8(0), tensor.shape)).shape)
+        if tensor.part is not None:
+            shape[0] = tensor.part.stop
+        if tensor.group is not None:
+            shape = [tensor.group + 1, *shape]
+        dtype = "float32" if _is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
+        before = shapes.get(tensor.leaf, (dtype, shape))[1]
+        shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
+    if _FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
+        shapes[_FIRST_GAMMA] = shapes["embedding"][0], [1, folder.config.router_size]
+    return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
+
+
+def _parts(folder: Folder, leaves: dict[str, dict[str, Any]]) -> Iterator[Part]:
+    gamma = leaves[_named(_FIRST_GAMMA)]
+    ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
+    yield Part(_named(_FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
+    for tensor in folder.tensors:
+        data = tensor.to_ours(folder.stored[tensor.name].open())
+        bounds = [(0, size) for size in data.shape]
+        if tensor.part is not None:
+            bounds[0] = (tensor.part.start, tensor.part.stop)
+        if tensor.group is not None:
+            data, bounds = data[None], [(tensor.group, tensor.group + 1), *bounds]
+        where = ",".join(f"{start}:{stop}" for start, stop in bounds)
+        wanted = _dtype(leaves[_named(tensor.leaf)]["dtype"])
+        yield Part(_named(tensor.leaf), where, np.ascontiguousarray(data, wanted))
+
+
+def _is_bias(leaf: str) -> bool:
+    return leaf.rpartition(".")[2] == _BALANCING
+
+
+def _named(leaf: str) -> str:
+    return f"{'balance' if _is_bias(leaf) else 'params'}.{leaf}"
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
