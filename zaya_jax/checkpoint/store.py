@@ -146,6 +146,22 @@ def read_checkpoint(path: str, abstract_state: Any) -> Any:
     return _quietly(lambda: ocp.load_checkpointables(str(folder), items), f"The checkpoint {folder}")["state"]
 
 
+def read_part(path: str, abstract_part: dict[str, Any]) -> dict[str, Any]:
+    """Some of the state of a checkpoint of any run.
+
+    Args:
+      path: as for `read_checkpoint`.
+      abstract_part: fields of the state, and how each is laid out and in which dtype it is wanted.
+
+    Raises:
+      InputError: as `read_checkpoint`.
+    """
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True
+    with context:
+        return read_checkpoint(path, abstract_part)
+
+
 def _checkpoint_folder(path: str) -> Path:
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
     folder = Path(run if at else path).expanduser().resolve()

@@ -89,7 +89,11 @@ def _table(account: Account, proof: dict[str, Any], hardware: Hardware | None) -
         f"works through {account.micro_batches} × {account.sequences} sequences; remat {account.remat}.",
         f"  {proof['proof']} in {proof['seconds']} s with {proof['host_bytes'] / _GB:.1f} GB of this machine",
         "  bytes of a device",
-        *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
+        *(
+            f"    {name:<14}{size / _GB:10.2f} GB"
+            for name, size in memory._asdict().items()
+            if name != "frozen" or size
+        ),
         f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: parameters and optimizer, and the more of update and "
         "the others",
         "  operations of a step on all devices",

@@ -15,12 +15,14 @@ from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_b
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.errors import InputError
 from zaya_jax.model.arithmetic import training_flops_per_token
-from zaya_jax.model.tree import with_values
+from zaya_jax.model.lora import merged
+from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.batch import Share, share_of
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
+from zaya_jax.train.base import NO_BASE, Base, check_architecture, check_base, check_beginning, note_base, open_base
 from zaya_jax.train.compiled import CompiledSteps, abstract_state, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
@@ -42,8 +44,6 @@ from zaya_jax.train.tracker import JsonlTracker, NoTracker, read_rows
 PICTURE = "loss.png"
 
 
-# Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
-_FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
 # What the optimizer's state is shaped by, beside the architecture.
 _STATE_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule", "train.spike.window")
 
@@ -59,6 +59,7 @@ class TrainResult:
       heldout: loss over all held-out text.
       heldout_of: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
+      base: what adapters are of.
     """
 
     config: Config
@@ -67,11 +68,17 @@ class TrainResult:
     heldout: HeldoutLoss
     heldout_of: dict[str, HeldoutLoss]
     prepared: Prepared
+    base: Base = NO_BASE
 
     @functools.cached_property
     def model(self) -> Zaya:
-        """The trained fp32 parameters, all of them on every device, with the positions of the last phase."""
-        params = jax.device_put(self.state.params, replicated(mesh_of(self.config, -1)))
+        """The trained fp32 parameters, all of them on every device, with the positions of the last phase.
+
+        Adapters are merged, in the compute dtype, which they were trained in.
+        """
+        params, lora = self.state.params, self.config.lora
+        params = params if lora is None else merged(self.base.params, params, lora.scale)
+        params = jax.device_put(params, replicated(mesh_of(self.config, -1)))
         return with_values(make_blueprint(self.config, -1).model, {**params, **self.state.balance})
 
 
@@ -96,17 +103,23 @@ def train(config: Config) -> TrainResult:
                        for name in prepared.sources}  # fmt: skip
             # What process 0 sees: other machines may see what it has written only later.
             going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
-            state = None if going_on else _begin(config)
+            base = open_base(config, stage_at(config, first_step(config)).phase)
+            state = None if going_on else _begin(config, base)
+            if going_on:
+                check_base(folder, config, base)
+            elif is_first():
+                note_base(folder, config, base)
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
                 state = _restore(config, store, batches) if state is None else state
                 with CompiledSteps(config) as compiled:
-                    state = _run(config, folder, store, batches, state, compiled, watched, shares)
+                    state = _run(config, folder, store, batches, state, base.params, compiled, watched, shares)
                     last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
-                    heldout_of = evaluate_each(compiled.evaluation(last), state, whole, _layout(config, last))
-        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared)
+                    look = functools.partial(compiled.evaluation(last), frozen=base.params)
+                    heldout_of = evaluate_each(look, state, whole, _layout(config, last))
+        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared, base)
 
 
 def _check_precision(config: Config) -> None:
@@ -119,15 +132,16 @@ def _layout(config: Config, phase: int) -> Layout:
     return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
 
 
-def _begin(config: Config) -> TrainState:
-    """The state before the first step: drawn, or another run's with counters of its own."""
+def _begin(config: Config, base: Base) -> TrainState:
+    """The state before the first step: drawn, or another run's with counters of its own, or adapters of `base`."""
     phase = stage_at(config, first_step(config)).phase
     abstract = abstract_state(config, phase)
-    if config.init_from is None:
+    if config.init_from is None or config.lora is not None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
+        state = jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
+        return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     about, here = about_checkpoint(config.init_from), to_dict(config)
-    _check_architecture(config, about, "The checkpoint init_from", "choose another one")
+    check_beginning(config, about)
     for key in _STATE_KEYS:
         theirs, ours = _value(about["config"], key), _value(here, key)
         if theirs != ours:
@@ -149,7 +163,7 @@ def _restore(config: Config, store: CheckpointStore, batches: TrainBatches) -> T
     if step is None:
         raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
     about = store.about(step)
-    _check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
+    check_architecture(config, about, f"The checkpoint of step {step} in {config.run_dir}", "choose another run_dir")
     check_past(from_dict(about["config"]), config, step)
     for key, value in environment().items() if is_first() else ():
         if about["environment"].get(key) != value:
@@ -160,22 +174,16 @@ def _restore(config: Config, store: CheckpointStore, batches: TrainBatches) -> T
     return state
 
 
-def _check_architecture(config: Config, about: dict[str, Any], what: str, advice: str) -> None:
-    there, here = about["config"]["model"], to_dict(config)["model"]
-    for key, value in here.items():
-        if key not in _FREE_SIZES and there.get(key) != value:
-            raise InputError(f"{what} is of another architecture: model.{key} is {there.get(key)!r} there and "
-                             f"{value!r} here; {advice}.")  # fmt: skip
-
-
-def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState,
+def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState, base: Arrays,
          compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share]) -> TrainState:  # fmt: skip
     """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
     step, steps = int(jax.device_get(state.step)), total_steps(config)
     boundaries = {end for _, end in phase_steps(config)}
     report = ConsoleReport(
         steps=steps, start=step, log_every=config.train.log_every,
-        flops_per_token=lambda step: training_flops_per_token(config.model, stage_at(config, step - 1).context),
+        flops_per_token=lambda step: training_flops_per_token(
+            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
+        ),
         bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
         tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
         devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
@@ -199,19 +207,21 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
                 continue
             train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
             layout = _layout(config, stage.phase)
-            state = jax.device_put(state, layout.shardings(state))  # where a phase begins, its layout may be another
+            # Where a phase begins, its layout may be another.
+            state, base = (jax.device_put(tree, layout.shardings(tree)) for tree in (state, base))
+            look = functools.partial(compiled.evaluation(stage.phase), frozen=base)
             report.restart_clock()
             while step < stage.end:
                 batch = layout.place(next(batches), count, shares[stage.phase])
                 with jax.transfer_guard("disallow"):
-                    state, metrics = train_step(state, batch)
+                    state, metrics = train_step(state, batch, base)
                 step += 1
                 journal.begun(step, metrics)
                 boundary = step in boundaries
                 looking = step % config.evaluation.every == 0 or boundary
                 saving = step % config.checkpoint.every == 0 or boundary
                 if looking:
-                    journal.settle(evaluate_each(compiled.evaluation(stage.phase), state, watched, layout))
+                    journal.settle(evaluate_each(look, state, watched, layout))
                     if is_first():
                         _draw(folder, report)  # before the save: what a restart takes for done has its picture
                 if saving:
