@@ -12,7 +12,7 @@ import optax
 import pytest
 
 from tests.train_helpers import ROOT, Position, differing, small_run, snapshot
-from zaya_jax.checkpoint.store import CheckpointStore, environment
+from zaya_jax.checkpoint.store import CheckpointStore, environment, read_part
 from zaya_jax.config import CheckpointConfig, to_dict
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.sources import open_sources
@@ -195,6 +195,20 @@ def test_another_architecture_is_refused_naming_the_step(tmp_path, other, caplog
         store.restore(7, abstract(others()[other]), Position())
     assert snapshot(tmp_path) == before
     assert not caplog.records  # the sentence says it; no library adds to it
+
+
+def test_a_part_of_a_state_is_read_in_the_dtype_asked_for(tmp_path):
+    save_all(tmp_path / "checkpoints", [7])
+    wanted = {"params": abstract(make_state())["params"]}
+    wanted["params"]["blocks.0.query"] = jax.ShapeDtypeStruct(
+        (2, 3), jnp.bfloat16, sharding=wanted["params"]["norm"].sharding
+    )
+    found = read_part(str(tmp_path), wanted)
+    expected = make_state(7)["params"]
+    expected["blocks.0.query"] = expected["blocks.0.query"].astype(jnp.bfloat16)
+    assert not differing(found, {"params": expected})
+    with pytest.raises(InputError, match=r"holds no \['params'\]\['more'\] of the shape \(3,\)"):
+        read_part(str(tmp_path), {"params": {**wanted["params"], "more": wanted["params"]["norm"]}})
 
 
 def damaged(folder, part):

@@ -159,7 +159,13 @@ def read_part(path: str, abstract_part: dict[str, Any]) -> dict[str, Any]:
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        return read_checkpoint(path, abstract_part)
+        found = read_checkpoint(path, abstract_part)
+    wanted, there = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (abstract_part, found))
+    held = {jax.tree_util.keystr(key): x.shape for key, x in there if isinstance(x, jax.Array)}
+    for key, x in wanted:  # Orbax leaves out what is not there
+        if held.get(name := jax.tree_util.keystr(key)) != x.shape:
+            raise InputError(f"init_from is {path!r}, whose checkpoint holds no {name} of the shape {x.shape}.")
+    return found
 
 
 def _checkpoint_folder(path: str) -> Path:

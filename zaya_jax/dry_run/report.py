@@ -89,13 +89,9 @@ def _table(account: Account, proof: dict[str, Any], hardware: Hardware | None) -
         f"works through {account.micro_batches} × {account.sequences} sequences; remat {account.remat}.",
         f"  {proof['proof']} in {proof['seconds']} s with {proof['host_bytes'] / _GB:.1f} GB of this machine",
         "  bytes of a device",
-        *(
-            f"    {name:<14}{size / _GB:10.2f} GB"
-            for name, size in memory._asdict().items()
-            if name != "frozen" or size
-        ),
-        f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: {'frozen, ' if memory.frozen else ''}parameters and "
-        "optimizer, and the more of update and the others",
+        *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
+        f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: parameters, optimizer and frozen, and the more of "
+        "update and the others",
         "  operations of a step on all devices",
         *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in account.flops.items()),
         "  bytes that a device sends in a step, in rings" + ("" if account.transfers else ": none"),

@@ -73,7 +73,7 @@ def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
     every, trained = roles(model), shapes(model)
     if config.lora is not None:
         trained = adapter_shapes(trained, every, config.lora.rank)
-        every = {**every, **adapter_roles(every)}
+        every |= adapter_roles(every)
     moved = dataclasses.replace(config.optimizer, matrices=config.matrices)
     optimizer = make_optimizer(moved, {name: every[name] for name in trained}, fused(model))
     one = config.phases[phase]

@@ -42,9 +42,9 @@ def make_local_loss(
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat)
         weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
         # The head takes the fp32 embedding, so that its gradient, the largest sum of all, is fp32 throughout.
-        loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
-                            params.get("head_bias"), batch["targets"].reshape(-1), weights,
-                            lora is not None)  # fmt: skip
+        loss: jax.Array = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
+                                       params.get("head_bias"), batch["targets"].reshape(-1), weights,
+                                       lora is not None)  # fmt: skip
         return loss, {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
 
     return local_loss
