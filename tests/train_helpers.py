@@ -234,7 +234,7 @@ def _same_step(config: Config) -> Config:
     data = DataConfig(context=config.data.context)
     phases = tuple(dataclasses.replace(phase, mixture=Table(), template=None, packing="windows", over_length="split")
                    for phase in config.phases)  # fmt: skip
-    return Config(config.model, phases, optimizer=config.optimizer, train=train, data=data)
+    return Config(config.model, phases, lora=config.lora, optimizer=config.optimizer, train=train, data=data)
 
 
 def _same_start(config: Config) -> Config:

@@ -113,3 +113,29 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part():
     saved = kept["step"].gradients - kept["micro_batch"].gradients
     assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters
     assert saved > 0.8 * kept["step"].gradients / 2
+
+
+LORA = ["lora.rank=16", "lora.alpha=32"]
+
+
+def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
+    config = load_config("configs/finetune.yaml", LORA)
+    found = memory_of(config, 0, abstract(config, 1), 1)
+    d, f, layers, experts, rank = 2048, 2048, 40, 16, 16
+    pairs = [(d, 1024), (d, 256), (d, 128), (d, 128), (1024, d), *[(d, 2 * f), (f, d)] * experts]
+    adapters = layers * rank * sum(rows + columns for rows, columns in pairs)
+    assert found.parameters == found.update == 4 * adapters
+    assert found.gradients == 8 * adapters  # those added up, and a micro-batch's
+    assert 0 <= found.optimizer - 8 * adapters < 1e5  # both moments; balancing, counters
+    assert found.compute == 0
+    vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer
+    assert 0 < found.frozen - 2 * 8_840_488_784 < vectors
+    assert found.total < 26e9 < memory_of(load_config("configs/finetune.yaml"), 0, abstract(config, 1), 1).total / 5
+
+
+def test_eight_devices_share_what_is_under_adapters():
+    one, eight = (load_config("configs/finetune.yaml", [*LORA, *more]) for more in ([], ["parallel.fsdp=8"]))
+    alone, shared = memory_of(one, 0, abstract(one, 1), 1), memory_of(eight, 0, abstract(eight, 8), 1)
+    assert shared.frozen == pytest.approx(alone.frozen / 8, rel=0.01)
+    assert shared.parameters == pytest.approx(alone.parameters / 8, rel=0.01)
+    assert shared.compute < alone.frozen / 8  # a layer is gathered where it begins; the embedding alone is there whole

@@ -101,3 +101,19 @@ def test_a_collective_goes_at_the_speed_of_the_slowest_link_it_crosses():
     assert seconds([inside], sizes, device) == seconds([across], sizes, device) == 1.0
     assert seconds([inside, across], sizes, device) == 2.0
     assert seconds([inside], {**sizes, "context": 16}, device) == 448 / 50
+
+
+def test_what_is_frozen_is_gathered_and_has_no_gradient_on_the_wire():
+    lora = ["lora.rank=16", "lora.alpha=32", "parallel.fsdp=8", "train.remat=full"]
+    whole, small = (account_of(load_config("configs/finetune.yaml", more), 0, 8, None) for more in (lora[2:], lora))
+
+    def sent(account, kind):
+        return sum(one.bytes for one in account.transfers if one.kind == kind)
+
+    # Each micro-batch a device sends the gradients of the parts of seven others.
+    assert sent(small, "reduce-scatter") == pytest.approx(7 * small.memory.parameters * small.micro_batches, rel=0.01)
+    assert sent(small, "reduce-scatter") < sent(whole, "reduce-scatter") / 50
+    assert sent(small, "all-to-all") == 0  # AdamW needs no whole matrices
+    assert sent(small, "all-gather") > sent(whole, "all-gather")  # adapters beside the matrices
+    assert small.flops["newton_schulz"] == 0 < whole.flops["newton_schulz"]
+    assert small.flops["head"] == pytest.approx(whole.flops["head"] * 2 / 3)

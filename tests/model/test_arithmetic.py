@@ -171,3 +171,9 @@ def test_sliding_layers_see_less():
     less = arithmetic.prefill_flops_per_token(full, 32) - arithmetic.prefill_flops_per_token(config, 32)
     keys = arithmetic.visible_keys(32, None) - arithmetic.visible_keys(32, config.sliding_window)
     assert less == pytest.approx(2 * 4 * config.query_size * keys)  # two of the four layers slide
+
+
+def test_a_frozen_head_has_no_gradient_of_its_own():
+    config = load_config(CONFIGS / "zaya1_8b.yaml").model
+    spared = arithmetic.training_flops_per_token(config, 64) - arithmetic.training_flops_per_token(config, 64, True)
+    assert spared == 2 * config.vocab_size * config.hidden_size

@@ -101,3 +101,27 @@ def test_large_logits_stay_finite():
     chex.assert_tree_all_finite((loss, gradient))
     expected, theirs = compiled(dense, True)(1e4 * hidden, head, bias, targets, weights)
     chex.assert_trees_all_close((loss, gradient), (expected, theirs), rtol=1e-4, atol=1e-2)
+
+
+def test_a_frozen_head_changes_nothing_but_its_own_gradient():
+    hidden, head, bias, targets, weights = draw(3)
+
+    def value(hidden, head, bias, frozen):
+        return chunked_loss(hidden, head, bias, targets, weights, frozen)
+
+    whole, frozen = (jax.value_and_grad(value, argnums=(0, 1, 2))(hidden, head, bias, kind) for kind in (False, True))
+    np.testing.assert_array_equal(whole[0], frozen[0])
+    np.testing.assert_array_equal(whole[1][0], frozen[1][0])
+    assert np.any(whole[1][1])
+    assert not any(np.any(x) for x in frozen[1][1:])
+
+
+def test_a_frozen_head_has_no_sum_of_its_size():
+    hidden, head, bias, targets, weights = draw(3)
+
+    def text(frozen):
+        gradient = jax.grad(lambda h: chunked_loss(h, head, bias, targets, weights, frozen))
+        return str(jax.make_jaxpr(gradient)(hidden))
+
+    assert f"f32[{D},{V}]" in text(False)
+    assert f"f32[{D},{V}]" not in text(True)

@@ -3,14 +3,17 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.train_helpers import CONFIG, differing, on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.model.tree import parameters
+from zaya_jax.model.lora import Adapted, adapter_names, merge
+from zaya_jax.model.tree import balancing_biases, parameters, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.layers import _gather, gather_layer
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.rules import placements
 from zaya_jax.train.state import layout_of, make_blueprint
 
 
@@ -49,3 +52,64 @@ def test_what_is_not_split_is_left():
     model = Zaya(CONFIG.model, jax.random.key(0))
     layer = gather_layer(layout.placed, layout.dtypes)(model)
     assert not differing(parameters(layer), parameters(model))
+
+
+def test_a_matrix_and_its_adapters_become_their_sum():
+    rng, name = np.random.default_rng(0), "blocks.0.attention.query"
+    blueprint, model = make_blueprint(CONFIG), Zaya(CONFIG.model, jax.random.key(0))
+    layout = layout_of(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
+    params = parameters(model)
+    shape = params[name].shape
+    a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape[:-1], 2), (2, 2, shape[-1])))
+    one = Adapted(params[name], a, b, 0.5)
+    joined = with_values(model, {**layer_values(model), name: one})
+    found = parameters(gather_layer(layout.placed, layout.dtypes)(joined))
+    np.testing.assert_array_equal(found[name], merge(one))
+    assert differing(found, params) == [f"['{name}']"]
+
+
+def layer_values(model):
+    return {**parameters(model), **balancing_biases(model)}
+
+
+def gathered_sum():
+    """On two devices: the sum of a matrix and adapters that lie in parts, and the gradients of the adapters."""
+    names = ("blocks.0.w", *adapter_names("blocks.0.w"))
+    mesh = make_mesh(ParallelConfig(fsdp=2))
+    values = dict(zip(names, whole_and_adapters(), strict=True))
+    placed = placements({name: x.shape for name, x in values.items()}, dict.fromkeys(names, "attention"), mesh)
+    stored = {name: place.stored for name, place in placed.items()}
+
+    def region(values):
+        def loss(adapters):
+            layer = {"w": nnx.Param(Adapted(values[names[0]][0], *(x[0] for x in adapters), 0.5))}
+            whole = gather_layer(placed, dict.fromkeys(names, jnp.float32))(layer)["w"][...]
+            return (whole**2).sum() / 2, whole
+
+        gradients, whole = jax.grad(loss, has_aux=True)([values[name] for name in names[1:]])
+        return whole, gradients
+
+    out = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(stored,),
+                                out_specs=(PartitionSpec(), [stored[name] for name in names[1:]]),
+                                check_vma=False))(values)  # fmt: skip
+    return [split_axis(placed, names), *jax.tree.map(np.asarray, jax.tree.leaves(out))]
+
+
+def split_axis(placed, names):
+    return [placed[name].axis for name in names]
+
+
+def whole_and_adapters():
+    rng = np.random.default_rng(0)
+    return [np.float32(rng.normal(size=(1, *size))) for size in ((6, 4), (6, 3), (3, 4))]
+
+
+def test_parts_are_gathered_before_they_are_added_up():
+    """Each of the two devices has the whole loss, so that their gradients add up to twice that of one."""
+    axes, whole, a_gradient, b_gradient = on_devices(2, "tests.parallel.test_layers:gathered_sum")
+    assert axes == [-2, -2, -1]
+    w, a, b = (x[0] for x in whole_and_adapters())
+    expected = w + 0.5 * a @ b
+    np.testing.assert_allclose(whole, expected, rtol=1e-6)
+    np.testing.assert_allclose(a_gradient[0], 2 * 0.5 * expected @ b.T, rtol=1e-5)
+    np.testing.assert_allclose(b_gradient[0], 2 * 0.5 * a.T @ expected, rtol=1e-5)

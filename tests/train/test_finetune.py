@@ -1,7 +1,9 @@
 """From a file of conversations to a model fine-tuned on what assistants say: prepare, describe, train."""
 
+import dataclasses
 import json
 import random
+import shutil
 
 import jax
 import numpy as np
@@ -9,17 +11,21 @@ import pytest
 import yaml
 
 from tests.data_helpers import small_tokenizer
-from tests.train_helpers import MODEL, compile_once, fast_jit
+from tests.train_helpers import MODEL, compile_once, differing, fast_jit
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
-from zaya_jax.data.pipeline import train_batches
+from zaya_jax.data.pipeline import heldout_batches, train_batches
 from zaya_jax.data.sources import open_sources
+from zaya_jax.errors import InputError
+from zaya_jax.model.tree import parameters
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train.evaluate import evaluate
+from zaya_jax.train.given import given_parameters
 from zaya_jax.train.loop import train
 from zaya_jax.train.report import report
 from zaya_jax.train.run_folder import METRICS
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_local_loss
+from zaya_jax.train.step import make_evaluation_step, make_local_loss
 from zaya_jax.train.tracker import read_rows
 
 
@@ -159,3 +165,94 @@ def test_describe_shows_the_conversations(tuned, capsys):
     assert "<|im_start|>user\n" in sample
     assert "[[" in sample
     assert "return" in sample.partition("[[")[2].partition("]]")[0]
+
+
+# --- adapters --------------------------------------------------------------------------------------------------
+
+
+def adapters_on(folder, run, *overrides):
+    """The configuration of a run that trains adapters on conversations, from where the phase of texts ended."""
+    tree = yaml.safe_load((folder / "tune.yaml").read_text())
+    tree |= {
+        "run_dir": str(run), "init_from": f"{folder / 'run'}@text", "phases": tree["phases"][1:],
+        "lora": {"rank": 4, "alpha": 8}, "checkpoint": {"every": 5},
+    }  # fmt: skip
+    tree["optimizer"]["balance"] = {"rule": "none"}
+    path = folder / f"{run.name}.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return load_config(path, overrides)
+
+
+@pytest.fixture(scope="module")
+def adapted(tuned):
+    """The configuration and the result of a run of adapters."""
+    _, _, folder = tuned
+    config = adapters_on(folder, folder / "adapted")
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        return config, train(config)
+
+
+def test_adapters_learn_to_answer_and_nothing_else_moves(tuned, adapted):
+    _, whole, _ = tuned
+    config, result = adapted
+    rows = read_rows(result.run_dir / METRICS)
+    losses = [row["loss"] for row in rows]
+    assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.3
+    assert all(name.endswith((".lora_a", ".lora_b")) for name in result.state.params)
+    assert not differing(result.state.balance, given_parameters(config, {}, _abstract(whole.state.balance))[1])
+    saved = sum(x.size for x in jax.tree.leaves(result.state) if x.ndim)
+    assert saved < sum(x.size for x in whole.state.params.values())  # moments and all
+    assert report(config, result).count("Continuation of") == 1
+
+
+def _abstract(tree):
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
+
+
+def test_the_merged_model_has_the_loss_of_the_run(adapted):
+    """A full model of the merged parameters, which is what an export holds, evaluated without any adapter."""
+    config, result = adapted
+    plain = dataclasses.replace(config, lora=None)
+    layout = layout_of(plain, make_blueprint(plain), make_mesh(devices=jax.devices()[:1]))
+    step = fast_jit(make_evaluation_step(plain, make_blueprint(plain), layout.mesh))
+    state = dataclasses.replace(result.state, params=parameters(result.model))
+    assert evaluate(step, state, heldout_batches(config, result.prepared, "talk"), layout) == result.heldout_of["talk"]
+
+
+def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):
+    _, result = adapted
+    _, _, folder = tuned
+    config = adapters_on(folder, folder / "stopped")
+    compile_once(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(12))
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
+    again = train(config)
+    assert not differing(again.state, result.state)
+    assert (again.run_dir / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
+
+
+def test_another_base_is_refused_and_nothing_is_written(adapted, tuned, tmp_path, monkeypatch):
+    """The folder that init_from names holds another run's parameters when the run goes on."""
+    _, result = adapted
+    _, _, folder = tuned
+    compile_once(monkeypatch)
+    moved = tmp_path / "base"
+    shutil.copytree(folder / "run" / "checkpoints" / "10", moved / "checkpoints" / "10")
+    first = adapters_on(folder, tmp_path / "run", f"init_from={moved}")
+    with monkeypatch.context() as patch:
+        patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(7))
+        with pytest.raises(KeyboardInterrupt):
+            train(first)
+    shutil.copytree(folder / "run" / "checkpoints" / "30", moved / "checkpoints" / "30")  # the run has gone on
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(InputError, match="whose parameters are not those that the adapters"):
+        train(first)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+    with pytest.raises(InputError, match="which holds adapters alone"):
+        train(adapters_on(folder, tmp_path / "second", f"init_from={result.run_dir}"))
+    with pytest.raises(InputError, match="which holds adapters alone"):
+        train(adapters_on(folder, tmp_path / "third", f"init_from={result.run_dir}", "lora=null"))

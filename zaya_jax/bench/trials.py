@@ -144,11 +144,11 @@ def run_trial(trial: Trial) -> Curve:
         for stage in stages(config):
             train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
             while step < stage.end:
-                state, metrics = train_step(state, layout.place(next(batches), count))
+                state, metrics = train_step(state, layout.place(next(batches), count), {})
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
-                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
+                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout) or {}
                     heldout.append((step, together(found).nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 

@@ -71,6 +71,9 @@ def _parser() -> argparse.ArgumentParser:
                      help="of the parameters (default: bfloat16)")  # fmt: skip
     add.add_argument("--layout", default="hf", choices=["hf", "legacy"], help="names and nesting (default: hf)")
     add.add_argument("--carry", type=Path, metavar="FOLDER", help="whose tokenizer and generation files come along")
+    add.add_argument(
+        "--base", metavar="SOURCE", help="what adapters are of, if not init_from of their run; hf:FOLDER too"
+    )
     add.set_defaults(run=_export_hf)
 
     add = verbs.add_parser("verify-hf", help="whether the released 8B computes here what it does in transformers")
@@ -139,7 +142,7 @@ def _import_hf(given: argparse.Namespace) -> int:
 def _export_hf(given: argparse.Namespace) -> int:
     from zaya_jax.checkpoint.interop import export_hf
 
-    print(export_hf(given.checkpoint, given.folder, given.dtype, given.layout, given.carry))
+    print(export_hf(given.checkpoint, given.folder, given.dtype, given.layout, given.carry, given.base))
     return 0
 
 

@@ -7,20 +7,19 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from zaya_jax.checkpoint.adapters import is_bias, read_merged, read_saved
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.folder import FOLDER, checkpoint_folder
 from zaya_jax.checkpoint.hf_export import Layout, write_folder
 from zaya_jax.checkpoint.hf_folder import Folder, open_folder
 from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.manifest import Damaged
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
 from zaya_jax.errors import InputError
 
 PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
-_BALANCING = "balancing_bias"
 _FIRST_GAMMA = "blocks.0.mixture.router.state_scale"  # its first layer's is inert and stands in no folder
 
 
@@ -48,8 +47,10 @@ def import_hf(path: Path, output: Path) -> str:
     return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
 
 
-def export_hf(checkpoint: str, folder: Path, dtype: str, layout: Layout, carry: Path | None) -> str:
-    """Write a checkpoint as a folder that `transformers` loads.
+def export_hf(
+    checkpoint: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
+) -> str:
+    """Write a checkpoint as a folder that `transformers` loads; adapters are merged.
 
     Args:
       checkpoint: see `checkpoint_folder`.
@@ -57,6 +58,7 @@ def export_hf(checkpoint: str, folder: Path, dtype: str, layout: Layout, carry: 
       dtype: of the parameters; balancing biases are fp32 whatever it is.
       layout: see `write_folder`.
       carry: a folder whose tokenizer and generation files come along.
+      base: what adapters are of, where `init_from` of their run is no longer right.
 
     Returns:
       A sentence that says what was written.
@@ -67,16 +69,11 @@ def export_hf(checkpoint: str, folder: Path, dtype: str, layout: Layout, carry: 
     source = checkpoint_folder(checkpoint, "CHECKPOINT")
     if wrong := verify_checkpoint(source):
         raise InputError(wrong[0])
-    manifest, reader = open_checkpoint(source)
-    names = {name.partition(".")[2]: name for name in manifest.leaves if name.startswith(("params.", "balance."))}
-
-    def read(name: str, group: int | None) -> np.ndarray:
-        try:
-            return reader.read(names[name], () if group is None else (group,))
-        except Damaged as error:
-            raise InputError(str(error)) from error
-
-    write_folder(folder, architecture(manifest.about), read, dtype, layout, carry)
+    about = open_checkpoint(source)[0].about
+    model, read = architecture(about), read_saved(source)
+    if about["config"].get("lora") is not None:
+        read = read_merged(source, about, model, read, base)
+    write_folder(folder, model, read, dtype, layout, carry)
     return f"{source} is {folder} for transformers, in {dtype}."
 
 
@@ -97,7 +94,7 @@ def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
             shape[0] = tensor.part.stop
         if tensor.group is not None:
             shape = [tensor.group + 1, *shape]
-        dtype = "float32" if _is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
+        dtype = "float32" if is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
         before = shapes.get(tensor.leaf, (dtype, shape))[1]
         shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
     if _FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
@@ -121,12 +118,8 @@ def _parts(folder: Folder, leaves: dict[str, dict[str, Any]]) -> Iterator[Part]:
         yield Part(_named(tensor.leaf), where, np.ascontiguousarray(data, wanted))
 
 
-def _is_bias(leaf: str) -> bool:
-    return leaf.rpartition(".")[2] == _BALANCING
-
-
 def _named(leaf: str) -> str:
-    return f"{'balance' if _is_bias(leaf) else 'params'}.{leaf}"
+    return f"{'balance' if is_bias(leaf) else 'params'}.{leaf}"
 
 
 def _dtype(name: str) -> np.dtype:

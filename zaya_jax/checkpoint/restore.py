@@ -66,19 +66,20 @@ def restore_newest(
     return None
 
 
-def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any]) -> Restored:
+def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False) -> Restored:
     """A checkpoint of any run, which is left as it is.
 
     Args:
       folder: of the checkpoint.
       prepare: gives for a manifest the abstract state.
+      part: whether that may be a part of what was saved.
 
     Raises:
       InputError: it is not what was saved, or holds other arrays than asked for.
     """
     try:
         manifest = _manifest(folder.parent, int(folder.name))
-        return _restore(None, folder, manifest, prepare(manifest))
+        return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
         raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.FOLDER}/STEP.") from error
 
@@ -122,13 +123,15 @@ def _agree(problem: str, kind: type[Exception]) -> None:
         raise kind(found)
 
 
-def _restore(store: CheckpointStore | None, folder: Path, manifest: Manifest, abstract: Any) -> Restored:
+def _restore(
+    store: CheckpointStore | None, folder: Path, manifest: Manifest, abstract: Any, part: bool = False
+) -> Restored:
     wanted = named(abstract)
-    _check_arrays(folder, manifest, wanted)
+    _check_arrays(folder, manifest, wanted, part)
     arrays: dict[str, jax.Array] | None = None
     problem, digests = "", {}
     try:
-        digests = read_digests(folder, manifest)
+        digests = {name: one for name, one in read_digests(folder, manifest).items() if name in wanted}
         if store is not None and digests:
             arrays = store.local.read(manifest.step, wanted, digests)
     except (Damaged, ValueError) as error:
@@ -147,7 +150,7 @@ def _restore(store: CheckpointStore | None, folder: Path, manifest: Manifest, ab
     return Restored(like(abstract, arrays), manifest)
 
 
-def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any]) -> None:
+def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any], part: bool) -> None:
     """Raise `InputError` where a checkpoint holds other arrays than are wanted."""
 
     def refuse(what: str) -> InputError:
@@ -160,7 +163,7 @@ def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any]) -
         if tuple(there["shape"]) != leaf.shape or there["dtype"] != str(leaf.dtype):
             raise refuse(f"its {name} is {there['dtype']} {there['shape']}, and here it is {leaf.dtype} "
                          f"{list(leaf.shape)}.")  # fmt: skip
-    if more := [name for name in manifest.leaves if name not in wanted]:
+    if more := [name for name in manifest.leaves if name not in wanted and not part]:
         raise refuse(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
 
@@ -197,5 +200,5 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
         return f"The array {wrong[0]} in {folder} is not what was saved."
     mine = read_digests(folder, manifest, jax.process_index(), jax.process_count())
     rest = {name: {where: text for where, text in parts.items() if where in elsewhere.get(name, ())}
-            for name, parts in mine.items()}  # fmt: skip
+            for name, parts in mine.items() if name in arrays}  # fmt: skip
     return next(wrong_parts(CheckpointReader(folder), rest), "")

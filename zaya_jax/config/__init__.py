@@ -7,6 +7,7 @@ from zaya_jax.config.loader import load_config as load_config
 from zaya_jax.config.loader import model_from_dict as model_from_dict
 from zaya_jax.config.loader import to_dict as to_dict
 from zaya_jax.config.loader import to_yaml as to_yaml
+from zaya_jax.config.lora import LoraConfig as LoraConfig
 from zaya_jax.config.model import ModelConfig as ModelConfig
 from zaya_jax.config.optimizer import AdamWConfig as AdamWConfig
 from zaya_jax.config.optimizer import BalanceConfig as BalanceConfig

@@ -12,6 +12,7 @@ Coefficients = Literal["standard", "dion", "polar_express"]
 Scaling = Literal["match_rms_adamw", "original", "unit_rms"]
 GateUp = Literal["joint", "split"]
 BalanceRule = Literal["adamw", "sign", "none"]
+Matrices = Literal["muon", "adamw"]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class BalanceConfig:
 class OptimizerConfig:
     """One transform a role, one schedule for all (`phases`)."""
 
-    matrices: Literal["muon", "adamw"] = "muon"  # what moves attention, router and expert matrices
+    matrices: Matrices = "muon"  # what moves attention, router and expert matrices
     muon: MuonConfig = field(default_factory=MuonConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)

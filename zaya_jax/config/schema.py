@@ -10,8 +10,9 @@ from typing import Literal
 
 from zaya_jax.config.checks import require, require_path, require_positive
 from zaya_jax.config.data import DataConfig
+from zaya_jax.config.lora import LoraConfig
 from zaya_jax.config.model import ModelConfig
-from zaya_jax.config.optimizer import ComputeDtype, OptimizerConfig
+from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.presets import PRESETS, PresetName
@@ -124,6 +125,7 @@ class Config:
     seed: int = 0
     # The state it begins with, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; parameters alone, hf:FOLDER.
     init_from: str | None = None
+    lora: LoraConfig | None = None  # adapters are trained, on the parameters of init_from; all parameters where None
     start_phase: str | None = None  # the phase this run begins with; the first where None
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -148,6 +150,10 @@ class Config:
             path = self.init_from.removeprefix(HF)
             require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
             require_path("init_from", path)
+        if self.lora is not None:
+            self.lora.check()
+            require(self.init_from is not None, "init_from", self.init_from,
+                    "given where lora is, since adapters are of the parameters of a model that is there")  # fmt: skip
         longest = f"at most model.max_positions ({self.model.max_positions})"
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context, longest)
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it
@@ -206,6 +212,11 @@ class Config:
             where = f"phases[{first}] ({self.phases[first].name}).schedule"
             require(needed <= budget, where, needed,
                     f"such that warm-up and decay take at most the {budget} tokens of the phases it spans")  # fmt: skip
+
+    @property
+    def matrices(self) -> Matrices:
+        """What moves matrices: adapters are too narrow to orthogonalise, and AdamW's."""
+        return self.optimizer.matrices if self.lora is None else "adamw"
 
     def context_of(self, phase: PhaseConfig) -> int:
         """Tokens a row of `phase`."""

@@ -76,11 +76,13 @@ def account_of(config: Config, phase: int, devices: int, hardware: Hardware | No
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
     flops = {
-        **{part: tokens * count for part, count in model_flops(config.model, stage.context).items()},
+        **{part: tokens * count
+           for part, count in model_flops(config.model, stage.context, config.lora is not None).items()},
         "newton_schulz": newton_schulz_flops(config.model, config.optimizer.muon.newton_schulz_steps, split)
-        if config.optimizer.matrices == "muon" else 0.0,
+        if config.matrices == "muon" else 0.0,
     }  # fmt: skip
-    moved = transfers(config, phase, layout, blueprint.roles, copies(config, layout), sequences, mine // sequences)
+    moved = transfers(config, phase, layout, blueprint.roles, blueprint.trained, copies(config, layout), sequences,
+                      mine // sequences)  # fmt: skip
     bounds, step, days = {}, None, None
     if hardware is not None:
         bounds = {
@@ -94,11 +96,11 @@ def account_of(config: Config, phase: int, devices: int, hardware: Hardware | No
                    memory, flops, moved, bounds, step, days)  # fmt: skip
 
 
-def model_flops(config: ModelConfig, context: int) -> dict[str, float]:
+def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
     """Operations of training on one token, by part; together `model.arithmetic.training_flops_per_token`."""
     body, attention = prefill_flops_per_token(config, context, head=False), attention_flops_per_token(config, context)
     head = prefill_flops_per_token(config, context) - body
-    return {"head": 3 * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
+    return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
 def largest_stage(config: Config, phase: int) -> Stage:
@@ -109,10 +111,10 @@ def largest_stage(config: Config, phase: int) -> Stage:
 def _touched(memory: Memory, micro_batches: int) -> float:
     """Bytes that a step reads and writes at least.
 
-    Masters and moments once each way; of each micro-batch the compute copy in both passes, the gradients added up,
-    and activations written and read.
+    Masters and moments once each way; of each micro-batch the compute copy in both passes (or what is stored, where
+    that is it), the gradients added up, and activations written and read.
     """
-    each = 2 * max(memory.compute, memory.parameters) + 2 * memory.gradients + 2 * memory.activations
+    each = 2 * max(memory.compute, memory.parameters + memory.frozen) + 2 * memory.gradients + 2 * memory.activations
     return 2 * (memory.parameters + memory.optimizer) + micro_batches * each
 
 
@@ -121,7 +123,7 @@ def advice(account: Account, hardware: Hardware) -> list[str]:
     memory, found = account.memory, []
     if memory.total <= hardware.memory:
         return []
-    left = hardware.memory - memory.parameters - memory.optimizer
+    left = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= left:  # else only a smaller part of the state helps
         if account.sequences > 1:
             found.append(f"batch.micro below {account.sequences}")

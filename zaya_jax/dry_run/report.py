@@ -90,8 +90,8 @@ def _table(account: Account, proof: dict[str, Any], hardware: Hardware | None) -
         f"  {proof['proof']} in {proof['seconds']} s with {proof['host_bytes'] / _GB:.1f} GB of this machine",
         "  bytes of a device",
         *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
-        f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: parameters and optimizer, and the more of update and "
-        "the others",
+        f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: parameters, optimizer and frozen, and the more of "
+        "update and the others",
         "  operations of a step on all devices",
         *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in account.flops.items()),
         "  bytes that a device sends in a step, in rings" + ("" if account.transfers else ": none"),

@@ -5,7 +5,7 @@ all-to-all as much of what a device holds.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from zaya_jax.config import Config
@@ -33,8 +33,8 @@ class Transfer(NamedTuple):
 
 
 def transfers(
-    config: Config, phase: int, layout: Layout, roles: Mapping[str, Role], local: Mapping[str, tuple[int, ...]],
-    sequences: int, micro_batches: int,
+    config: Config, phase: int, layout: Layout, roles: Mapping[str, Role], trained: Collection[str],
+    local: Mapping[str, tuple[int, ...]], sequences: int, micro_batches: int,
 ) -> list[Transfer]:  # fmt: skip
     """All transfers of a step of a phase.
 
@@ -42,14 +42,16 @@ def transfers(
       config: of the run.
       phase: which of its phases.
       layout: of that phase.
-      roles: of the parameters.
+      roles: of all parameters.
+      trained: those of them that have a gradient.
       local: shape of each parameter's compute copy on one device.
       sequences: of a micro-batch, on one device.
       micro_batches: of a step.
     """
     sizes = layout.mesh.shape
-    found = [*_parameters(config, layout, local, micro_batches), *_layers(config, phase, layout, local, micro_batches)]
-    if config.optimizer.matrices == "muon":
+    found = [*_parameters(config, layout, trained, local, micro_batches),
+             *_layers(config, phase, layout, trained, local, micro_batches)]  # fmt: skip
+    if config.matrices == "muon":
         found += _muon(layout, roles, local)
     tokens = sequences * config.context_of(config.phases[phase]) // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if config.remat_of(config.phases[phase]) != "none" else 2)
@@ -81,7 +83,7 @@ def _compute_bytes(config: Config) -> int:
 
 
 def _parameters(
-    config: Config, layout: Layout, local: Mapping[str, tuple[int, ...]], micro_batches: int
+    config: Config, layout: Layout, trained: Collection[str], local: Mapping[str, tuple[int, ...]], micro_batches: int
 ) -> list[Transfer]:
     gathered: dict[tuple[str, ...], float] = {}
     scattered: dict[tuple[str, ...], float] = {}
@@ -94,9 +96,11 @@ def _parameters(
             n = math.prod(layout.mesh.shape[axis] for axis in axes)
             sent, held = held * (n - 1) / n, held // n
             gathered[axes] = gathered.get(axes, 0.0) + sent * layout.dtypes[name].itemsize
-            scattered[axes] = scattered.get(axes, 0.0) + sent * exact * times
+            if name in trained:
+                scattered[axes] = scattered.get(axes, 0.0) + sent * exact * times
         own = {*place.over, *(["expert"] if place.by_expert else [])}
-        if others := tuple(axis for axis in wide_axes(layout.mesh, AXES) if axis not in own):
+        others = tuple(axis for axis in wide_axes(layout.mesh, AXES) if axis not in own)
+        if others and name in trained:
             n = math.prod(layout.mesh.shape[axis] for axis in others)
             summed[others] = summed.get(others, 0.0) + 2 * held * exact * times * (n - 1) / n
     return [
@@ -107,13 +111,22 @@ def _parameters(
 
 
 def _layers(
-    config: Config, phase: int, layout: Layout, local: Mapping[str, tuple[int, ...]], micro_batches: int
+    config: Config,
+    phase: int,
+    layout: Layout,
+    trained: Collection[str],
+    local: Mapping[str, tuple[int, ...]],
+    micro_batches: int,
 ) -> list[Transfer]:
     n = layout.mesh.shape["fsdp"]
     held = {name: math.prod(local[name]) for name, place in layout.placed.items() if place.by_layer}
     again = 1 if config.remat_of(config.phases[phase]) == "none" else 2
     gathered = sum(count * layout.dtypes[name].itemsize for name, count in held.items()) * (n - 1)
-    scattered = sum(held.values()) * wide(config.train.compute_dtype).itemsize * (n - 1)
+    scattered = (
+        sum(count for name, count in held.items() if name in trained)
+        * wide(config.train.compute_dtype).itemsize
+        * (n - 1)
+    )
     return [Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * again),
             Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches)]  # fmt: skip
 

@@ -91,9 +91,14 @@ def attention_flops_per_token(config: ModelConfig, context: int) -> float:
     return 4 * config.query_size * seen
 
 
-def training_flops_per_token(config: ModelConfig, context: int) -> float:
-    """Operations of forward and backward passes a token: three times the forward's."""
-    return 3 * prefill_flops_per_token(config, context)
+def training_flops_per_token(config: ModelConfig, context: int, frozen_head: bool = False) -> float:
+    """Operations of forward and backward passes a token: three times the forward's.
+
+    Of a head that is not trained, as under adapters, only twice. Adapters go through the gradients of their matrices,
+    which are counted; the products with the adapters themselves do not grow with the tokens, and are not.
+    """
+    logits = prefill_flops_per_token(config, context) - prefill_flops_per_token(config, context, head=False)
+    return 3 * prefill_flops_per_token(config, context) - frozen_head * logits
 
 
 def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False) -> float:

@@ -6,6 +6,7 @@ dh and dW already, and the backward pass only scales them. It must therefore sta
 `jax.checkpoint`.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -17,10 +18,11 @@ from zaya_jax.ops.precision import wide
 CHUNK = 512  # tokens
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def chunked_loss(
-    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array
-) -> jax.Array:
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array,
+    frozen_head: bool = False,
+) -> jax.Array:  # fmt: skip
     """Sum over tokens of weight times cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
     Args:
@@ -29,10 +31,12 @@ def chunked_loss(
       bias_v: of the head, or None.
       targets_t: int32 class of each token.
       weights_t: fp32; 0 takes a token out.
+      frozen_head: whether head and bias are constants, of which no gradient is made.
 
     Returns:
       fp32 scalar, in nats. Differentiable in `hidden_td`, `head_vd` and `bias_v`.
     """
+    del frozen_head
     return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
 
 
@@ -66,7 +70,7 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
 
 
 def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-             weights_t: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+             weights_t: jax.Array, frozen_head: bool = False) -> tuple[jax.Array, Any]:  # fmt: skip
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, wide(hidden_td.dtype)
 
@@ -80,22 +84,23 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         dz_low = dz.astype(dtype)
         dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=sums)
         # With the long dimension innermost on both sides and in the result, no operand is transposed.
-        dw_dv = dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
+        dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss, dw_dv, db_v), dh.astype(dtype)
 
-    start = (jnp.zeros((), sums), jnp.zeros((d, v), sums),
-             None if bias_v is None else jnp.zeros(v, sums))  # fmt: skip
+    start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
+             None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
     h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
     (total, dw_dv, db_v), dh = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
     # Of one chunk XLA would make a single product of sum and transposition, which CPUs refuse in bf16.
-    dw_vd = jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
+    dw_vd = None if dw_dv is None else jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
     return total, (dh_td, dw_vd, db_v, weights_t)
 
 
-def _backward(saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(frozen_head: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+    del frozen_head  # whose gradients are None, which stands for zero
     dh_td, dw_vd, db_v, weights_t = saved
     no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
     no_weights = jnp.zeros_like(weights_t)  # weights are data, not a function of the parameters

@@ -69,11 +69,11 @@ def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
     return jax.tree_util.tree_map_with_path(fill, model, is_leaf=_is_variable)
 
 
-def map_variables(module: Any, function: Callable[[str, jax.Array], jax.Array]) -> Any:
-    """`module` with `function` of each variable's name within it and value."""
+def map_variables(module: Any, function: Callable[[str, Any], jax.Array]) -> Any:
+    """`module` with `function` of each variable's name within it and value, an array or `lora.Adapted`."""
 
     def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(function(_name(path), variable[...]))
+        return variable.replace(function(_name(path), variable.get_value()))
 
     return jax.tree_util.tree_map_with_path(one, module, is_leaf=_is_variable)
 

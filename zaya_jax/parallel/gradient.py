@@ -5,6 +5,9 @@ FSDP stay in parts, which the loop over layers gathers one at a time. Each devic
 micro-batches in fp32, and only then are they summed over devices, each device keeping the part it stores: left
 to the compiler's own partitioning, an all-reduce would stand inside the loop for every layer of every
 micro-batch. Local functions return sums, which are divided once by the count of all devices.
+
+Parameters that are not trained, under adapters, enter beside those that are: as each device stores them, but in
+the compute dtype, and without a gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -26,28 +29,27 @@ LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 
 def summed_gradient(
     local_loss: LocalLoss, mesh: AnyMesh, placed: Mapping[str, Placement], dtypes: Mapping[str, Any], reduce: Reduce
-) -> Callable[[Arrays, Any, Any], tuple[Sums, Arrays]]:
+) -> Callable[..., tuple[Sums, Arrays]]:
     """Gradient of the summed loss over all micro-batches and devices.
 
     Args:
-      local_loss: (compute copy of the parameters, constants, micro-batch) → (scalar sum to differentiate in the
-        first, further sums).
+      local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar sum to differentiate in the
+        trained ones of the first, further sums).
       mesh: where it runs.
       placed: of each parameter.
       dtypes: that each parameter computes in.
       reduce: whether gradients are summed over devices once, or after each micro-batch.
 
     Returns:
-      (params, constants, batch with leaves [micro-batches, sequences, tokens]) → (sums, gradient), the sums of
-      `local_loss` and the gradient of its scalar in the masters' dtype, added over everything and placed like
-      the masters.
+      (params, constants, batch with leaves [micro-batches, sequences, tokens], frozen parameters or None) → (sums,
+      gradient), the sums of `local_loss` and the gradient of its scalar in the masters' dtype, added over
+      everything and placed like the masters.
     """
-    stored = {name: place.stored for name, place in placed.items()}
     everywhere = wide_axes(mesh, AXES)
 
-    def region(params: Arrays, constants: Any, batch: Any) -> tuple[Sums, Arrays]:
-        compute = compute_copy(params, placed, dtypes)
-        gradient = jax.grad(local_loss, has_aux=True)
+    def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
+        compute, still = compute_copy(params, placed, dtypes), frozen_copy(frozen, placed)
+        gradient = jax.grad(lambda copy, *rest: local_loss({**still, **copy}, *rest), has_aux=True)
 
         def one(micro: Any) -> tuple[Arrays, Sums]:
             grads, sums = gradient(compute, constants, micro)
@@ -64,28 +66,38 @@ def summed_gradient(
             sums = jax.lax.psum(sums, everywhere)
         return sums, grads if reduce == "micro_batch" else _to_stored(grads, placed, mesh)
 
-    # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
-    # differentiated, since unchecked they transpose to sums.
-    return jax.shard_map(
-        region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(leading=1)),
-        out_specs=(PartitionSpec(), stored), check_vma=False,
-    )  # fmt: skip
+    def everything(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> tuple[Sums, Arrays]:
+        stored, still = ({name: placed[name].stored for name in some} for some in (params, frozen or {}))
+        # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
+        # differentiated, since unchecked they transpose to sums.
+        mapped = jax.shard_map(
+            region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(leading=1), still),
+            out_specs=(PartitionSpec(), stored), check_vma=False,
+        )  # fmt: skip
+        return mapped(params, constants, batch, frozen or {})
+
+    return everything
 
 
 def summed(
     local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, placed: Mapping[str, Placement],
     dtypes: Mapping[str, Any],
-) -> Callable[[Arrays, Any, Any], Sums]:  # fmt: skip
-    """(params, constants, batch with leaves [sequences, tokens]) → the sums of `local_sums` over all devices."""
-    stored = {name: place.stored for name, place in placed.items()}
+) -> Callable[..., Sums]:  # fmt: skip
+    """(params, constants, batch with leaves [sequences, tokens], frozen parameters or None) → the sums over devices."""
     everywhere = wide_axes(mesh, AXES)
 
-    def region(params: Arrays, constants: Any, batch: Any) -> Sums:
-        sums = local_sums(compute_copy(params, placed, dtypes), constants, batch)
+    def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> Sums:
+        copy = {**frozen_copy(frozen, placed), **compute_copy(params, placed, dtypes)}
+        sums = local_sums(copy, constants, batch)
         return jax.lax.psum(sums, everywhere) if everywhere else sums
 
-    return jax.shard_map(region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec()),
-                         out_specs=PartitionSpec(), check_vma=False)  # fmt: skip
+    def everything(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> Sums:
+        stored, still = ({name: placed[name].stored for name in some} for some in (params, frozen or {}))
+        mapped = jax.shard_map(region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(), still),
+                               out_specs=PartitionSpec(), check_vma=False)  # fmt: skip
+        return mapped(params, constants, batch, frozen or {})
+
+    return everything
 
 
 def compute_copy(params: Arrays, placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> Arrays:
@@ -105,6 +117,20 @@ def compute_copy(params: Arrays, placed: Mapping[str, Placement], dtypes: Mappin
         return x.astype(wide(dtype)) if exact else x
 
     return {name: one(name, x) for name, x in params.items()}
+
+
+def frozen_copy(frozen: Arrays, placed: Mapping[str, Placement]) -> Arrays:
+    """From what a device stores of parameters that are not trained to what it computes with, inside the region.
+
+    They are stored in the compute dtype, and nothing is summed that would want more.
+    """
+
+    def one(place: Placement, x: jax.Array) -> jax.Array:
+        if place.axis is None or not place.gathered:
+            return x
+        return jax.lax.all_gather(x, place.gathered, axis=x.ndim + place.axis, tiled=True)
+
+    return {name: one(placed[name], x) for name, x in frozen.items()}
 
 
 def _to_stored(grads: Arrays, placed: Mapping[str, Placement], mesh: AnyMesh) -> Arrays:

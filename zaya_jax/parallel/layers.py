@@ -1,4 +1,4 @@
-"""Parameters of a layer, gathered over fsdp where the layer begins, in the loop over layers."""
+"""Parameters of a layer, gathered over fsdp and merged with their adapters where it begins, in the loop over layers."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 
+from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import map_variables
 from zaya_jax.parallel.rules import Placement
 
 
 def gather_layer(placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
     """The `Ops.gather_layer` of a placement: a layer's parts → the layer in its compute dtype.
+
+    A matrix that has adapters is merged with them: the sum, and its gradient, are there for this layer alone.
 
     The gradient of a gathered matrix is summed over devices, each of which keeps its part, in the dtype of the
     part; it would lose bits in the compute dtype.
@@ -26,11 +29,17 @@ def gather_layer(placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> 
         if place.by_layer and place.axis is not None
     }
 
-    def one(name: str, x: jax.Array) -> jax.Array:
+    def whole(name: str, x: jax.Array) -> jax.Array:
         if name not in by_layer:
             return x
         axis, dtype = by_layer[name]
         return _gather(x, x.ndim + axis, dtype)
+
+    def one(name: str, x: jax.Array | Adapted) -> jax.Array:
+        if not isinstance(x, Adapted):
+            return whole(name, x)
+        a, b = adapter_names(name)
+        return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
 
     return lambda block: map_variables(block, one)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops, ops_for
 from zaya_jax.ops.attention import attention_part, attention_part_gradient
+from zaya_jax.ops.precision import wide
 from zaya_jax.ops.target import target_of
 from zaya_jax.parallel.batch import WHOLE, Share, place_batch
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
@@ -49,8 +50,7 @@ class Layout:
                 raise ValueError("A mesh without devices is of no platform: give the operations of one device.")
             base = ops_for(target_of(self.mesh.devices.flat[0]))
         shape, changes = self.mesh.shape, {}
-        if any(place.by_layer for place in self.placed.values()):
-            changes["gather_layer"] = gather_layer(self.placed, self.dtypes)
+        changes["gather_layer"] = gather_layer(self.placed, self.dtypes)
         if shape["expert"] > 1:
             ragged = self.config.expert_exchange == "ragged"
             changes["experts"] = (
@@ -69,11 +69,11 @@ class Layout:
                 changes["key_segments"] = functools.partial(gather_sequence, self.config)
         return dataclasses.replace(base, **changes)
 
-    def gradient(self, local_loss: LocalLoss) -> Callable[[Any, Any, Any], tuple[Sums, Any]]:
+    def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this layout."""
         return summed_gradient(local_loss, self.mesh, self.placed, self.dtypes, self.config.reduce)
 
-    def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[[Any, Any, Any], Sums]:
+    def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this layout."""
         return summed(local_sums, self.mesh, self.placed, self.dtypes)
 
@@ -94,7 +94,9 @@ class Layout:
 
 
 def make_layout(
-    config: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], dtype: str
-) -> Layout:
-    """The layout of parameters of these shapes and roles on `mesh`, computing in `dtype`."""
-    return Layout(config, mesh, placements(shapes, roles, mesh), compute_dtypes(roles, dtype))
+    config: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
+    dtype: str, exact: Collection[str] = (),
+) -> Layout:  # fmt: skip
+    """The layout of parameters of these shapes and roles on `mesh`, computing in `dtype`, those `exact` in fp32."""
+    dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, wide(dtype))}
+    return Layout(config, mesh, placements(shapes, roles, mesh), dtypes)

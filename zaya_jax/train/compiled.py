@@ -12,6 +12,7 @@ from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch, replicated
+from zaya_jax.train.base import abstract_base
 from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of, where_parallel
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
@@ -62,16 +63,17 @@ def abstract_state(config: Config, phase: int) -> TrainState:
 
 
 def trace_step(config: Config, stage: Stage) -> jax.stages.Traced:
-    """(state, batch) → (state, metrics), traced for a stage; the state is donated.
+    """(state, batch, base) → (state, metrics), traced for a stage; the state is donated.
 
-    The batch's leaves are [micro-batches, sequences, context]; state and batch lie as the phase's layout says.
+    The batch's leaves are [micro-batches, sequences, context]; all lie as the phase's layout says. `base` is {} without
+    adapters.
     """
     key, mesh, state = step_key(config, stage), mesh_of(config, stage.phase), abstract_state(config, stage.phase)
     shape, sharding = (key.micro_batches, key.sequences, key.context), batch_sharding(mesh, leading=1)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _TYPES.items()}
-    step = make_train_step(config, make_blueprint(config, stage.phase), mesh)
+    step, base = make_train_step(config, make_blueprint(config, stage.phase), mesh), abstract_base(config, stage.phase)
     out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
-    return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch)
+    return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch, base)
 
 
 def compile_step(config: Config, stage: Stage) -> Callable:

@@ -15,13 +15,15 @@ from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_b
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.errors import InputError, Preempted
 from zaya_jax.model.arithmetic import training_flops_per_token
-from zaya_jax.model.tree import with_values
+from zaya_jax.model.lora import merged
+from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.batch import Share, share_of
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
+from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
 from zaya_jax.train.beginning import begin, describe, go_on
 from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
@@ -55,6 +57,7 @@ class TrainResult:
       heldout: loss over all held-out text.
       heldout_of: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
+      base: what adapters are of.
     """
 
     config: Config
@@ -63,11 +66,17 @@ class TrainResult:
     heldout: HeldoutLoss
     heldout_of: dict[str, HeldoutLoss]
     prepared: Prepared
+    base: Base = NO_BASE
 
     @functools.cached_property
     def model(self) -> Zaya:
-        """The trained fp32 parameters, all of them on every device, with the positions of the last phase."""
-        params = jax.device_put(self.state.params, replicated(mesh_of(self.config, -1)))
+        """The trained fp32 parameters, all of them on every device, with the positions of the last phase.
+
+        Adapters are merged, in the compute dtype, which they were trained in.
+        """
+        params, lora = self.state.params, self.config.lora
+        params = params if lora is None else merged(self.base.params, params, lora.scale)
+        params = jax.device_put(params, replicated(mesh_of(self.config, -1)))
         return with_values(make_blueprint(self.config, -1).model, {**params, **self.state.balance})
 
 
@@ -94,21 +103,27 @@ def train(config: Config) -> TrainResult:
                        for name in prepared.sources}  # fmt: skip
             # What process 0 sees: other machines may see what it has written only later.
             going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
-            state = None if going_on else begin(config)
+            base = open_base(config, stage_at(config, first_step(config)).phase)
+            state = None if going_on else begin(config, base)
+            if going_on:
+                check_base(folder, config, base)
+            elif is_first():
+                note_base(folder, config, base)
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
                 state = go_on(config, store, batches) if state is None else state
                 with CompiledSteps(config) as compiled:
-                    state = _run(config, folder, store, batches, state, compiled, watched, shares, stop)
+                    state = _run(config, folder, store, batches, state, base.params, compiled, watched, shares, stop)
                     last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
-                    heldout_of = evaluate_each(compiled.evaluation(last), state, whole, _layout(config, last), stop)
+                    look = functools.partial(compiled.evaluation(last), frozen=base.params)
+                    heldout_of = evaluate_each(look, state, whole, _layout(config, last), stop)
                     about = describe(config, total_steps(config), batches.get_state(), None)
                     store.finish(lambda: store.save(total_steps(config), state, about))
                     if heldout_of is None:
                         raise Preempted(f"asked to end (SIGTERM) after the last step, which is saved. {_AGAIN}")
-        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared)
+        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared, base)
 
 
 def _check_precision(config: Config) -> None:
@@ -121,7 +136,7 @@ def _layout(config: Config, phase: int) -> Layout:
     return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
 
 
-def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState,
+def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState, base: Arrays,
          compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share],
          stop: Preemption) -> TrainState:  # fmt: skip
     """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
@@ -129,7 +144,9 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
     boundaries = {end for _, end in phase_steps(config)}
     report = ConsoleReport(
         steps=steps, start=step, log_every=config.train.log_every,
-        flops_per_token=lambda step: training_flops_per_token(config.model, stage_at(config, step - 1).context),
+        flops_per_token=lambda step: training_flops_per_token(
+            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
+        ),
         bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
         tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
         devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
@@ -154,19 +171,21 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
                 continue
             train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
             layout = _layout(config, stage.phase)
-            state = jax.device_put(state, layout.shardings(state))  # where a phase begins, its layout may be another
+            # Where a phase begins, its layout may be another.
+            state, base = (jax.device_put(tree, layout.shardings(tree)) for tree in (state, base))
+            look = functools.partial(compiled.evaluation(stage.phase), frozen=base)
             report.restart_clock()
             while step < stage.end:
                 batch = layout.place(next(batches), count, shares[stage.phase])
                 with jax.transfer_guard("disallow"):
-                    state, metrics = train_step(state, batch)
+                    state, metrics = train_step(state, batch, base)
                 step += 1
                 journal.begun(step, metrics)
                 boundary, heldout = step in boundaries, None
                 looking = step % config.evaluation.every == 0 or boundary
                 saving = step % config.checkpoint.every == 0 or boundary
                 if looking:
-                    heldout = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout, stop)
+                    heldout = evaluate_each(look, state, watched, layout, stop)
                     journal.settle(heldout)
                     if is_first():
                         _draw(folder, report)  # before the save: what a restart takes for done has its picture

@@ -13,6 +13,7 @@ from zaya_jax.config import Config, ModelConfig, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import first_step
 from zaya_jax.model.layers import Role
+from zaya_jax.model.lora import adapter_roles, adapter_shapes, draw_adapters
 from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles, shapes
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.precision import wide
@@ -29,7 +30,7 @@ class TrainState:
     """State of training, a pytree.
 
     Attributes:
-      params: fp32 masters by name; the loss moves them.
+      params: fp32 masters by name, of all parameters or of adapters alone; the loss moves them.
       balance: fp32 balancing biases by name; the load moves them.
       opt_state: of `params`.
       balance_state: of `balance`.
@@ -51,12 +52,17 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Blueprint:
-    """What is fixed over a phase: the abstract model, its parameters' roles, the transforms, the layout asked for."""
+    """What is fixed over a phase: the abstract model, the transforms, the layout asked for.
+
+    `roles` are those of all parameters that there are, `trained` the shapes of those that the loss moves: of the
+    model's, or of adapters that stand beside them.
+    """
 
     model: Zaya
     remat: Remat
     parallel: ParallelConfig
     roles: dict[str, Role]
+    trained: dict[str, tuple[int, ...]]
     optimizer: optax.GradientTransformation
     balancer: optax.GradientTransformation
 
@@ -64,10 +70,14 @@ class Blueprint:
 def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
     """The blueprint of a phase of a configured run; nothing is allocated."""
     model = _abstract_model(config.model_of(config.phases[phase]))
-    model_roles = roles(model)
-    optimizer = make_optimizer(config.optimizer, model_roles, fused(model))
+    every, trained = roles(model), shapes(model)
+    if config.lora is not None:
+        trained = adapter_shapes(trained, every, config.lora.rank)
+        every |= adapter_roles(every)
+    moved = dataclasses.replace(config.optimizer, matrices=config.matrices)
+    optimizer = make_optimizer(moved, {name: every[name] for name in trained}, fused(model))
     one = config.phases[phase]
-    return Blueprint(model, config.remat_of(one), config.parallel_of(one), model_roles, optimizer,
+    return Blueprint(model, config.remat_of(one), config.parallel_of(one), every, trained, optimizer,
                      make_balancer(config.optimizer.balance))  # fmt: skip
 
 
@@ -84,7 +94,9 @@ def where_parallel(config: Config, phase: int) -> str:
 
 def layout_of(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Layout:
     """How the phase that `blueprint` is of lies on `mesh`."""
-    return make_layout(blueprint.parallel, mesh, shapes(blueprint.model), blueprint.roles, config.train.compute_dtype)
+    everything = {**shapes(blueprint.model), **blueprint.trained}
+    exact = () if config.lora is None else blueprint.trained.keys()
+    return make_layout(blueprint.parallel, mesh, everything, blueprint.roles, config.train.compute_dtype, exact)
 
 
 @functools.lru_cache(maxsize=8)
@@ -94,11 +106,10 @@ def _abstract_model(config: ModelConfig) -> Zaya:
 
 def init_state(config: Config, blueprint: Blueprint) -> TrainState:
     """The state before the first step, drawn from `config.seed`; traceable."""
-    model = Zaya(config.model, jax.random.split(jax.random.key(config.seed))[0])
-    dtype = wide(config.train.compute_dtype)
-    params, balance = (
-        {name: x.astype(dtype) for name, x in kind(model).items()} for kind in (parameters, balancing_biases)
-    )
+    key = jax.random.split(jax.random.key(config.seed))[0]
+    model, dtype = Zaya(config.model, key), wide(config.train.compute_dtype)
+    drawn = parameters(model) if config.lora is None else draw_adapters(key, blueprint.trained, dtype)
+    params, balance = ({name: x.astype(dtype) for name, x in kind.items()} for kind in (drawn, balancing_biases(model)))
     return TrainState(
         params=params,
         balance=balance,

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps
+from zaya_jax.model.lora import adapted
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.ops import LOCAL, Ops
@@ -29,17 +30,21 @@ def make_local_loss(
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """(compute copy of params, balance, batch) → the summed loss in nats, and it with what is counted beside it.
 
-    The compute copy is `parallel.gradient.compute_copy`.
+    The compute copy is `parallel.gradient.compute_copy`, with adapters that of all parameters and of adapters.
     """
+    lora = config.lora
 
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         embedding = params["embedding"].astype(config.train.compute_dtype)
-        model = with_values(blueprint.model, {**params, "embedding": embedding, **balance})
+        values = {**params, "embedding": embedding}
+        values = values if lora is None else adapted(values, lora.scale)
+        model = with_values(blueprint.model, {**values, **balance})
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat)
         weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
         # The head takes the fp32 embedding, so that its gradient, the largest sum of all, is fp32 throughout.
-        loss = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
-                            params.get("head_bias"), batch["targets"].reshape(-1), weights)  # fmt: skip
+        loss: jax.Array = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
+                                       params.get("head_bias"), batch["targets"].reshape(-1), weights,
+                                       lora is not None)  # fmt: skip
         return loss, {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
 
     return local_loss
@@ -47,11 +52,12 @@ def make_local_loss(
 
 def make_train_step(
     config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
-) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
-    """The function (state, batch) → (state, metrics) of the phase that `blueprint` is of.
+) -> Callable[..., tuple[TrainState, Metrics]]:
+    """The function (state, batch, base) → (state, metrics) of the phase that `blueprint` is of.
 
-    The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a loss or gradient
-    that is not finite or is a spike (`spikes.judge`), changes nothing but the counters.
+    `base` are the parameters of the model that adapters are of, by name and in the compute dtype; without adapters it
+    is left out, or empty. The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a
+    loss or gradient that is not finite or is a spike (`spikes.judge`), changes nothing but the counters.
 
     Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (the matrices' base rate),
     `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
@@ -64,8 +70,8 @@ def make_train_step(
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
-    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        sums, grads = gradient(state.params, state.balance, batch)
+    def train_step(state: TrainState, batch: Batch, base: Arrays | None = None) -> tuple[TrainState, Metrics]:
+        sums, grads = gradient(state.params, state.balance, batch, base)
         tokens = jnp.maximum(sums["tokens"], 1.0)
         loss = sums["loss"] / tokens
         norm = optax.tree.norm(grads) / tokens
@@ -87,7 +93,7 @@ def make_train_step(
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": rate * (options.muon if options.matrices == "muon" else options.adamw).learning_rate,
+            "learning_rate": rate * (options.muon if config.matrices == "muon" else options.adamw).learning_rate,
             "tokens": sums["tokens"],
             "skipped": skipped,
             "skip": skip,
@@ -103,8 +109,11 @@ def make_train_step(
 
 def make_evaluation_step(
     config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
-) -> Callable[[Arrays, Arrays, Batch], dict[str, jax.Array]]:
-    """(params, balance, batch with leaves [sequences, context]) → summed `loss` in nats and count of `tokens`."""
+) -> Callable[..., dict[str, jax.Array]]:
+    """(params, balance, batch with leaves [sequences, context], frozen) → summed `loss` in nats and count of `tokens`.
+
+    `frozen` is the `base` of `make_train_step`.
+    """
     layout = layout_of(config, blueprint, mesh)
     local_loss = make_local_loss(config, blueprint, layout.ops(ops))
 

@@ -8,12 +8,14 @@ import pytest
 
 from tests.train_helpers import change, compile_once, differing, on_devices, small_run
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
-from zaya_jax.config import Config, ParallelConfig
+from zaya_jax.checkpoint.interop import import_hf
+from zaya_jax.config import Config, LoraConfig, ParallelConfig, to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.train import given
 from zaya_jax.train.compiled import abstract_state
-from zaya_jax.train.from_folder import about_folder, begin_with_folder, is_folder
+from zaya_jax.train.given import about_given, begin_with_given, check_given, parameters_alone
 from zaya_jax.train.loop import train
 from zaya_jax.train.state import init_state, make_blueprint
 
@@ -36,7 +38,7 @@ def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout=layout)
     config = with_folder(tmp_path / "model", config)
-    state = begin_with_folder(config, abstract_state(config, 0), 0)
+    state = begin_with_given(config, abstract_state(config, 0), 0)
     fresh = jax.jit(lambda: init_state(config, make_blueprint(config)))()
     for name, x in {**state.params, **state.balance}.items():
         np.testing.assert_array_equal(x, values[name], err_msg=name)
@@ -75,23 +77,39 @@ def test_positions_may_differ_and_a_pattern_may_be_written_in_two_ways(tmp_path)
     sliding = change(config, {"model.num_layers": 4, "model.layer_pattern": ("full", "sliding"),
                               "model.sliding_window": 3})  # fmt: skip
     write(tmp_path / "sliding", sliding, rope_base=77.0, max_positions=128)
-    about = about_folder(with_folder(tmp_path / "sliding", sliding))["config"]["model"]
+    about = about_given(with_folder(tmp_path / "sliding", sliding))["config"]["model"]
     assert about["layer_pattern"] == ["full", "sliding"]
     assert about["rope_base"] == 77.0
     write(tmp_path / "full", config)
     full = change(config, {"model.sliding_window": 9})
-    assert about_folder(with_folder(tmp_path / "full", full))["config"]["model"]["sliding_window"] == 9
+    assert about_given(with_folder(tmp_path / "full", full))["config"]["model"]["sliding_window"] == 9
 
 
-@pytest.mark.parametrize(("init_from", "folder"), [(None, False), ("runs/hf:x", False), ("hf:x", True)])
-def test_a_folder_is_told_by_its_beginning(init_from, folder):
-    assert is_folder(init_from) == folder
+def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
+    whole = change(finished[0], {"init_from": str(finished[1].run_dir)})
+    assert not parameters_alone(whole)
+    write(tmp_path / "model", whole)
+    folder = with_folder(tmp_path / "model", whole)
+    assert parameters_alone(folder)
+    import_hf(tmp_path / "model", tmp_path / "imported")
+    imported = change(whole, {"init_from": str(tmp_path / "imported")})
+    assert parameters_alone(imported)
+    abstract = abstract_state(whole, 0)
+    assert not differing(begin_with_given(imported, abstract, 0), begin_with_given(folder, abstract, 0))
+
+
+def test_adapters_are_no_beginning(tmp_path, monkeypatch):
+    config = small_run(tmp_path)
+    tuned = change(config, {"lora": LoraConfig(2, 4.0), "init_from": "a run"})
+    monkeypatch.setattr(given, "about_given", lambda _: {"config": to_dict(tuned)})
+    with pytest.raises(InputError, match="init_from is 'a run', which holds adapters alone; export that run"):
+        check_given(tuned)
 
 
 def begin_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each parameter its value, and whether it lies as the state of the phase does; runs where there are devices."""
     abstract = abstract_state(config, 0)
-    state = begin_with_folder(config, abstract, 0)
+    state = begin_with_given(config, abstract, 0)
     jax.tree.map(lambda x, a: (x.sharding.is_equivalent_to(a.sharding, x.ndim) or pytest.fail(str(x.sharding))),
                  state, abstract)  # fmt: skip
     values, wanted = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}
@@ -102,7 +120,7 @@ def test_parameters_go_into_the_shards_of_the_phase(tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout="legacy")
     config = change(with_folder(tmp_path / "model", config), {"parallel": ParallelConfig(fsdp=4, expert=2)})
-    found = on_devices(8, "tests.train.test_from_folder:begin_on_devices", config)
+    found = on_devices(8, "tests.train.test_given:begin_on_devices", config)
     assert found.keys() == values.keys()
     for name, (value, in_place) in found.items():
         np.testing.assert_array_equal(value, values[name], err_msg=name)

@@ -1,0 +1,44 @@
+"""The section `lora`: what it may hold, and what it needs beside it."""
+
+import pytest
+
+from tests.config_helpers import SMALL as WHOLE
+from tests.config_helpers import changed, refused, refused_to_load, written
+from zaya_jax.config import LoraConfig, load_config
+
+SMALL = changed(WHOLE, {"init_from": "runs/base"})
+TEXT = "model: {vocab_size: 8, hidden_size: 8, num_layers: 1, num_query_heads: 2, num_kv_heads: 2, head_dim: 4, " \
+    "num_experts: 2, expert_size: 4, router_size: 4, max_positions: 64}\nphases: [{tokens: 8192}]\n" \
+    "data: {context: 32}\n"  # fmt: skip
+
+
+@pytest.mark.parametrize(("lora", "said"), [
+    (LoraConfig(0, 8.0), "lora.rank is 0, but must be at least 1."),
+    (LoraConfig(-3, 8.0), "lora.rank is -3, but must be at least 1."),
+    (LoraConfig(4, 0.0), "lora.alpha is 0.0, but must be greater than zero."),
+])  # fmt: skip
+def test_what_can_be_no_adapter_is_refused(lora, said):
+    assert refused({"init_from": "runs/base", "lora": lora}) == said
+
+
+def test_adapters_are_of_something():
+    said = refused({"lora": LoraConfig(4, 8.0)})
+    assert said.startswith("init_from is None, but must be given where lora is")
+
+
+def test_two_overrides_turn_it_on(tmp_path):
+    path = written(tmp_path, TEXT)
+    whole = load_config(path)
+    assert whole.lora is None
+    tuned = load_config(path, ["init_from=runs/base", "lora.rank=16", "lora.alpha=32"])
+    assert tuned.lora == LoraConfig(16, 32.0)
+    assert tuned.lora.scale == 2.0
+    assert (whole.matrices, tuned.matrices) == ("muon", "adamw")
+    assert load_config(path, ["init_from=runs/base", "lora.rank=16", "lora.alpha=32", "lora=null"]).lora is None
+
+
+def test_half_of_it_is_refused(tmp_path):
+    path = written(tmp_path, TEXT)
+    assert refused_to_load(path, "init_from=x", "lora.rank=2") == "The key lora.alpha is missing and has no default."
+    said = refused_to_load(path, "init_from=x", "lora.rank=2.5", "lora.alpha=1")
+    assert said == "lora.rank is 2.5 (a number), but must be a whole number."

@@ -1,0 +1,236 @@
+"""Steps that train adapters: what they compute, on one device and on several, and what they never make."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests.parallel_helpers import WIDE, uneven
+from tests.train.test_step import mean_loss
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
+from zaya_jax.config import LoraConfig, ParallelConfig
+from zaya_jax.model.lora import Adapted, adapted, merge, merged
+from zaya_jax.model.tree import with_values
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.parallel.context import sequence_order
+from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.train.base import frozen_shapes
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.train.step import make_evaluation_step, make_local_loss, make_train_step
+
+LORA = LoraConfig(rank=3, alpha=6.0)
+TUNED = change(CONFIG, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
+FOUR = {
+    "data": ParallelConfig(),
+    "micro_batch": ParallelConfig(reduce="micro_batch"),
+    "fsdp": ParallelConfig(fsdp=4),
+    "hybrid": ParallelConfig(data=2, fsdp=2),
+    "expert": ParallelConfig(expert=4),
+    "fsdp_expert": ParallelConfig(fsdp=2, expert=2),
+    "ring": ParallelConfig(fsdp=2, context=2, context_attention="ring"),
+}
+
+
+def one_device():
+    return make_mesh(devices=jax.devices()[:1])
+
+
+@functools.cache
+def tuned(config=TUNED):
+    """State and compiled step of adapters on the parameters of `setup`, on one device."""
+    blueprint = make_blueprint(config)
+    state = fast_jit(lambda: init_state(config, blueprint), out_shardings=replicated(one_device()))()
+    return state, fast_jit(make_train_step(config, blueprint, one_device()))
+
+
+def filled(adapters, seed=0):
+    """Adapters of which neither is zero."""
+    rng = np.random.default_rng(seed)
+    return {name: x + np.asarray(0.1 * rng.normal(size=x.shape), x.dtype) for name, x in adapters.items()}
+
+
+def base():
+    return setup().state.params
+
+
+# --- what a step computes --------------------------------------------------------------------------------------
+
+
+@functools.cache
+def first_step():
+    state, step = tuned()
+    return step(state, make_batch(), base())
+
+
+def test_the_first_loss_is_that_of_the_base():
+    _, metrics = first_step()
+    _, whole = setup().step(setup().state, make_batch())
+    assert np.array_equal(metrics["loss"], whole["loss"])
+    assert np.array_equal(metrics["load_entropy"], whole["load_entropy"])
+
+
+def test_the_state_holds_adapters_alone_and_all_of_them_move():
+    state, _ = tuned()
+    new, _ = first_step()
+    matrices = {name for name, role in setup().blueprint.roles.items() if role in ("attention", "expert")}
+    assert state.params.keys() == {f"{name}.lora_{part}" for name in matrices for part in "ab"}
+    held = sum(x.size for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim)
+    assert held == 3 * sum(x.size for x in state.params.values())  # with both moments
+    assert {x.dtype for x in state.params.values()} == {np.dtype("float32")}
+    moved = differing(new.params, state.params)
+    # While B is 0, A has no gradient.
+    assert moved == [f"['{name}']" for name in state.params if name.endswith("lora_b")]
+    again, _ = tuned()[1](new, make_batch(), base())
+    assert differing(again.params, new.params) == [f"['{name}']" for name in state.params]
+
+
+def test_the_gradient_is_that_through_the_merged_matrices():
+    with jax.enable_x64(True):
+        config = change(TUNED, {"train.compute_dtype": "float64"})
+        blueprint = make_blueprint(config)
+        drawn, balance = jax.device_get((base(), setup().state.balance))
+        whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in (drawn, balance))
+        adapters = filled({name: np.zeros(shape) for name, shape in blueprint.trained.items()})
+        layout = layout_of(config, blueprint, one_device())
+        gradient = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+        sums, grads = gradient(adapters, balance, make_batch(), whole)
+
+        def plain(adapters):
+            values = adapted({**whole, **adapters}, LORA.scale)
+            values = {name: x.base + 2.0 * (x.a @ x.b) if isinstance(x, Adapted) else x for name, x in values.items()}
+            return mean_loss(values, balance, make_batch(), config) * make_batch()["loss_mask"].sum()
+
+        loss, expected = fast_jit(jax.value_and_grad(plain))(adapters)
+        assert float(sums["loss"]) == pytest.approx(float(loss), rel=1e-12)
+        assert grads.keys() == expected.keys()
+        largest = max(np.abs(x).max() for x in expected.values())
+        for name, x in expected.items():
+            assert np.abs(x).max() > 1e-6 * largest, name
+            np.testing.assert_allclose(grads[name], x, rtol=1e-10, atol=1e-10 * np.abs(x).max(), err_msg=name)
+
+
+def test_a_merged_model_is_the_model_with_adapters():
+    """With the same loss to the bit, since both have the same matrices."""
+    adapters, balance = filled(tuned()[0].params), setup().state.balance
+    whole = merged(base(), adapters, LORA.scale)
+    batch = {name: array.reshape(-1, array.shape[-1]) for name, array in make_batch().items()}
+    ours = fast_jit(make_evaluation_step(TUNED, make_blueprint(TUNED), one_device()))
+    plain = fast_jit(make_evaluation_step(CONFIG, setup().blueprint, one_device()))
+    found, expected, without = (float(sums["loss"]) for sums in (
+        ours(adapters, balance, batch, base()), plain(whole, balance, batch), plain(base(), balance, batch)
+    ))  # fmt: skip
+    assert found == expected != without
+
+
+def test_the_loss_falls_on_a_repeated_batch():
+    state, step = tuned()
+    losses = []
+    for _ in range(30):
+        state, metrics = step(state, make_batch(), base())
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1
+    assert metrics["learning_rate"] == pytest.approx(TUNED.optimizer.adamw.learning_rate, rel=0.2)
+
+
+# --- what is never there ---------------------------------------------------------------------------------------
+
+
+def test_no_stack_of_matrices_is_there_in_fp32():
+    """Neither masters, nor merged matrices, nor gradients: of all layers together there is the base alone, in bf16."""
+    config = change(TUNED, {"train.compute_dtype": "bfloat16", "train.remat": "full", "model.num_layers": 5})
+    blueprint = make_blueprint(config)
+    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    step = make_train_step(config, blueprint, one_device())
+    text = jax.jit(step).lower(state, make_batch(), frozen_shapes(config, blueprint)).as_text()
+    stacks = {shape for name, shape in setup().blueprint.trained.items()
+              if setup().blueprint.roles[name] in ("attention", "expert")}  # fmt: skip
+    named = {"x".join(str(size) for size in (5, *shape[1:])) for shape in stacks}
+    kinds = {(shape, kind) for shape, kind in re.findall(r"tensor<((?:\d+x)+)(bf16|f32)>", text)}
+    assert {kind for shape, kind in kinds if shape.rstrip("x") in named} == {"bf16"}
+    layers = {(f"{'x'.join(str(size) for size in shape[1:])}x", "f32") for shape in stacks}
+    assert layers <= kinds  # of one layer the sum is made in fp32
+
+
+# --- several devices -------------------------------------------------------------------------------------------
+
+
+def run_layout(parallel, devices=4, steps=2):
+    """In double precision the gradient at the start, and of some steps the losses and the adapters after them."""
+    with jax.enable_x64(True):
+        config = change(WIDE, {"parallel": parallel, "lora": LORA, "init_from": "a run"})
+        config.check()
+        mesh, blueprint = make_mesh(parallel, jax.devices()[:devices]), make_blueprint(config)
+        layout = layout_of(config, blueprint, mesh)
+        whole = fast_jit(lambda: init_state(change(config, {"lora": None}), make_blueprint(WIDE)).params)()
+        start = fast_jit(lambda: uneven(init_state(config, blueprint)))()
+        start = dataclasses.replace(start, params=filled(start.params))
+        state, whole = (jax.device_put(tree, layout.shardings(tree)) for tree in (start, whole))
+        order, batch = sequence_order(parallel, config.data.context), make_batch(config)
+        if order is not None:
+            batch = {name: array[..., order] for name, array in batch.items()}
+        batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
+        region = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+        _, grads = region(state.params, state.balance, batch, whole)
+        found = {f"gradient {name}": np.array(x) for name, x in grads.items()}
+        placed = (layout.shardings(state), replicated(mesh))
+        step = fast_jit(make_train_step(config, blueprint, mesh), out_shardings=placed)
+        for number in range(steps):
+            state, metrics = step(state, batch, whole)
+            found[f"loss {number}"] = np.array(metrics["loss"])
+        after = {**leaves(state.params), **leaves(merged(whole, state.params, LORA.scale))} if steps else {}
+        return found | {f"after {name}": x for name, x in after.items()}
+
+
+def run_layouts(names, steps):
+    return {name: run_layout(FOUR[name], steps=steps) for name in names}
+
+
+@functools.cache
+def alone(steps):
+    return run_layout(ParallelConfig(), devices=1, steps=steps)
+
+
+def check_layouts(names, steps):
+    for name, found in on_devices(4, "tests.train.test_lora:run_layouts", names, steps).items():
+        assert found.keys() == alone(steps).keys()
+        for key, value in alone(steps).items():
+            np.testing.assert_allclose(found[key], value, rtol=1e-8, atol=1e-8 * np.abs(value).max(initial=0),
+                                       err_msg=f"{name} {key}")  # fmt: skip
+
+
+def test_a_layout_has_the_gradient_of_one_device():
+    check_layouts(["fsdp_expert"], 0)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", sorted(FOUR))
+def test_every_layout_gives_what_one_device_gives(name):
+    check_layouts([name], 2)
+
+
+def test_adapters_and_base_lie_as_the_table_says():
+    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1), ("data", "fsdp", "expert", "context"))
+    config = change(WIDE, {"lora": LORA, "init_from": "a run", "train.compute_dtype": "bfloat16"})
+    layout = layout_of(config, make_blueprint(config), mesh)
+    a, b, whole = (layout.placed[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
+    assert a.by_expert
+    assert b.by_expert
+    assert whole.by_expert
+    assert a.axis == -2  # rows of A and columns of B: the rank is never split
+    assert b.axis == -1
+    names = [f"blocks.0.mixture.experts.down{part}" for part in (".lora_a", ".lora_b", "")]
+    assert [layout.dtypes[name].name for name in names] == ["float32", "float32", "bfloat16"]
+
+
+def test_a_model_of_one_layer_kind_is_adapted_in_all_layers():
+    model = jax.eval_shape(functools.partial(Zaya, CONFIG.model), jax.random.key(0))
+    joined = adapted({**base(), **filled(tuned()[0].params)}, LORA.scale)
+    query = merge(joined["blocks.0.attention.query"])
+    assert query.shape == with_values(model, {**base(), **setup().state.balance}).blocks[0].attention.query.shape
+    changed = np.abs(query - base()["blocks.0.attention.query"]).max((1, 2))
+    assert (changed > 0).all()
+    assert optax.tree.norm(joined["norm.weight"]) > 0

@@ -1,0 +1,126 @@
+"""Parameters of a checkpoint layer by layer, those of a run of adapters merged with what they are of."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.checkpoint.folder import checkpoint_folder
+from zaya_jax.checkpoint.hf_folder import open_folder
+from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.manifest import Damaged
+from zaya_jax.config import LoraConfig, ModelConfig
+from zaya_jax.config.schema import HF
+from zaya_jax.errors import InputError
+from zaya_jax.model.fingerprint import fingerprint_of, part_sums
+from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
+from zaya_jax.model.tree import compute_dtypes, roles, shapes
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.precision import wide
+
+Read = Callable[[str, int | None], np.ndarray]  # of a parameter's name and the index in its stack
+BASE = "base.json"  # of a run with adapters: what they are of
+_BALANCING = "balancing_bias"
+_FIRST_GAMMA = "blocks.0.mixture.router.state_scale"
+
+
+def is_bias(leaf: str) -> bool:
+    """Whether a parameter is a balancing bias."""
+    return leaf.rpartition(".")[2] == _BALANCING
+
+
+def read_saved(folder: Path) -> Read:
+    """The parameters and balancing biases of a checkpoint, as they were saved."""
+    manifest, reader = open_checkpoint(folder)
+    names = {name.partition(".")[2]: name for name in manifest.leaves if name.startswith(("params.", "balance."))}
+
+    def read(name: str, group: int | None) -> np.ndarray:
+        try:
+            return reader.read(names[name], () if group is None else (group,))
+        except Damaged as error:
+            raise InputError(str(error)) from error
+
+    return read
+
+
+def read_folder(path: str) -> Read:
+    """Those of a folder of `transformers`, as they are stored."""
+    folder = open_folder(path)
+    tensors: dict[tuple[str, int | None], list[Any]] = {}
+    for tensor in folder.tensors:
+        tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
+
+    def read(name: str, group: int | None) -> np.ndarray:
+        if (name, group) == (_FIRST_GAMMA, 0):  # inert, and in no folder
+            return np.ones(folder.config.router_size, np.float32)
+        found = [(one.part, one.to_ours(folder.stored[one.name].open())) for one in tensors[name, group]]
+        if found[0][0] is None:
+            return found[0][1]
+        whole = np.empty((max(part.stop for part, _ in found), *found[0][1].shape[1:]), found[0][1].dtype)
+        for part, value in found:
+            whole[part] = value
+        return whole
+
+    return read
+
+
+def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adapters: Read, base: str | None) -> Read:
+    """Those of a run of adapters: each matrix with its adapters added, in the dtype it was trained in.
+
+    Args:
+      folder: of the checkpoint.
+      about: what it says of itself.
+      model: the architecture.
+      adapters: `read_saved` of it.
+      base: what the adapters are of; `init_from` of the run where None.
+
+    Raises:
+      InputError: the base cannot be read, or is not the one that the run was begun with.
+    """
+    where = base or about["config"]["init_from"]
+    read = read_folder(where.removeprefix(HF)) if where.startswith(HF) else read_saved(checkpoint_folder(where))
+    abstract = jax.eval_shape(functools.partial(Zaya, model), jax.random.key(0))
+    kinds, sizes = roles(abstract), shapes(abstract)
+    dtypes = compute_dtypes(kinds, about["config"]["train"]["compute_dtype"])
+    exact = wide(about["config"]["train"]["compute_dtype"])
+
+    def frozen(name: str, group: int | None) -> np.ndarray:
+        return read(name, group).astype(dtypes.get(name, exact))
+
+    _check_base(folder, where, frozen, {**sizes, **_bias_shapes(model)})
+    scale = LoraConfig(**about["config"]["lora"]).scale
+
+    def merged(name: str, group: int | None) -> np.ndarray:
+        if kinds.get(name) not in ADAPTED:
+            return frozen(name, group)
+        a, b = (jnp.asarray(adapters(one, group)) for one in adapter_names(name))
+        return np.asarray(merge(Adapted(jnp.asarray(frozen(name, group)), a, b, scale)))
+
+    return merged
+
+
+def _bias_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    return {f"blocks.{position}.mixture.router.{_BALANCING}": (model.num_groups, model.num_experts + 1)
+            for position in range(len(model.period))}  # fmt: skip
+
+
+def _check_base(folder: Path, where: str, frozen: Read, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    note = folder.parent.parent / BASE
+    try:
+        then = json.loads(note.read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{note} cannot be read, so it is not known what the adapters in {folder} are of.") from error
+    sums = {}
+    for name, shape in sizes.items():
+        if name.startswith("blocks."):
+            sums[name] = part_sums((group, frozen(name, group)[None]) for group in range(shape[0]))
+        else:
+            sums[name] = part_sums([(0, frozen(name, None))])
+    if then != (now := fingerprint_of(sums)):
+        raise InputError(f"{where} is not what the adapters in {folder} were begun with (fingerprint {now}, then "
+                         f"{then}); name that with --base.")  # fmt: skip

@@ -1,0 +1,107 @@
+"""Low-rank adapters of attention and expert matrices: W + (alpha / rank)·A·B (LoRA, arXiv 2106.09685).
+
+A matrix `blocks.0.attention.query` of [l, d, x] has the adapters `….lora_a` [l, d, rank] and `….lora_b`
+[l, rank, x]; experts have one pair each. The sum is made one layer at a time, in fp32, and rounded once to the
+dtype of the matrix: what is trained is what an export in that dtype holds.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.model.layers import Role, matrix
+from zaya_jax.ops.precision import wide
+
+Arrays = Mapping[str, jax.Array]
+ADAPTED: tuple[Role, ...] = ("attention", "expert")
+_A, _B = "lora_a", "lora_b"
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A matrix that is not trained and its adapters, in the place of the matrix in a model.
+
+    Attributes:
+      base: [.., in, out], in the compute dtype.
+      a: [.., in, rank].
+      b: [.., rank, out].
+      scale: of the product of the two.
+    """
+
+    base: jax.Array
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+
+def adapter_names(name: str) -> tuple[str, str]:
+    """Of the adapters of the matrix `name`."""
+    return f"{name}.{_A}", f"{name}.{_B}"
+
+
+def adapter_shapes(
+    shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], rank: int
+) -> dict[str, tuple[int, ...]]:
+    """Shape of each adapter by name, of a model whose parameters have these `shapes` and `roles`."""
+    found = {}
+    for name, shape in shapes.items():
+        if roles[name] in ADAPTED:
+            a, b = adapter_names(name)
+            found |= {a: (*shape[:-1], rank), b: (*shape[:-2], rank, shape[-1])}
+    return found
+
+
+def adapter_roles(roles: Mapping[str, Role]) -> dict[str, Role]:
+    """Role of each adapter by name: that of its matrix."""
+    return {one: role for name, role in roles.items() if role in ADAPTED for one in adapter_names(name)}
+
+
+def draw_adapters(
+    key: jax.Array, shapes: Mapping[str, tuple[int, ...]], dtype: jax.typing.DTypeLike
+) -> dict[str, jax.Array]:
+    """Adapters before the first step: A from N(0, 1 / in), as any matrix here, and B zero, so that the sum is W."""
+    keys = dict(zip(sorted(shapes), jax.random.split(key, len(shapes)), strict=True))
+    return {name: (matrix(keys[name], shape) if name.endswith(_A) else jnp.zeros(shape)).astype(dtype)
+            for name, shape in shapes.items()}  # fmt: skip
+
+
+def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
+    """The parameters of a model, those that have adapters as `Adapted`.
+
+    Args:
+      params: parameters and adapters, by name.
+      scale: alpha / rank.
+    """
+    pairs = {name: adapter_names(name) for name in params}
+    used = {one for a, b in pairs.values() if a in params for one in (a, b)}
+    return {
+        name: Adapted(x, params[pairs[name][0]], params[pairs[name][1]], scale) if pairs[name][0] in params else x
+        for name, x in params.items()
+        if name not in used
+    }
+
+
+def merge(one: Adapted) -> jax.Array:
+    """The matrix that an `Adapted` stands for, [.., in, out] in the dtype of its base; of any stack, or none."""
+    exact = wide(one.base.dtype)
+    product = jnp.matmul(one.a.astype(exact), one.b.astype(exact), precision="highest")
+    return (one.base.astype(exact) + one.scale * product).astype(one.base.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def merged(params: Arrays, adapters: Arrays, scale: float) -> dict[str, jax.Array]:
+    """The parameters of a model with their adapters added, by name and in the dtype of `params`.
+
+    Only one layer of one matrix is ever there in fp32.
+
+    Args:
+      params: of the model that the adapters were trained on, in the dtype they were trained on.
+      adapters: by name.
+      scale: alpha / rank.
+    """
+    return {name: jax.lax.map(merge, one) if isinstance(one, Adapted) else one
+            for name, one in adapted({**params, **adapters}, scale).items()}  # fmt: skip

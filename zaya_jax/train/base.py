@@ -1,0 +1,81 @@
+"""The parameters that adapters are of: read where a run begins or goes on, never changed, in no checkpoint."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+
+from zaya_jax.checkpoint.adapters import BASE
+from zaya_jax.config import Config
+from zaya_jax.errors import InputError
+from zaya_jax.files import write_atomically
+from zaya_jax.model.fingerprint import fingerprint
+from zaya_jax.model.tree import Arrays, balancing_biases, compute_dtypes, shapes
+from zaya_jax.ops.precision import wide
+from zaya_jax.parallel.mesh import replicated
+from zaya_jax.train.given import check_given, given_parameters
+from zaya_jax.train.state import Blueprint, layout_of, make_blueprint, mesh_of
+
+
+class Base(NamedTuple):
+    """A model that is not trained: its `params` in the compute dtype, and its balancing biases."""
+
+    params: Arrays
+    balance: Arrays
+
+
+NO_BASE = Base({}, {})
+
+
+def frozen_shapes(config: Config, blueprint: Blueprint) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each parameter that stands under adapters; {} where all parameters are trained."""
+    if config.lora is None:
+        return {}
+    dtypes = compute_dtypes(blueprint.roles, config.train.compute_dtype)
+    return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes(blueprint.model).items()}
+
+
+def abstract_base(config: Config, phase: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """`frozen_shapes`, placed as in a phase."""
+    blueprint = make_blueprint(config, phase)
+    found = frozen_shapes(config, blueprint)
+    shardings = layout_of(config, blueprint, mesh_of(config, phase)).shardings(found)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), found, shardings)
+
+
+def open_base(config: Config, phase: int) -> Base:
+    """The base that `config.init_from` names, placed as in a phase; `NO_BASE` where all parameters are trained.
+
+    Raises:
+      InputError: there is no such checkpoint or folder, it is of another architecture, or holds adapters itself.
+    """
+    if config.lora is None or config.init_from is None:
+        return NO_BASE
+    check_given(config)
+    whole, dtype = replicated(mesh_of(config, phase)), wide(config.train.compute_dtype)
+    biases = jax.eval_shape(balancing_biases, make_blueprint(config, phase).model)
+    balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
+    return Base(*given_parameters(config, abstract_base(config, phase), balance))
+
+
+def note_base(folder: Path, config: Config, base: Base) -> None:
+    """Write into a run's folder which base its adapters are of; nothing where there is none."""
+    if config.lora is not None:
+        note = {"init_from": config.init_from, "fingerprint": fingerprint({**base.params, **base.balance})}
+        write_atomically(folder / BASE, json.dumps(note, indent=1) + "\n")
+
+
+def check_base(folder: Path, config: Config, base: Base) -> None:
+    """Raise `InputError` unless `base` is the one that the run in `folder` was begun with."""
+    if config.lora is None:
+        return
+    try:
+        then = json.loads((folder / BASE).read_text(encoding="utf-8"))["fingerprint"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{folder / BASE} cannot be read, so it is not known what the adapters of this run are of; "
+                         "choose another run_dir.") from error  # fmt: skip
+    if then != (now := fingerprint({**base.params, **base.balance})):
+        raise InputError(f"init_from is {config.init_from!r}, whose parameters are not those that the adapters in "
+                         f"{folder} were begun with (fingerprint {now}, then {then}). If that run has gone on since, "
+                         "put its checkpoint back; otherwise choose another run_dir.")  # fmt: skip

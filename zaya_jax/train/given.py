@@ -1,0 +1,131 @@
+"""The parameters that `init_from` gives: of a run's checkpoint, or of a folder of `transformers`."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+
+from zaya_jax.checkpoint.folder import checkpoint_folder
+from zaya_jax.checkpoint.hf_folder import open_folder
+from zaya_jax.checkpoint.hf_import import read_parameters
+from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.interop import PARAMETERS_ALONE
+from zaya_jax.checkpoint.manifest import Manifest
+from zaya_jax.checkpoint.restore import read_checkpoint
+from zaya_jax.config import Config, ModelConfig, to_dict
+from zaya_jax.config.schema import HF
+from zaya_jax.errors import InputError
+from zaya_jax.model.tree import Arrays
+from zaya_jax.train.state import TrainState, init_counters, make_blueprint
+
+# Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
+FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
+
+
+def parameters_alone(config: Config) -> bool:
+    """Whether `init_from` gives parameters and nothing of an optimizer."""
+    return _is_folder(config) or PARAMETERS_ALONE in about_given(config)
+
+
+def about_given(config: Config) -> dict[str, Any]:
+    """What `init_from` says of itself: `config`, at least its section `model`.
+
+    Of a folder, what is written in two ways but is one thing is written as `config` does: a pattern of layers, and a
+    window where no layer slides.
+
+    Raises:
+      InputError: see `open_folder` and `checkpoint_folder`.
+    """
+    if not _is_folder(config):
+        return open_checkpoint(checkpoint_folder(config.init_from or ""))[0].about
+    there, here = open_folder(_path(config)).config, config.model
+    if _layers(there) == _layers(here):
+        there = replace(there, layer_pattern=here.layer_pattern)
+    if "sliding" not in there.period:
+        there = replace(there, sliding_window=here.sliding_window)
+    return {"config": {"model": to_dict(there)}}
+
+
+def check_given(config: Config) -> None:
+    """Raise `InputError` where what `init_from` names is no start for `config`."""
+    about = about_given(config)
+    what = "The folder init_from" if _is_folder(config) else "The checkpoint init_from"
+    check_architecture(config, about, what, "choose another one")
+    if about["config"].get("lora") is not None:
+        raise InputError(f"init_from is {config.init_from!r}, which holds adapters alone; export that run, which "
+                         "merges them, and begin with what was exported.")  # fmt: skip
+
+
+def check_architecture(config: Config, about: dict[str, Any], what: str, advice: str) -> None:
+    """Raise `InputError` where `what`, of which `about` tells, is of another architecture than `config`."""
+    there, here = about["config"]["model"], to_dict(config)["model"]
+    for key, value in here.items():
+        if key not in FREE_SIZES and there.get(key) != value:
+            raise InputError(f"{what} is of another architecture: model.{key} is {there.get(key)!r} there and "
+                             f"{value!r} here; {advice}.")  # fmt: skip
+
+
+def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping[str, Any]) -> tuple[Arrays, Arrays]:
+    """The parameters and the balancing biases that `init_from` gives.
+
+    Args:
+      config: of the run; its architecture is theirs (`check_given`).
+      params: shape, dtype and sharding of each parameter that is wanted.
+      balance: those of each balancing bias.
+
+    Raises:
+      InputError: they cannot be read, or are not what was saved.
+    """
+    if _is_folder(config):
+        values = read_parameters(open_folder(_path(config)), {**params, **balance})
+        return {name: values[name] for name in params}, {name: values[name] for name in balance}
+    wanted = {"params": dict(params), "balance": dict(balance)}
+
+    def as_saved(manifest: Manifest) -> Any:
+        def one(kind: str, name: str, x: Any) -> jax.ShapeDtypeStruct:
+            leaf = manifest.leaves.get(f"{kind}.{name}")
+            return jax.ShapeDtypeStruct(x.shape, x.dtype if leaf is None else leaf["dtype"], sharding=x.sharding)
+
+        return {kind: {name: one(kind, name, x) for name, x in tree.items()} for kind, tree in wanted.items()}
+
+    found = read_checkpoint(checkpoint_folder(config.init_from or ""), as_saved, part=True).state
+    placed = jax.tree.map(lambda x: x.sharding, wanted)
+    cast = jax.jit(lambda tree: jax.tree.map(lambda x, w: x.astype(w.dtype), tree, wanted), out_shardings=placed)
+    found = cast(found)
+    return found["params"], found["balance"]
+
+
+def begin_with_given(config: Config, abstract: TrainState, phase: int) -> TrainState:
+    """The state before the first step, with the parameters and balancing biases that `init_from` gives.
+
+    Args:
+      config: of the run.
+      abstract: shapes, dtypes and shardings of the state.
+      phase: the one the run begins with.
+
+    Returns:
+      A state whose optimizer and counters are fresh. Parameters go straight into their shards.
+    """
+    params, balance = given_parameters(config, abstract.params, abstract.balance)
+    blueprint = make_blueprint(config, phase)
+
+    def rest(params: Any, balance: Any) -> dict[str, Any]:
+        return {"opt_state": blueprint.optimizer.init(params), "balance_state": blueprint.balancer.init(balance),
+                **init_counters(config)}  # fmt: skip
+
+    names = {one.name for one in fields(TrainState)} - {"params", "balance"}
+    placed = {name: jax.tree.map(lambda x: x.sharding, getattr(abstract, name)) for name in names}
+    return TrainState(params, balance, **jax.jit(rest, out_shardings=placed)(params, balance))
+
+
+def _is_folder(config: Config) -> bool:
+    return config.init_from is not None and config.init_from.startswith(HF)
+
+
+def _path(config: Config) -> str:
+    return (config.init_from or "").removeprefix(HF)
+
+
+def _layers(config: ModelConfig) -> tuple[str, ...]:
+    return config.period * config.num_groups
