@@ -25,6 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_common(context, repeats=5)
     context.add_argument("--png", metavar="FILE", help="draw the memory over the number of devices there")
     context.set_defaults(run=_context)
+    saving = verbs.add_parser("checkpoint", help="saving over processes against gathering on one and pickling")
+    _add_common(saving, repeats=5)
+    saving.add_argument("--gib", type=float, nargs="+", default=[0.25, 2.0], help="sizes of a state (default: 0.25 2)")
+    saving.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], help="of a job (default: 1 2 4)")
+    saving.add_argument("--folder", metavar="FOLDER", help="on the disk that is measured")
+    saving.add_argument("--png", metavar="FILE", help="draw the times over the number of processes there")
+    saving.set_defaults(run=_checkpoint)
     smoke = verbs.add_parser("smoke", help="whether everything works on this machine's devices, as one JSON to post")
     smoke.add_argument("--output", metavar="FILE", help="the JSON (default: benchmarks/smoke_DEVICE.json)")
     smoke.set_defaults(run=_smoke)
@@ -72,6 +79,16 @@ def _context(given: argparse.Namespace) -> None:
     from zaya_jax.bench.context import bench_context
 
     bench_context(None, given.repeats, given.output, given.png)
+
+
+def _checkpoint(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.checkpoint import Sizes, bench_checkpoint
+
+    for name, values in (("--gib", given.gib), ("--processes", given.processes)):
+        if any(value <= 0 for value in values):
+            raise InputError(f"{name} is {' '.join(map(str, values))}, but must be numbers above zero.")
+    sizes = Sizes(tuple(given.gib), tuple(given.processes))
+    bench_checkpoint(sizes, given.repeats, given.output, given.png, given.folder)
 
 
 def _smoke(given: argparse.Namespace) -> int:

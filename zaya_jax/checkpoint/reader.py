@@ -12,6 +12,7 @@ from zaya_jax.checkpoint.digest import Digests, digest, read_slice
 from zaya_jax.checkpoint.manifest import STATE, Damaged, read_digests, read_manifest
 
 _THREADS = 8
+_CACHE = 2**26  # bytes, for the index of where arrays are
 
 
 class CheckpointReader:
@@ -21,6 +22,8 @@ class CheckpointReader:
         self.folder = folder
         self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
         self._open: dict[str, Any] = {}
+        # One for all arrays: each would read the store's own index anew.
+        self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
 
     def read(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
         """The array `name`, or the part of it at the index `where`.
@@ -31,7 +34,7 @@ class CheckpointReader:
         try:
             if name not in self._open:
                 spec = {"driver": "zarr3", "kvstore": {**self._store, "path": f"{name}/"}}
-                self._open[name] = tensorstore.open(spec, open=True, read=True).result()
+                self._open[name] = tensorstore.open(spec, open=True, read=True, context=self._context).result()
             return np.asarray(self._open[name][where].read().result())
         except (ValueError, OSError) as error:
             why = " ".join(str(error).split())[:200]

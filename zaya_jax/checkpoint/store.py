@@ -5,6 +5,7 @@ comes last, and only then does the checkpoint get the name that makes it one.
 """
 
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -31,6 +32,7 @@ from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.files import sync_folder, write_atomically
 from zaya_jax.parallel.processes import each_says, from_first, is_first
 
+_turns = itertools.count()  # of saves, the same in all processes
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
 _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
 _SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
@@ -74,7 +76,6 @@ class CheckpointStore:
         self._context.array.saving.use_compression = False
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._generation = 0
-        self._turns = 0
         self._under_way: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
@@ -163,7 +164,7 @@ class CheckpointStore:
             return
         arrays = named(state)
         leaves = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in arrays.items()}
-        self._turns += 1
+        turn = next(_turns)
         problem = "" if self._generation else self._take_over()
         work = self.folder / names.unfinished_name(step, self._generation)
         if not problem:
@@ -179,7 +180,7 @@ class CheckpointStore:
                 self.local.stage(arrays)
                 with self._context, _quiet():
                     response = ocp.save_checkpointables_async(str(work), {STATE: arrays})
-                saving = _Saving(step, self._turns, work, dict(about), leaves, parts, response)
+                saving = _Saving(step, turn, work, dict(about), leaves, parts, response)
                 future = self._pool.submit(self._finish, saving)
             except (ValueError, OSError, RuntimeError) as error:  # what Orbax refuses before it begins
                 future.set_exception(SaveFailed(_sentence(error)))

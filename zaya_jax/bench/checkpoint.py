@@ -1,0 +1,149 @@
+"""Saving and restoring over several processes, against gathering on one and pickling, and against Orbax as it comes."""
+
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.bench.picture import draw_lines
+from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.errors import InputError
+
+_SECONDS = ("stall", "commit", "restore_cold", "restore_warm")
+PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
+
+
+class Sizes(NamedTuple):
+    """What is measured."""
+
+    gib: tuple[float, ...] = (0.25, 2.0)  # of a state
+    processes: tuple[int, ...] = (1, 2, 4)
+
+
+def bench_checkpoint(
+    sizes: Sizes, repeats: int, output: str | None, png: str | None, folder: str | None = None
+) -> dict[str, Any]:
+    """Measure each size on each number of processes, print a table, and write all to `output` where given.
+
+    Every way makes its files durable (fsync, rename, fsync of the folder), and what it restores is compared bitwise.
+
+    Args:
+      sizes: of the state, and numbers of processes, each with one CPU device.
+      repeats: timed saves of each way, in turn, after one to warm up.
+      output: a JSON file.
+      png: a picture of the commit time over the number of processes, for the largest state.
+      folder: on the disk that is measured; the system's folder for temporary files where None.
+
+    Raises:
+      InputError: `repeats`, `output` or `folder` cannot be.
+    """
+    check_request(repeats, output)
+    if folder is not None and not Path(folder).is_dir():
+        raise InputError(f"--folder is {folder!r}, but must be a folder on the disk that is measured.")
+    result = describe_run(
+        "seconds that saving stops a step loop, and until it is durable; seconds to restore",
+        f"states of {', '.join(f'{size:g}' for size in sizes.gib)} GiB, 16 large arrays and 1,000 of 1 KiB",
+        "process_allgather to process 0, which pickles",
+        ("zaya-jax", "jax", "jaxlib", "orbax-checkpoint", "tensorstore"),
+    )  # fmt: skip
+    result["results"] = []
+    with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=folder) as name:
+        result["hardware"]["disk"] = describe_disk(Path(name))
+        for size in sizes.gib:
+            for processes in sizes.processes:
+                rows = run_job(Path(name), processes, round(size * 2**30), repeats)
+                result["results"].append(found := summary(size, processes, rows))
+                print_table(found)
+    if png:
+        _draw(Path(png), max(sizes.gib), result["results"])
+    write_result(result, output)
+    return result
+
+
+def describe_disk(folder: Path) -> dict[str, Any]:
+    """What is measured on: the file system, its free space, and the speed of one durable file of 256 MiB."""
+    block = os.urandom(2**20)
+    begun = time.perf_counter()
+    with (folder / "speed").open("wb") as file:
+        for _ in range(256):
+            file.write(block)
+        file.flush()
+        os.fdatasync(file.fileno())
+    seconds = time.perf_counter() - begun
+    (folder / "speed").unlink()
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
+    here = [(len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where)]
+    return {"file_system": max(here)[1], "mb_per_second": round(256 * 1.048576 / seconds),
+            "free_bytes": shutil.disk_usage(folder).free}  # fmt: skip
+
+
+def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
+    """What the processes of one job measured, a row a way and turn."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    work = folder / f"{processes}_{size}"
+    work.mkdir()
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    started = []
+    for process in range(processes):
+        job = {"folder": str(work), "coordinator": f"127.0.0.1:{port}", "processes": processes, "process": process,
+               "size": size, "repeats": repeats}  # fmt: skip
+        command = [sys.executable, "-m", "zaya_jax.bench.saving", json.dumps(job)]
+        started.append(subprocess.Popen(  # noqa: S603 (this program itself)
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
+        ))  # fmt: skip
+    said = [process.communicate()[0] for process in started]
+    shutil.rmtree(work)
+    if any(process.returncode for process in started):
+        raise RuntimeError(f"The processes ended with {[process.returncode for process in started]}.")
+    return json.loads(said[0].splitlines()[-1])
+
+
+def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians with the least and the most of each figure, and ratios of medians to the peer's."""
+    ways: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        for key in (*_SECONDS, "memory"):
+            if key in row:
+                ways.setdefault(row["way"], {}).setdefault(key, []).append(row[key])
+    table = {way: {key: {"median": statistics.median(values), "least": min(values), "most": max(values)}
+                   for key, values in figures.items()} for way, figures in ways.items()}  # fmt: skip
+
+    def ratio(key: str, one: str, other: str) -> float:
+        return table[one][key]["median"] / table[other][key]["median"]
+
+    return {
+        "gib": size, "processes": processes, "ways": table,
+        "stall_ratio": ratio("stall", PEER, OURS), "commit_ratio": ratio("commit", PEER, OURS),
+        "digest_share": ratio("commit", OURS, BARE) - 1,
+        "restore_ratio": ratio("restore_warm", PEER, OURS),
+    }  # fmt: skip
+
+
+def print_table(found: dict[str, Any]) -> None:
+    """What was measured of one job."""
+    print(f"{found['gib']:g} GiB, {found['processes']} processes: stalls {found['stall_ratio']:.1f}× shorter than "
+          f"{PEER}, durable {found['commit_ratio']:.2f}× sooner, restored and verified {found['restore_ratio']:.2f}× "
+          f"sooner; digests cost {100 * found['digest_share']:.1f} % of a commit")  # fmt: skip
+    print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}")
+    for way, figures in found["ways"].items():
+        seconds = "".join(
+            f"{figures[key]['median']:>8.3f}s" for key in ("stall", "commit", "restore_cold", "restore_warm")
+        )
+        print(f"  {way:<22}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB")
+
+
+def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
+    chosen = [one for one in results if one["gib"] == size]
+    lines = {f"{way}, {key}": ([one["processes"] for one in chosen],
+                               [one["ways"][way][key]["median"] for one in chosen])
+             for way in chosen[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
+    draw_lines(path, lines, x="processes", y=f"seconds, {size:g} GiB")

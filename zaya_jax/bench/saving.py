@@ -1,0 +1,236 @@
+"""One process of a job that saves the same state in several ways, in turn, and says what each took.
+
+Run by `bench.checkpoint`, never alone: `python -m zaya_jax.bench.saving JOB`, JOB being JSON.
+"""
+
+import gc
+import json
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from zaya_jax.checkpoint.restore import restore_newest
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import CheckpointConfig
+from zaya_jax.files import sync_folder
+from zaya_jax.parallel.processes import each_says, join
+
+LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
+ABOUT = {"heldout_loss": None}
+
+
+class Job(NamedTuple):
+    """What the processes do together."""
+
+    folder: str
+    coordinator: str
+    processes: int
+    process: int
+    size: int  # bytes of a state
+    repeats: int
+
+
+class Way(NamedTuple):
+    """A way to save: what the step loop calls and waits for, and what then says that it is durable."""
+
+    start: Callable[[int], None]
+    finish: Callable[[], None]
+    restore: Callable[[], Any]
+
+
+def main(job: Job) -> None:
+    """Save and restore; process 0 prints a JSON list of what was measured."""
+    watch = join(job.coordinator, job.processes, job.process, 120, 600.0) if job.processes > 1 else None
+    del watch  # its threads go on
+    state = make_state(job.size)
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    ways = make_ways(Path(job.folder), state, abstract)
+    rows: list[dict[str, Any]] = []
+    for turn in range(job.repeats + 1):
+        for name, way in ways.items():
+            row = {"way": name, "turn": turn, **timed_save(way, turn)}
+            if turn == job.repeats:
+                row |= timed_restores(way, Path(job.folder), state)
+            if turn:  # the first is to warm up
+                rows.append(row)
+    if job.process == 0:
+        print(json.dumps(rows))
+
+
+def make_state(size: int) -> dict[str, jax.Array]:
+    """Few large arrays, split over the processes, and many small ones, which all have."""
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
+    rows = size // LARGE // 4 // 1024 // jax.device_count() * jax.device_count()
+
+    def draw() -> dict[str, jax.Array]:
+        key = jax.random.key(0)
+        large = {f"large.{i}": jax.random.normal(jax.random.fold_in(key, i), (rows, 1024)) for i in range(LARGE)}
+        return large | {f"small.{i}": jnp.full((256,), float(i)) for i in range(SMALL)}
+
+    placed = {name: split if name.startswith("large") else whole for name in jax.eval_shape(draw)}
+    return jax.block_until_ready(jax.jit(draw, out_shardings=placed)())
+
+
+def make_ways(folder: Path, state: Any, abstract: Any) -> dict[str, Way]:
+    """Gathered on process 0 and pickled; Orbax, as it comes; this project's, with and without digests."""
+    return {
+        "gather and pickle": _pickled(folder / "pickle", state, abstract),
+        "Orbax": _orbax(folder / "orbax", state, abstract, wait=True),
+        "Orbax, asynchronous": _orbax(folder / "orbax_async", state, abstract, wait=False),
+        "verified": _ours(folder / "verified", state, abstract, "hash"),
+        "without digests": _ours(folder / "unverified", state, abstract, "none"),
+    }
+
+
+def _pickled(folder: Path, state: Any, abstract: Any) -> Way:
+    path = folder / "state.pickle"
+
+    def start(step: int) -> None:
+        host = {name: np.asarray(x) if x.is_fully_replicated else multihost_utils.process_allgather(x, tiled=True)
+                for name, x in state.items()}  # fmt: skip
+        if jax.process_index() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / "partial").open("wb") as file:
+                pickle.dump(host, file, protocol=5)
+                file.flush()
+                os.fsync(file.fileno())
+            (folder / "partial").rename(path)
+            sync_folder(folder)
+        _together(f"pickled/{folder.name}/{step}")
+
+    def restore() -> Any:
+        with path.open("rb") as file:
+            host = pickle.load(file)  # noqa: S301 (what was written above, by the peer that is measured)
+        return {name: jax.make_array_from_callback(x.shape, abstract[name].sharding, lambda i, x=x: x[i])
+                for name, x in host.items()}  # fmt: skip
+
+    return Way(start, lambda: None, restore)
+
+
+def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Way:
+    under_way: list[Any] = []
+    newest = [0]
+
+    def start(step: int) -> None:
+        newest[0] = step
+        response = ocp.save_checkpointables_async(str(folder / str(step)), {"state": state})
+        if wait:
+            response.result()
+        under_way.append(response)
+
+    def finish() -> None:
+        under_way.pop().result()
+        if jax.process_index() == 0:
+            shutil.rmtree(folder / str(newest[0] - 1), ignore_errors=True)
+
+    def restore() -> Any:
+        return ocp.load_checkpointables(str(folder / str(newest[0])), {"state": abstract})["state"]
+
+    return Way(start, finish, restore)
+
+
+def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
+    store = CheckpointStore(folder, CheckpointConfig(keep=1, verify=verify))
+
+    def finish() -> None:
+        if not store.settle():
+            raise RuntimeError("The state could not be saved.")
+
+    def restore() -> Any:
+        found = restore_newest(CheckpointStore(folder, CheckpointConfig()), lambda manifest: abstract, print)
+        return None if found is None else found.state
+
+    return Way(lambda step: store.save(step, state, ABOUT), finish, restore)
+
+
+_turns = iter(range(10**9))
+
+
+def timed_save(way: Way, step: int) -> dict[str, float]:
+    """Seconds: `stall` that the slowest process waited, `commit` until it was durable, `step` of work beside it."""
+    gc.collect()
+    _together(f"before/{next(_turns)}")
+    with Peak() as peak:
+        begun = time.perf_counter()
+        way.start(step)
+        stall = time.perf_counter() - begun
+        way.finish()
+        commit = time.perf_counter() - begun
+    return {"stall": max(_each(stall)), "commit": max(_each(commit)), "memory": max(_each(peak.bytes))}
+
+
+def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
+    """Seconds until the arrays are back, from files that the system does not hold in memory, and from some it does."""
+    found = {}
+    for kind in ("cold", "warm"):
+        if kind == "cold":
+            forget(folder)
+        _together(f"restore/{next(_turns)}")
+        begun = time.perf_counter()
+        arrays = jax.block_until_ready(way.restore())
+        found[f"restore_{kind}"] = max(_each(time.perf_counter() - begun))
+        for name, x in state.items():
+            for one, other in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
+                if not np.array_equal(one.data, other.data):
+                    raise RuntimeError(f"{name} came back with other values.")
+        del arrays
+    return found
+
+
+def forget(folder: Path) -> None:
+    """Have the system drop what it holds of the files."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
+
+
+class Peak:
+    """Memory of this process beyond what it had, at its highest inside a `with` block, in `bytes`."""
+
+    def __enter__(self) -> "Peak":
+        """Begin to look."""
+        self._process, self._ended, self.bytes = psutil.Process(), threading.Event(), 0
+        self._before = self._process.memory_info().rss
+        self._thread = threading.Thread(target=self._look, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Look no more."""
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.wait(0.02):
+            self.bytes = max(self.bytes, self._process.memory_info().rss - self._before)
+
+
+def _together(key: str) -> None:
+    each_says(f"bench/{key}", "", 600)
+
+
+def _each(value: float) -> list[float]:
+    return [float(text) for text in each_says(f"bench/value/{next(_turns)}", repr(value), 600)]
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))
