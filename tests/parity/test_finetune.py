@@ -34,7 +34,8 @@ def given(tmp_path_factory):
         layer.mlp.gate.balancing_biases[-1] = -1.0
     reference.save_pretrained(folder / "model")
     small_tokenizer().save(folder / "model" / "tokenizer.json")
-    talk = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"return the value of {n} and {n + 1}"}]}
+    talk = [{"messages": [{"role": "user", "content": f"{n}?"},
+                          {"role": "assistant", "content": f"return the value of {n} and {n + 1}"}]}
             for n in range(150)]  # fmt: skip
     (folder / "talk.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talk))
     assert data_main(["prepare", "--input", str(folder / "talk.jsonl"), "--output", str(folder / "talk"), "--chat",

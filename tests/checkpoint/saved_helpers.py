@@ -1,0 +1,44 @@
+"""Checkpoints of small states, saved as a run does."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import CheckpointConfig
+
+WIDTH = 5
+
+
+def drawn(seed, dtype=jnp.float32):
+    """A state with parameters, a bias, a moment and a counter."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "params": {"norm.weight": jax.random.normal(keys[0], (WIDTH,)),
+                   "blocks.0.query": jax.random.normal(keys[1], (2, WIDTH, 3)).astype(dtype)},
+        "balance": {"blocks.0.balancing_bias": jnp.full((2, 4), float(seed))},
+        "opt_state": {"mu": jax.random.normal(keys[2], (2, WIDTH, 3))},
+        "step": jnp.int32(seed),
+    }  # fmt: skip
+
+
+def about(step, loss=None, **config):
+    return {"phase": "one", "tokens_seen": 100 * step, "heldout_loss": loss, "config": {"seed": 0, **config},
+            "environment": {"jax": "1"}, "versions": {"python": "3"}}  # fmt: skip
+
+
+def save_run(run: Path, steps, losses=None, **config) -> Path:
+    """A run folder with a checkpoint of each step, whose state is `drawn(step)`."""
+    with CheckpointStore(run / "checkpoints", CheckpointConfig(keep=99)) as store:
+        for step in steps:
+            store.save(step, drawn(step), about(step, (losses or {}).get(step), **config))
+    return run
+
+
+def flip(folder: Path) -> None:
+    """One bit of each file of arrays: small arrays lie in two, of which one is read."""
+    for path in (folder / "state").rglob("d/*"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)

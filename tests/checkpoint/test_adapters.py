@@ -1,0 +1,89 @@
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train_helpers import CONFIG, MODEL
+from zaya_jax import load_pretrained, save_pretrained
+from zaya_jax.checkpoint.__main__ import main
+from zaya_jax.checkpoint.adapters import BASE, is_bias, read_folder, read_saved
+from zaya_jax.checkpoint.folder import FOLDER
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import CheckpointConfig, LoraConfig, to_dict
+from zaya_jax.model import tree
+from zaya_jax.model.fingerprint import fingerprint
+from zaya_jax.model.lora import adapter_shapes, merged
+from zaya_jax.model.tree import roles, shapes
+from zaya_jax.model.zaya import Zaya
+
+LORA = LoraConfig(2, 3.0)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A folder, a run of adapters of it as training leaves it, and the merged parameters."""
+    folder = tmp_path_factory.mktemp("tuned")
+    save_pretrained(Zaya(MODEL, jax.random.key(1)), folder / "model")
+    base = load_pretrained(folder / "model")
+    params, balance = tree.parameters(base), tree.balancing_biases(base)
+    wanted = adapter_shapes(shapes(base), roles(base), LORA.rank)
+    adapters = {name: jax.random.normal(jax.random.fold_in(jax.random.key(2), i), shape)
+                for i, (name, shape) in enumerate(sorted(wanted.items()))}  # fmt: skip
+    config = dataclasses.replace(CONFIG, init_from=f"hf:{folder / 'model'}", lora=LORA)
+    with CheckpointStore(folder / "run" / FOLDER, CheckpointConfig()) as store:
+        store.save(
+            4, {"params": adapters, "balance": balance}, {"phase": config.phases[0].name, "config": to_dict(config)}
+        )
+    note = {"init_from": config.init_from, "fingerprint": fingerprint({**params, **balance})}
+    (folder / "run" / BASE).write_text(json.dumps(note))
+    return folder, {**merged(params, adapters, LORA.scale), **balance}
+
+
+def test_an_export_holds_the_merged_matrices(tuned, tmp_path):
+    folder, expected = tuned
+    assert main(["export-hf", str(folder / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    model = load_pretrained(tmp_path / "out")
+    found = {**tree.parameters(model), **tree.balancing_biases(model)}
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    before = tree.parameters(load_pretrained(folder / "model"))
+    moved = {name for name in before if not np.array_equal(before[name], found[name])}
+    assert moved == {name for name, role in roles(model).items() if role in ("attention", "expert")}
+
+
+def test_another_base_is_refused_and_the_right_one_can_be_named(tuned, tmp_path, capsys):
+    folder, _ = tuned
+    save_pretrained(Zaya(MODEL, jax.random.key(7)), tmp_path / "other")
+    command = ["export-hf", str(folder / "run"), str(tmp_path / "out"), "--base"]
+    assert main([*command, f"hf:{tmp_path / 'other'}"]) == 2
+    assert "other is not what the adapters in" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert main([*command, f"hf:{folder / 'model'}"]) == 0
+
+
+def test_adapters_without_a_note_of_their_base_are_refused(tuned, tmp_path, capsys):
+    folder, _ = tuned
+    (folder / "run" / BASE).rename(tmp_path / "note")
+    try:
+        assert main(["export-hf", str(folder / "run"), str(tmp_path / "out")]) == 2
+        assert "it is not known what the adapters in" in capsys.readouterr().err
+    finally:
+        (tmp_path / "note").rename(folder / "run" / BASE)
+
+
+def test_a_folder_reads_as_its_model(tuned):
+    folder, _ = tuned
+    read, model = read_folder(str(folder / "model")), load_pretrained(folder / "model")
+    for name, x in {**tree.parameters(model), **tree.balancing_biases(model)}.items():
+        for group in range(x.shape[0]) if name.startswith("blocks.") else [None]:
+            np.testing.assert_array_equal(read(name, group), x if group is None else x[group], err_msg=name)
+
+
+def test_a_checkpoint_reads_as_it_was_saved(tuned):
+    folder, expected = tuned
+    read = read_saved(folder / "run" / FOLDER / "4")
+    (name,) = [name for name in expected if is_bias(name)]
+    np.testing.assert_array_equal(read(name, 1), expected[name][1])
