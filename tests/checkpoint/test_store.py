@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import subprocess
@@ -40,17 +41,22 @@ def open_store(folder, said=None, **config):
     return CheckpointStore(folder, CheckpointConfig(**config), say=print if said is None else said.append)
 
 
-def save_all(folder, steps, **config):
+def save_all(folder, steps, width=3, **config):
     with open_store(folder, **config) as store:
         for step in steps:
-            store.save(step, make_state(step), ABOUT)
+            store.save(step, make_state(step, width), ABOUT)
 
 
-def newest(folder, said=None):
+@functools.cache
+def abstract_state(width):
+    return abstract(make_state(0, width))
+
+
+def newest(folder, said=None, width=3, **config):
     """What `restore_newest` gives, and its step."""
     said = [] if said is None else said
-    with open_store(folder, said) as store:
-        found = restore_newest(store, lambda manifest: abstract(make_state()), said.append)
+    with open_store(folder, said, **config) as store:
+        found = restore_newest(store, lambda manifest: abstract_state(width), said.append)
     return None if found is None else (found.manifest.step, found.state)
 
 
