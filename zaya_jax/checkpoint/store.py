@@ -293,11 +293,14 @@ class CheckpointStore:
         return "" if free >= need else f"{self.folder} has {free:,} bytes free, and {need:,} are needed."
 
     def _make_way(self, work: Path) -> str:
-        """Remove what an earlier try has left under the same name; what stands against it."""
+        """Remove what an earlier try has left under the same name; what stands against it, or against saving there."""
         try:
             for path in (work, *self.folder.glob(f"{work.name}.*")):
                 if path.exists():
                     shutil.rmtree(path)
+            # Where Orbax cannot make its folder, threads of it are left waiting that keep the process from ending.
+            work.mkdir()
+            work.rmdir()
         except OSError as error:
             return f"{work} cannot be written: {error.strerror}."
         return ""
