@@ -208,6 +208,31 @@ def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path):
             store.save(2, make_state(2), ABOUT)
 
 
+def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
+    said = []
+    with open_store(tmp_path / "run", said, loss_window=0.3) as store:
+        store.save(1, make_state(1), ABOUT)
+        assert store.settle()
+        time.sleep(0.4)  # as between two saves of a run that saves rarely
+        os.rename(tmp_path / "run", tmp_path / "away")
+        (tmp_path / "run").write_text("in the way")
+        store.save(2, make_state(2), ABOUT)
+    assert "Training goes on" in said[0]
+
+
+def test_a_state_that_cannot_be_read_is_told_and_leaves_nothing(tmp_path):
+    said = []
+    with open_store(tmp_path, said) as store:
+        gone = make_state(1)
+        gone["step"].delete()
+        store.save(1, gone, ABOUT)
+        assert not store.settle()
+        assert [path.name for path in tmp_path.iterdir()] == ["GENERATION"]
+        store.save(2, make_state(2), ABOUT)
+    assert "Array has been deleted" in said[0]
+    check(tmp_path, 2)
+
+
 def test_who_was_given_up_for_dead_saves_nothing(tmp_path):
     said = []
     with open_store(tmp_path, said) as stale:

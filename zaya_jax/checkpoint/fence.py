@@ -50,5 +50,16 @@ def take_fence(folder: Path, generations: Mapping[int, int]) -> Fence:
     return fence
 
 
+def outlived(folder: Path, generation: int) -> str:
+    """What stands against a generation writing to a folder: others that have gone on with the run since."""
+    fence = read_fence(folder)
+    if fence is None:
+        return f"It is not to be read in {folder} which processes may save there: start the run again."
+    if fence.generation != generation:
+        return (f"Other processes have gone on with this run since: its generation is {fence.generation}, and here it "
+                f"is {generation}.")  # fmt: skip
+    return ""
+
+
 def _text(generation: int, accepted: Mapping[str, int]) -> str:
     return json.dumps({"generation": generation, "accepted": accepted})

@@ -22,7 +22,7 @@ from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import folder as names
 from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
-from zaya_jax.checkpoint.fence import read_fence, take_fence
+from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
 from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, digests_of, files_of, peek, write_manifest
@@ -282,7 +282,7 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if problem := self._outlived():
+            if problem := outlived(self.folder, self._generation):
                 return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
@@ -358,22 +358,12 @@ class CheckpointStore:
                 saving.step, self._generation, saving.about, leaves, files_of(saving.work),
                 digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            if problem := self._outlived():
+            if problem := outlived(self.folder, self._generation):
                 return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:
             return _sentence(error)
-        return ""
-
-    def _outlived(self) -> str:
-        """What stands against writing to the folder: other processes that have gone on with the run since."""
-        fence = read_fence(self.folder)
-        if fence is None:
-            return f"It is not to be read in {self.folder} which processes may save there: start the run again."
-        if fence.generation != self._generation:
-            return (f"Other processes have gone on with this run since: its generation is {fence.generation}, and here "
-                    f"it is {self._generation}.")  # fmt: skip
         return ""
 
     def _retain(self) -> None:
