@@ -1,4 +1,5 @@
 import json
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,6 +83,29 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
         newer.save(3, make_state(3), ABOUT)
     assert saved_steps(tmp_path) == [1, 2, 3]
     assert "its generation is 2, and here it is 1" in said[0]
+
+
+def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
+    said, digests = [], store.digests
+    with open_store(tmp_path, said) as stale:
+        stale.save(1, make_state(1), ABOUT)
+        assert stale.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
+            stale.save(2, make_state(2), ABOUT)
+            assert not stale.settle()
+    assert "its generation is 2, and here it is 1" in said[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
+
+
+def test_on_a_full_disk_it_removes_nothing_of_others_either(tmp_path, monkeypatch):
+    stale, newer = stale_pair(tmp_path, [])
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    (tmp_path / "3.g2").mkdir()
+    with stale, newer:
+        stale.save(3, make_state(3), ABOUT)
+        assert not stale.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3.g2", "GENERATION"]
 
 
 def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
