@@ -1,3 +1,4 @@
+import functools
 import os
 import signal
 import subprocess
@@ -40,17 +41,22 @@ def open_store(folder, said=None, **config):
     return CheckpointStore(folder, CheckpointConfig(**config), say=print if said is None else said.append)
 
 
-def save_all(folder, steps, **config):
+def save_all(folder, steps, width=3, **config):
     with open_store(folder, **config) as store:
         for step in steps:
-            store.save(step, make_state(step), ABOUT)
+            store.save(step, make_state(step, width), ABOUT)
 
 
-def newest(folder, said=None):
+@functools.cache
+def abstract_state(width):
+    return abstract(make_state(0, width))
+
+
+def newest(folder, said=None, width=3, **config):
     """What `restore_newest` gives, and its step."""
     said = [] if said is None else said
-    with open_store(folder, said) as store:
-        found = restore_newest(store, lambda manifest: abstract(make_state()), said.append)
+    with open_store(folder, said, **config) as store:
+        found = restore_newest(store, lambda manifest: abstract_state(width), said.append)
     return None if found is None else (found.manifest.step, found.state)
 
 
@@ -200,6 +206,31 @@ def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path):
         time.sleep(0.6)
         with pytest.raises(RunStopped, match=r"more than checkpoint.loss_window \(0.5 s\); nothing is saved yet"):
             store.save(2, make_state(2), ABOUT)
+
+
+def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
+    said = []
+    with open_store(tmp_path / "run", said, loss_window=0.3) as store:
+        store.save(1, make_state(1), ABOUT)
+        assert store.settle()
+        time.sleep(0.4)  # as between two saves of a run that saves rarely
+        os.rename(tmp_path / "run", tmp_path / "away")
+        (tmp_path / "run").write_text("in the way")
+        store.save(2, make_state(2), ABOUT)
+    assert "Training goes on" in said[0]
+
+
+def test_a_state_that_cannot_be_read_is_told_and_leaves_nothing(tmp_path):
+    said = []
+    with open_store(tmp_path, said) as store:
+        gone = make_state(1)
+        gone["step"].delete()
+        store.save(1, gone, ABOUT)
+        assert not store.settle()
+        assert [path.name for path in tmp_path.iterdir()] == ["GENERATION"]
+        store.save(2, make_state(2), ABOUT)
+    assert "Array has been deleted" in said[0]
+    check(tmp_path, 2)
 
 
 def test_who_was_given_up_for_dead_saves_nothing(tmp_path):

@@ -1,6 +1,8 @@
 import dataclasses
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +12,9 @@ import pytest
 from tests.train_helpers import change, differing, restore, small_run, snapshot
 from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.train import beginning, compiled, loop
+from zaya_jax.train import beginning, compiled, evaluate, loop
 from zaya_jax.train.loop import train
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -115,6 +117,65 @@ def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
     train_until(config, 8)
     result = train(change(config, {"checkpoint.every": 4, "checkpoint.keep": 1, "train.log_every": 3}))
     assert int(result.state.step) == 12
+
+
+# --- asked to end (SIGTERM) ------------------------------------------------------------------------------------
+
+
+def at_row(patch, step):
+    """Ask when `step` has its row, which is while the next step runs or is looked at."""
+
+    class Tracker(loop.JsonlTracker):
+        def log(self, row):
+            super().log(row)
+            if row["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(loop, "JsonlTracker", Tracker)
+
+
+def in_evaluation(patch, number):
+    """Ask when the batch of that number is evaluated: two are looked at in the loop, the others when it is over."""
+    seen, filled_up = [], evaluate._filled_up
+
+    def ask(batch, parts):
+        seen.append(batch)
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return filled_up(batch, parts)
+
+    patch.setattr(evaluate, "_filled_up", ask)
+
+
+@pytest.mark.parametrize(
+    ("when", "number", "saved"),
+    [
+        (at_row, 5, 6),  # before the look after step 6
+        (at_row, 7, 8),
+        (in_evaluation, 3, 12),
+        pytest.param(at_row, 1, 2, marks=pytest.mark.soak),
+        pytest.param(at_row, 11, 12, marks=pytest.mark.soak),
+        pytest.param(in_evaluation, 1, 6, marks=pytest.mark.soak),
+        pytest.param(in_evaluation, 2, 12, marks=pytest.mark.soak),
+    ],
+)
+def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, number, saved):
+    config = small_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        when(patch, number)
+        with pytest.raises(Preempted, match="asked to end") as ended:
+            train(config)
+    sentence, status = last_words(ended.value)
+    assert status == 143
+    assert "is saved. The same command goes on from there." in sentence
+    assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
+    result = train(config)
+    assert not differing(result.state, finished[1].state)
+    assert restore(config, 12)[1] == restore(finished[0], 12)[1]
+    rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)
+    if (when, number) == (at_row, 5):  # the look that was given up is not taken again
+        assert others[5].pop("heldout_loss")
+    assert rows == others
 
 
 # --- going on --------------------------------------------------------------------------------------------------

@@ -4,7 +4,8 @@ A part is known by the slice of the whole array that it is, so that a digest say
 devices read it. Digests are taken of host memory: a digest of a file would bless what was written wrongly.
 """
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -72,6 +73,15 @@ def joined(of_processes: Iterable[Digests]) -> Digests:
         for name, parts in one.items():
             found.setdefault(name, {}).update(parts)
     return found
+
+
+def uncovered(found: Digests, shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """The arrays of `shapes` of which parts have no digest."""
+
+    def elements(where: str) -> int:
+        return math.prod(one.stop - one.start for one in read_slice(where))
+
+    return [name for name, shape in shapes.items() if sum(map(elements, found.get(name, ()))) != math.prod(shape)]
 
 
 def leaf_digest(parts: Mapping[str, str]) -> str:

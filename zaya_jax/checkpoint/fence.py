@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.errors import InputError
+from zaya_jax.checkpoint.digest import digest
 from zaya_jax.files import write_atomically
 
 _FILE = "GENERATION"
+_LEAP = 1000  # more generations than save nothing in a row
 
 
 class Fence(NamedTuple):
@@ -27,25 +28,38 @@ class Fence(NamedTuple):
 
 
 def read_fence(folder: Path) -> Fence | None:
-    """The newest generation; None where no process has taken one, as in a copy of checkpoints alone.
-
-    Raises:
-      InputError: the file that says it cannot be read.
-    """
-    path = folder / _FILE
-    if not path.exists():
-        return None
+    """The newest generation; None where none was taken, as in a copy of checkpoints, or it cannot be read."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        return Fence(int(tree["generation"]), {int(step): int(one) for step, one in tree["accepted"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} cannot be read, so it is not known which processes may save there. Where no other "
-                         "process trains in that run, delete it.") from error  # fmt: skip
+        tree = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        if digest(_text(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
+            return None
+        return Fence(tree["generation"], {int(step): one for step, one in tree["accepted"].items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def take_fence(folder: Path, generations: Mapping[int, int]) -> Fence:
     """Begin the next generation with the checkpoints there are, whose `generations` are given by step."""
     before = read_fence(folder)
-    fence = Fence(1 + max([0 if before is None else before.generation, *generations.values()]), dict(generations))
-    write_atomically(folder / _FILE, json.dumps({"generation": fence.generation, "accepted": fence.accepted}) + "\n")
+    newest = max(generations.values(), default=0)
+    # Generations that have saved nothing yet are known by the file alone: where it is gone, they are leapt over.
+    last = max(before.generation, newest) if before else newest + _LEAP * bool(generations)
+    fence = Fence(last + 1, dict(generations))
+    text = _text(fence.generation, {str(step): one for step, one in fence.accepted.items()})
+    write_atomically(folder / _FILE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
     return fence
+
+
+def outlived(folder: Path, generation: int) -> str:
+    """What stands against a generation writing to a folder: others that have gone on with the run since."""
+    fence = read_fence(folder)
+    if fence is None:
+        return f"It is not to be read in {folder} which processes may save there: start the run again."
+    if fence.generation != generation:
+        return (f"Other processes have gone on with this run since: its generation is {fence.generation}, and here it "
+                f"is {generation}.")  # fmt: skip
+    return ""
+
+
+def _text(generation: int, accepted: Mapping[str, int]) -> str:
+    return json.dumps({"generation": generation, "accepted": accepted})

@@ -2,7 +2,8 @@
 
 `100` is the checkpoint of step 100. `100.g3` is one that generation 3 has not finished, `100.g3.orbax-checkpoint-tmp…`
 one that Orbax has not; `100.corrupt-…` is one that was not what had been saved, `100.stale-…` one that processes given
-up for dead have saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from being removed.
+up for dead have saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from being removed,
+a file `VERIFIED` says that it was read and found whole.
 """
 
 import json
@@ -12,14 +13,15 @@ import time
 from pathlib import Path
 
 from zaya_jax.checkpoint.fence import read_fence
-from zaya_jax.checkpoint.manifest import has_manifest
+from zaya_jax.checkpoint.manifest import has_manifest, peek
 from zaya_jax.checkpoint.retention import Saved
 from zaya_jax.errors import InputError
 
 FOLDER = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
 PINNED = "PINNED"
-_LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted)")
+VERIFIED = "VERIFIED"
+_LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted)|GENERATION\..*\.partial")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -33,17 +35,25 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def describe_saved(folder: Path) -> list[Saved]:
-    """The finished checkpoints, for retention."""
-    return [Saved(step, _heldout_loss(folder / str(step)), (folder / str(step) / PINNED).exists())
-            for step in saved_steps(folder)]  # fmt: skip
+    """The finished checkpoints that count, for retention; what cannot be read is none of them, and so never removed."""
+    found = []
+    for step in saved_steps(folder):
+        one = folder / str(step)
+        manifest = peek(one)
+        if manifest is not None and counts(folder, step, manifest.generation):
+            verified = manifest.read_back or (one / VERIFIED).exists()
+            found.append(Saved(step, manifest.about.get("heldout_loss"), (one / PINNED).exists(), verified))
+    return found
 
 
-def _heldout_loss(folder: Path) -> float | None:
-    try:
-        tree = json.loads(next(folder.glob("manifest-*.json")).read_text(encoding="utf-8"))
-        return tree["about"]["heldout_loss"]
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return None
+def mark_verified(folder: Path, step: int) -> None:
+    """Note with a checkpoint that it was read and found whole, for those that go on with the run."""
+    (folder / str(step) / VERIFIED).touch()
+
+
+def named_steps(folder: Path) -> list[int]:
+    """The steps there are checkpoints of by name: one is given its name when it is finished, whatever became of it."""
+    return sorted(int(one.name) for one in folder.glob("*") if one.name.isdecimal())
 
 
 def unfinished_name(step: int, generation: int) -> str:
@@ -54,13 +64,18 @@ def unfinished_name(step: int, generation: int) -> str:
 def clean(folder: Path) -> None:
     """Remove what saves that were not finished have left; none may be under way."""
     for path in folder.glob("*"):
-        if _LEFT_OVER.fullmatch(path.name):
+        if not _LEFT_OVER.fullmatch(path.name):
+            continue
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def remove(folder: Path, step: int) -> None:
     """Remove a checkpoint; from the first moment on it is none."""
     gone = folder / f"{step}.deleted"
+    shutil.rmtree(gone, ignore_errors=True)
     (folder / str(step)).rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
 
@@ -109,11 +124,3 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
         return folder
     raise InputError(f"{what} is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
                      f"checkpoints (RUN_DIR/{FOLDER}/100), or RUN_DIR@PHASE for the last one of a phase.")  # fmt: skip
-
-
-def generation_of(folder: Path, step: int) -> int:
-    """Of the processes that saved a checkpoint; 0 where its manifest does not say, which reading it finds out."""
-    try:
-        return int(json.loads(next((folder / str(step)).glob("manifest-*.json")).read_text())["generation"])
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
-        return 0

@@ -39,6 +39,10 @@ class LocalCopies:
             for shard in array.addressable_shards
         }
 
+    def drop(self) -> None:
+        """Let go of what is staged."""
+        self._staged = {}
+
     def keep(self, step: int) -> None:
         """Write what is staged as the copy of the checkpoint of `step`, and remove older ones.
 
@@ -58,12 +62,11 @@ class LocalCopies:
             (part / _INDEX).write_text(json.dumps(index), encoding="utf-8")
             shutil.rmtree(self._home / str(step), ignore_errors=True)
             part.rename(self._home / str(step))
+            for path in self._home.iterdir():
+                if path.name != str(step):
+                    shutil.rmtree(path, ignore_errors=True)
         except OSError:
             shutil.rmtree(part, ignore_errors=True)
-            return
-        for path in self._home.iterdir():
-            if path.name != str(step):
-                shutil.rmtree(path, ignore_errors=True)
 
     def read(self, step: int, abstract: Mapping[str, Any], digests: Digests) -> dict[str, jax.Array] | None:
         """The arrays as `abstract` has them laid out; None where the copy lacks a part or differs."""
@@ -74,7 +77,7 @@ class LocalCopies:
             index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
             files = {(name, where): folder / str(number) for number, (name, where) in enumerate(index)}
             return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):  # what a damaged index may bring about, too
             return None
 
 

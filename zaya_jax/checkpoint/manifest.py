@@ -12,6 +12,7 @@ from zaya_jax.files import sync_folder, write_atomically
 FORMAT = 1  # of checkpoints; a newer one is refused
 STATE = "state"  # the folder of the arrays, which is Orbax's
 DIGESTS = "digests"  # the folder of each process's digests
+_VALUES = f"{STATE}/ocdbt.process_"
 _NAME = "manifest-{}.json"  # with the digest of its content
 
 
@@ -29,8 +30,8 @@ class Manifest:
       about: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`, `heldout_loss`.
       leaves: dtype, shape and digest of each array by name.
       files: size in bytes of each file, by path within the checkpoint; this one is not among them.
-      digests: of the files in the folder `digests/`, which hold the digest of each part of each array; none
-        where they were not asked for.
+      digests: of each file that holds no array: those in the folder `digests/`, which have the digest of each part of
+        each array, and Orbax's own, by which it finds the arrays; none where they were not asked for.
       read_back: whether all arrays were read back and compared before it was written.
     """
 
@@ -56,6 +57,14 @@ def has_manifest(folder: Path) -> bool:
     return any(folder.glob(_NAME.format("*")))
 
 
+def peek(folder: Path) -> Manifest | None:
+    """The manifest of the checkpoint in `folder`, its files not looked at; None where it is not what was written."""
+    try:
+        return _read(folder)
+    except (Damaged, InputError):
+        return None
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`, its files compared by name and size, its digests by content.
 
@@ -63,17 +72,7 @@ def read_manifest(folder: Path) -> Manifest:
       Damaged: there is none, or it is not what was written, or a file is missing or of another size.
       InputError: it is of a newer format.
     """
-    paths = sorted(folder.glob(_NAME.format("*")))
-    if len(paths) != 1:
-        raise Damaged(f"{folder} holds {len(paths)} manifests, where a checkpoint has one.")
-    content = _bytes(paths[0])
-    if paths[0].name != _NAME.format(digest(content)):
-        raise Damaged(f"{paths[0]} is not what was written.")
-    tree = json.loads(content)
-    if tree["format"] > FORMAT:
-        raise InputError(f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax knows formats up to "
-                         f"{FORMAT}: take a newer one.")  # fmt: skip
-    manifest = Manifest(**tree)
+    manifest = _read(folder)
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -86,17 +85,39 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _read(folder: Path) -> Manifest:
+    paths = sorted(folder.glob(_NAME.format("*")))
+    if len(paths) != 1:
+        raise Damaged(f"{folder} holds {len(paths)} manifests, where a checkpoint has one.")
+    content = _bytes(paths[0])
+    if paths[0].name != _NAME.format(digest(content)):
+        raise Damaged(f"{paths[0]} is not what was written.")
+    tree = json.loads(content)
+    if tree["format"] > FORMAT:
+        raise InputError(f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax knows formats up to "
+                         f"{FORMAT}: take a newer one.")  # fmt: skip
+    return Manifest(**tree)
+
+
 def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int = 1) -> Digests:
     """The digests of the parts that a reader is to see to; empty where none were taken.
 
     The reader of a number sees to what the process of that number saved, which in the same layout it has.
     """
-    files = sorted(manifest.digests, key=_process)
+    files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
     return joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
 
 
 def _process(name: str) -> int:
     return int(Path(name).stem.rpartition("_")[2])
+
+
+def digests_of(folder: Path) -> dict[str, str]:
+    """Digest of each file of a checkpoint that holds no array, by path within it.
+
+    Values lie in what a process has written (`state/ocdbt.process_…`); they have digests that were not taken of files.
+    """
+    return {name: digest((folder / name).read_bytes()) for name in files_of(folder) if not name.startswith(_VALUES)}
 
 
 def files_of(folder: Path) -> dict[str, int]:

@@ -58,7 +58,6 @@ def restore_newest(
             if is_first():
                 say(f"{error} It is kept as {aside}, and an older checkpoint is taken where there is one.")
             continue
-        store.found_whole(step)
         return restored
     if aside or from_first(str(names.has_checkpoint(folder))) == str(True):
         raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
@@ -85,14 +84,19 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
 
 
 def _steps(folder: Path) -> list[int]:
-    text = from_first(" ".join(map(str, names.saved_steps(folder))))
+    text = from_first(" ".join(map(str, names.named_steps(folder))))
     return [int(step) for step in text.split()]
 
 
 def _set_aside(folder: Path, step: int, why: str) -> str:
     if not is_first():
         return ""
-    return names.set_aside(folder, step, why).name
+    try:
+        return names.set_aside(folder, step, why).name
+    except OSError as error:
+        raise InputError(
+            f"{folder / str(step)} is not what was saved, and cannot be set aside: {error.strerror}."
+        ) from error
 
 
 def _manifest(folder: Path, step: int) -> Manifest:
@@ -147,6 +151,8 @@ def _restore(
         except Damaged as error:
             problem = str(error)
         _agree(problem, Damaged)
+        if store is not None:
+            store.found_whole(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 
 

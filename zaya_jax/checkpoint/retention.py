@@ -1,5 +1,6 @@
 """Which checkpoints are kept."""
 
+import math
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ class Saved(NamedTuple):
     step: int
     heldout_loss: float | None = None  # nats/token, where it was looked at
     pinned: bool = False
+    verified: bool = False  # read, and found whole
 
 
 def steps_to_keep(saved: Collection[Saved], config: CheckpointConfig, verified: Collection[int] = ()) -> set[int]:
@@ -26,7 +28,8 @@ def steps_to_keep(saved: Collection[Saved], config: CheckpointConfig, verified: 
     if config.keep_every is not None:
         kept |= {step for step in steps if step % config.keep_every == 0}
     if config.keep_best:
-        looked = sorted((one.heldout_loss, -one.step) for one in saved if one.heldout_loss is not None)
+        looked = sorted((one.heldout_loss, -one.step) for one in saved
+                        if one.heldout_loss is not None and not math.isnan(one.heldout_loss))  # fmt: skip
         kept |= {-step for _, step in looked[: config.keep_best]}
-    found = [step for step in steps if step in verified]
+    found = sorted(one.step for one in saved if one.verified or one.step in verified)
     return kept | set(found[-1:])

@@ -4,6 +4,7 @@ Every process writes what it has (Orbax), and a digest of each part of it that w
 comes last, and only then does the checkpoint get the name that makes it one.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -20,11 +21,11 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.digest import Digests, Part, digest, digests, joined, leaf_digest, parts_to_save
-from zaya_jax.checkpoint.fence import read_fence, take_fence
+from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
+from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
-from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
+from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, digests_of, files_of, peek, write_manifest
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
@@ -51,8 +52,9 @@ class _Saving:
     work: Path  # its folder before it has its name
     about: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
-    parts: list[Part]
-    response: Any
+    parts: list[Part] = dataclasses.field(default_factory=list)
+    response: Any = None
+    problem: str = ""  # that kept it from beginning in this process
 
 
 class CheckpointStore:
@@ -79,7 +81,7 @@ class CheckpointStore:
         self._under_way: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
-        self._last_good = time.monotonic()
+        self._failing_since: float | None = None
         self._verified: set[int] = set()
         self.local = LocalCopies(config.local_dir, self.folder)
 
@@ -125,6 +127,8 @@ class CheckpointStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
                 self._generation = take_fence(self.folder, self._generations(newest)).generation
+                for one in self._verified.intersection(self.steps()):
+                    names.mark_verified(self.folder, one)
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
         if problem := from_first(problem):
@@ -136,9 +140,11 @@ class CheckpointStore:
         """Of the checkpoints that count; the others are set aside."""
         found = {}
         for step in self.steps():
-            generation = names.generation_of(self.folder, step)
-            if names.counts(self.folder, step, generation) and (newest is None or step <= newest):
-                found[step] = generation
+            manifest = peek(self.folder / str(step))
+            if manifest is None:
+                continue  # which restoring would tell
+            if names.counts(self.folder, step, manifest.generation) and (newest is None or step <= newest):
+                found[step] = manifest.generation
             else:
                 aside = names.set_aside(self.folder, step, "stale")
                 self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
@@ -160,11 +166,10 @@ class CheckpointStore:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
         """
         self.settle()
-        if from_first(str((self.folder / str(step)).exists())) == str(True):
+        if from_first(str(is_first() and self._is_saved(step))) == str(True):
             return
         arrays = named(state)
         leaves = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in arrays.items()}
-        turn = next(_turns)
         problem = "" if self._generation else self._take_over()
         work = self.folder / names.unfinished_name(step, self._generation)
         if not problem:
@@ -175,18 +180,29 @@ class CheckpointStore:
         if problem:
             future.set_exception(SaveFailed(problem))
         else:
+            saving = _Saving(step, next(_turns), work, dict(about), leaves)
             try:
-                parts = parts_to_save(arrays) if self._config.verify != "none" else []
+                saving.parts = parts_to_save(arrays) if self._config.verify != "none" else []
                 self.local.stage(arrays)
                 with self._context, _quiet():
-                    response = ocp.save_checkpointables_async(str(work), {STATE: arrays})
-                saving = _Saving(step, turn, work, dict(about), leaves, parts, response)
-                future = self._pool.submit(self._finish, saving)
-            except (ValueError, OSError, RuntimeError) as error:  # what Orbax refuses before it begins
-                future.set_exception(SaveFailed(_sentence(error)))
+                    saving.response = ocp.save_checkpointables_async(str(work), {STATE: arrays})
+            except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
+                saving.problem = _sentence(error)
+            future = self._pool.submit(self._finish, saving)
         self._under_way = (step, future)
         if problem:
             self.settle()
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether there is a checkpoint of `step`; what has its name and is none is set aside."""
+        path = self.folder / str(step)
+        manifest = peek(path)
+        if manifest is not None and names.counts(self.folder, step, manifest.generation):
+            return True
+        if path.exists():
+            with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
+                names.set_aside(self.folder, step, "corrupt" if manifest is None else "stale")
+        return False
 
     def due(self) -> bool:
         """Whether a save that failed is to be tried again now; the same in all processes.
@@ -232,18 +248,22 @@ class CheckpointStore:
             future.result()
         except SaveFailed as error:
             self._failed(step, str(error))
+        except TimeoutError as error:
+            raise RunStopped(f"The checkpoint of step {step} could not be saved: {error}") from error
         else:
             if self._problem:
                 self._tell(f"The checkpoint of step {step} is saved.")
-            self._problem, self._pause, self._last_good = "", _RETRY, time.monotonic()
+            self._problem, self._pause, self._failing_since = "", _RETRY, None
         return not self._problem
 
     def _failed(self, step: int, problem: str) -> None:
-        lost = time.monotonic() - self._last_good
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        lost = now - self._failing_since
         newest = self.latest()
         since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
         if from_first(str(lost > self._config.loss_window)) == str(True):
-            raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} No save has succeeded for "
+            raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
                              f"{since}.")  # fmt: skip
         self._tell(f"The checkpoint of step {step} could not be saved: {problem} Training goes on, {since}; the next "
@@ -260,6 +280,8 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            if problem := outlived(self.folder, self._generation):
+                return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
                 self._retain()
@@ -269,18 +291,24 @@ class CheckpointStore:
         return "" if free >= need else f"{self.folder} has {free:,} bytes free, and {need:,} are needed."
 
     def _make_way(self, work: Path) -> str:
-        """Remove what an earlier try has left under the same name; what stands against it."""
+        """Remove what an earlier try has left under the same name; what stands against it, or against saving there."""
         try:
-            for path in self.folder.glob(f"{work.name}*"):
-                shutil.rmtree(path)
+            for path in (work, *self.folder.glob(f"{work.name}.*")):
+                if path.exists():
+                    shutil.rmtree(path)
+            # Where Orbax cannot make its folder, threads of it are left waiting that keep the process from ending.
+            work.mkdir()
+            work.rmdir()
         except OSError as error:
             return f"{work} cannot be written: {error.strerror}."
         return ""
 
     def _finish(self, saving: _Saving) -> None:
         """The rest of a save, in a thread of each process."""
-        problem, key = "", f"{saving.turn}"
+        problem, key = saving.problem, f"{saving.turn}"
         try:
+            if problem:
+                raise SaveFailed(problem)
             mine = digests(saving.parts)
             with _quiet():
                 saving.response.result()
@@ -296,8 +324,9 @@ class CheckpointStore:
             verdict = said[0] if said else self._commit(saving)
         verdict = each_says(f"kept/{key}", verdict, _PATIENCE)[0]
         if verdict:
+            self.local.drop()
             if is_first():
-                names.clean(self.folder)
+                self._make_way(saving.work)
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
@@ -310,25 +339,25 @@ class CheckpointStore:
             return
         (work / DIGESTS).mkdir(exist_ok=True)
         write_atomically(work / DIGESTS / f"process_{jax.process_index()}.json", json.dumps(mine))
+        sync_folder(work / DIGESTS)
 
     def _commit(self, saving: _Saving) -> str:
         """Write the manifest and give the checkpoint its name; what stands against it."""
         try:
-            # Only if the digests are on the disk as their process wrote them are they worth anything.
-            files = sorted((saving.work / DIGESTS).glob("*.json"))
-            content = {f"{DIGESTS}/{path.name}": path.read_bytes() for path in files}
-            found = joined(json.loads(text) for text in content.values())
+            verifying = self._config.verify != "none"
+            found = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
+            if verifying and (
+                unseen := uncovered(found, {name: leaf["shape"] for name, leaf in saving.leaves.items()})
+            ):
+                return f"The digests of {unseen[0]} that its processes took are not all to be seen in {saving.work}."
             leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
                 saving.step, self._generation, saving.about, leaves, files_of(saving.work),
-                {name: digest(text) for name, text in content.items()}, self._config.verify == "readback",
+                digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            fence = read_fence(self.folder)
-            if fence is None or fence.generation != self._generation:
-                newest = "none" if fence is None else fence.generation
-                return (f"Other processes have gone on with this run since: its generation is {newest}, and here it "
-                        f"is {self._generation}.")  # fmt: skip
+            if problem := outlived(self.folder, self._generation):
+                return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:
@@ -336,12 +365,13 @@ class CheckpointStore:
         return ""
 
     def _retain(self) -> None:
-        """Remove what need not be kept; in process 0."""
+        """Remove what need not be kept; in process 0. What cannot be removed stays: a full disk will be told."""
         saved = names.describe_saved(self.folder)
         kept = steps_to_keep(saved, self._config, self._verified) | self._pinned
-        for one in saved:
-            if one.step not in kept:
-                names.remove(self.folder, one.step)
+        with contextlib.suppress(OSError):
+            for one in saved:
+                if one.step not in kept:
+                    names.remove(self.folder, one.step)
 
 
 class _quiet:

@@ -79,7 +79,7 @@ class CheckpointConfig:
     keep_best: int = 0  # those of lowest held-out loss
     # Digests of what is saved, which restoring compares; 'readback' also reads each checkpoint before it counts.
     verify: Verify = "hash"
-    loss_window: float = 3600.0  # seconds that training goes on where nothing can be saved
+    loss_window: float = 3600.0  # seconds that training goes on while saves fail
     local_dir: str | None = None  # a folder on each node's own disk or memory, for a copy that is read first
 
     def check(self) -> None:

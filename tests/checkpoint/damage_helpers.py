@@ -1,0 +1,129 @@
+"""Damage as disks do it, to the newest of two checkpoints, and what restoring makes of it."""
+
+import random
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.checkpoint.test_store import make_state, newest, save_all
+from tests.train_helpers import differing
+
+KINDS = ("flip", "truncate", "zero page", "delete", "swap")
+WHERE = ("data", "metadata")
+WIDTH = 3000  # so that arrays are files of several pages, beside those small enough to lie in Orbax's metadata
+PAGE = 4096
+
+
+class Damage(NamedTuple):
+    """What was done to which file."""
+
+    kind: str
+    where: str
+    file: str
+    detail: str
+
+
+def save_two(folder: Path) -> dict[int, Any]:
+    """Checkpoints 1 and 2 of the same shapes in `folder`; their states by step."""
+    states = {step: make_state(step, WIDTH) for step in (1, 2)}
+    save_all(folder, states, width=WIDTH)
+    return states
+
+
+def damage(folder: Path, rng: random.Random, kind: str, where: str) -> Damage:
+    """Do it to a file of checkpoint 2 in `folder`, or to what the folder says of its checkpoints."""
+    files = [path for path in sorted((folder / "2").rglob("*")) if path.is_file()]
+    files = [path for path in files if ("d" in path.parts) == (where == "data")]
+    if where == "metadata":
+        files.append(folder / "GENERATION")
+    if kind in ("flip", "truncate", "zero page"):
+        files = [path for path in files if path.stat().st_size]
+    path = rng.choice(files)
+    return Damage(kind, where, path.relative_to(folder).as_posix(), _DO[kind](path, files, rng))
+
+
+def _flip(path: Path, _: list[Path], rng: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    at, bit = rng.randrange(len(content)), rng.randrange(8)
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+    return f"bit {bit} of byte {at}"
+
+
+def _truncate(path: Path, _: list[Path], rng: random.Random) -> str:
+    size = rng.randrange(path.stat().st_size)
+    with path.open("r+b") as file:
+        file.truncate(size)
+    return f"to {size} bytes"
+
+
+def _zero_page(path: Path, _: list[Path], rng: random.Random) -> str:
+    content = bytearray(path.read_bytes())
+    start = PAGE * rng.randrange(-(-len(content) // PAGE))
+    content[start : start + PAGE] = bytes(len(content[start : start + PAGE]))
+    path.write_bytes(content)
+    return f"at byte {start}"
+
+
+def _delete(path: Path, _: list[Path], __: random.Random) -> str:
+    path.unlink()
+    return ""
+
+
+def _swap(path: Path, files: list[Path], rng: random.Random) -> str:
+    """With another file of the checkpoint, or for one that lies there in the older checkpoint."""
+    older = [one for one in sorted(_in_older(path.parent).glob("*")) if one.is_file() and one != path]
+    if older and rng.random() < 0.5:
+        one = rng.choice(older)
+        shutil.copy(one, path)
+        return f"for {one.name} of checkpoint 1"
+    other = rng.choice([one for one in files if one != path])
+    spare = path.with_name("spare")
+    path.rename(spare)
+    other.rename(path)
+    spare.rename(other)
+    return f"with {other.name}"
+
+
+def _in_older(folder: Path) -> Path:
+    return Path(*("1" if part == "2" else part for part in folder.parts))
+
+
+_DO = {"flip": _flip, "truncate": _truncate, "zero page": _zero_page, "delete": _delete, "swap": _swap}
+
+
+def count(folder: Path, number: int, seed: int) -> dict[str, Counter[str]]:
+    """Damage copies of two checkpoints `number` times, restore from each, and count how it ended, by kind and place.
+
+    'found' is damage that was told, for which the older checkpoint was taken, 'harmless' such that left every value as
+    it was saved; 'silent' would be anything else that restored.
+    """
+    states = save_two(folder / "whole")
+    rng = random.Random(seed)
+    found: dict[str, Counter[str]] = {}
+    for index in range(number):
+        run = folder / "run"
+        shutil.copytree(folder / "whole", run)
+        kind, where = KINDS[index % len(KINDS)], WHERE[index // len(KINDS) % len(WHERE)]
+        done = damage(run, rng, kind, where)
+        try:
+            ending = _ending(run, done, states)
+        except Exception as error:
+            error.add_note(f"{done} (damage {index}, seed {seed})")
+            raise
+        found.setdefault(f"{kind}, {where}", Counter())[ending] += 1
+        shutil.rmtree(run)
+    return found
+
+
+def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
+    said: list[str] = []
+    restored = newest(run, said, WIDTH)
+    assert restored is not None, done
+    step, state = restored
+    if differing(state, states[step]):
+        return "silent"
+    assert (step == 1) == any("It is kept as 2.corrupt-" in one for one in said), (done, said)
+    assert (run / "2").exists() == (step == 2), done
+    return "harmless" if step == 2 else "found"

@@ -1,0 +1,88 @@
+"""A process that saves again and again until it is killed, in the middle of something."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tests.checkpoint.test_store import ABOUT, abstract, open_store
+from tests.train_helpers import ROOT
+from zaya_jax.checkpoint.folder import saved_steps
+from zaya_jax.checkpoint.restore import restore_newest
+
+# What Python tells audit hooks of the files it touches; between them, tensorstore writes.
+FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
+
+
+def make_small(step: int) -> dict[str, jax.Array]:
+    return {"x": jnp.arange(20_000, dtype=jnp.float32) * step, "step": jnp.int32(step)}
+
+
+def save_until_killed(folder: Path, at: int, removing: bool) -> None:
+    """Go on with the run in `folder` and kill this process at its file event `at`, of removals alone if so asked."""
+    with open_store(folder, keep=1) as store:
+        found = restore_newest(store, lambda manifest: abstract(make_small(0)), print)
+        step = 0 if found is None else found.manifest.step
+        if found is not None:
+            assert all(np.array_equal(found.state[name], array) for name, array in make_small(step).items())
+        store.take_over(step)
+        print(json.dumps({"step": step, "there": sorted(path.name for path in folder.iterdir())}), flush=True)
+        seen = 0
+
+        def count(event: str, arguments: tuple[Any, ...]) -> None:
+            nonlocal seen
+            if event in FILE_EVENTS and (not removing or ".deleted" in str(arguments[0])):
+                seen += 1
+                if seen == at:
+                    os.write(1, json.dumps({"event": event, "of": str(arguments[0])}).encode())
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        while True:
+            step += 1
+            store.save(step, make_small(step), ABOUT)
+
+
+class Killed(NamedTuple):
+    """How a process began and ended."""
+
+    step: int  # that it went on from
+    there: list[str]  # what lay in the folder then
+    newest: int  # the checkpoint it left
+    event: str  # at which it was killed
+    of: str
+
+
+def kill_once(folder: Path, at: int, removing: bool) -> Killed:
+    """One process, in `folder`."""
+    code = (f"from pathlib import Path; from tests.checkpoint.kill_helpers import save_until_killed\n"
+            f"save_until_killed(Path({str(folder)!r}), {at}, {removing})")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert done.stderr == b"", done.stderr.decode()
+    begun, ended = (json.loads(line) for line in done.stdout.splitlines())
+    return Killed(begun["step"], begun["there"], max(saved_steps(folder), default=0), ended["event"], ended["of"])
+
+
+def check_kills_of_saves(folder: Path, kills: int, seed: int) -> list[Killed]:
+    """Kill one process after the other; each goes on with what the one before left."""
+    rng, found, newest = random.Random(seed), [], 0
+    for index in range(kills):
+        removing = index % 3 == 2
+        one = kill_once(folder, rng.randint(1, 40 if removing else 400), removing)
+        assert one.step == newest  # the newest that was finished, bitwise, as the process itself has seen
+        # Nothing else is left but what was kept: the newest, the one that was read, and one that was to be removed.
+        assert all(name.isdecimal() for name in set(one.there) - {"GENERATION"}), one
+        assert len(one.there) <= 4, one
+        assert one.newest >= newest
+        newest = one.newest
+        found.append(one)
+    return found

@@ -1,0 +1,164 @@
+"""A state saved by jobs of one shape and restored by jobs of another: `python -m tests.checkpoint.reshape_helpers`."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from tests.checkpoint.test_store import ABOUT
+from tests.parallel.processes_helpers import CHEAP, free_port
+from tests.parallel_helpers import WIDE
+from tests.train_helpers import ROOT, fast_jit, make_batch
+from zaya_jax.checkpoint.leaves import like, named
+from zaya_jax.checkpoint.reader import CheckpointReader
+from zaya_jax.checkpoint.restore import restore_newest
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import CheckpointConfig, ParallelConfig
+from zaya_jax.parallel.context import sequence_order
+from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.parallel.processes import join
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.train.step import make_train_step
+
+
+class Shape(NamedTuple):
+    """Of a job."""
+
+    processes: int
+    devices: int  # in all processes together
+    parallel: ParallelConfig
+
+
+SHAPES = {
+    "1 process": Shape(1, 1, ParallelConfig()),
+    "2 processes": Shape(2, 4, ParallelConfig(data=2, fsdp=2)),
+    "4 processes": Shape(4, 4, ParallelConfig(fsdp=4)),
+    "data 8": Shape(1, 8, ParallelConfig()),
+    "fsdp 8": Shape(1, 8, ParallelConfig(fsdp=8)),
+    "expert 4 x 2": Shape(1, 8, ParallelConfig(expert=4)),
+    "context 2 x 4": Shape(1, 8, ParallelConfig(context=4)),
+}
+TRAINED = ("params.", "opt_state.", "balance.", "balance_state.")
+
+
+class Job:
+    """The state and the steps of one shape, in one of its processes."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.config = dataclasses.replace(WIDE, parallel=shape.parallel)
+        self.mesh = make_mesh(shape.parallel, jax.devices()[: shape.devices])
+        self.blueprint = make_blueprint(self.config)
+        self.layout = layout_of(self.config, self.blueprint, self.mesh)
+        shapes = jax.eval_shape(lambda: init_state(self.config, self.blueprint))
+        self.shardings = self.layout.shardings(shapes)
+        self.abstract = jax.tree.map(
+            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes, self.shardings
+        )
+
+    def state(self) -> Any:
+        """The same values in every shape: those of a start, and noise in all that training changes."""
+        drawn = named(fast_jit(lambda: init_state(self.config, self.blueprint))())
+        placed = {name: leaf.sharding for name, leaf in named(self.abstract).items()}
+        found = {}
+        for name, leaf in drawn.items():
+            value = np.asarray(leaf)
+            if name.startswith(TRAINED) and np.issubdtype(value.dtype, np.floating):
+                noise = np.random.default_rng(zlib.crc32(name.encode())).random(value.shape)
+                value = (value + 0.01 * noise).astype(value.dtype)
+            found[name] = jax.make_array_from_callback(value.shape, placed[name], value.__getitem__)
+        return like(self.abstract, found)
+
+    def save(self, folder: Path) -> None:
+        with CheckpointStore(folder, CheckpointConfig()) as store:
+            store.save(1, self.state(), ABOUT)
+
+    def restore(self, folder: Path) -> Any:
+        """The state, bitwise what a reader without devices finds in the files."""
+        store = CheckpointStore(folder, CheckpointConfig())
+        found = restore_newest(store, lambda manifest: self.abstract, print)
+        assert found is not None
+        reader, arrays = CheckpointReader(folder / "1"), named(found.state)
+        assert arrays.keys() == found.manifest.leaves.keys()
+        for name, array in arrays.items():
+            value = reader.read(name)
+            assert array.dtype == value.dtype, name
+            for shard in array.addressable_shards:
+                assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes(), (name, shard.index)
+        for wanted, leaf in zip(jax.tree.leaves(self.abstract), jax.tree.leaves(found.state), strict=True):
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+        return found.state
+
+    def losses(self) -> Callable[[Any], list[float]]:
+        """What gives the losses of the two steps after a state."""
+        batch, order = make_batch(self.config), sequence_order(self.config.parallel, self.config.data.context)
+        if order is not None:
+            batch = {name: array[..., order] for name, array in batch.items()}
+        placed = batch_sharding(self.mesh, leading=1)
+        batch = {name: jax.make_array_from_callback(x.shape, placed, x.__getitem__) for name, x in batch.items()}
+        step = fast_jit(make_train_step(self.config, self.blueprint, self.mesh),
+                        out_shardings=(self.shardings, replicated(self.mesh)))  # fmt: skip
+
+        def after(state: Any) -> list[float]:
+            found = []
+            for _ in range(2):
+                state, metrics = step(state, batch)
+                found.append(float(metrics["loss"]))
+            return found
+
+        return after
+
+
+def reshape_here(folder: Path, savers: Sequence[str], restorers: Sequence[str]) -> int:
+    """Save by each of some shapes of one process and restore by each of others; gives the number of pairs."""
+    jax.config.update("jax_enable_x64", True)
+    jobs = {name: Job(SHAPES[name]) for name in (*savers, *restorers)}
+    for saver in savers:
+        jobs[saver].save(folder / saver)
+        for restorer in restorers:
+            jobs[restorer].restore(folder / saver)
+    return len(savers) * len(restorers)
+
+
+def run_job(folder: Path, what: str, name: str, seconds: float = 280) -> Any:
+    """`save` by the shape `name`, or `restore` what all have saved; what process 0 has found."""
+    shape, port = SHAPES[name], free_port()
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(shape.devices // shape.processes), "XLA_FLAGS": CHEAP}
+    command = [sys.executable, "-m", "tests.checkpoint.reshape_helpers", what, name, str(folder), str(port)]
+    processes = [
+        subprocess.Popen([*command, str(index)], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+                         stderr=subprocess.PIPE, text=True)
+        for index in range(shape.processes)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert all(process.returncode == 0 for process in processes), said
+    return json.loads(said[0][0].splitlines()[-1])
+
+
+def _main(what: str, name: str, folder: str, port: str, index: str) -> None:
+    jax.config.update("jax_enable_x64", True)
+    shape = SHAPES[name]
+    if shape.processes > 1:
+        join(f"127.0.0.1:{port}", shape.processes, int(index), 60, 60.0)
+    job = Job(shape)
+    if what == "save":
+        job.save(Path(folder) / name)
+        print(json.dumps("saved"))
+        return
+    losses = job.losses()
+    print(json.dumps({saver: losses(job.restore(Path(folder) / saver)) for saver in SHAPES}))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Saving on a disk that fills, is freed, and cannot be written for a while: a file system of its own in memory."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.checkpoint.test_restore import data_file, flip
+from tests.checkpoint.test_store import ABOUT, abstract, open_store
+from tests.train_helpers import ROOT
+from zaya_jax.checkpoint import store as module  # noqa: F401 (for the code that runs elsewhere)
+from zaya_jax.checkpoint.restore import restore_newest
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.errors import InputError
+
+SIZE = 40 * 2**20
+
+
+def make_large(step):
+    return {"x": jnp.arange(SIZE // 4, dtype=jnp.float32) + step, "step": jnp.int32(step)}
+
+
+def restored(folder):
+    """The step of the newest checkpoint, whose values are bitwise those that were saved."""
+    store = open_store(folder, [])
+    found = restore_newest(store, lambda manifest: abstract(make_large(0)), lambda said: None)
+    assert found is not None
+    step = found.manifest.step
+    assert all(np.array_equal(found.state[name], array) for name, array in make_large(step).items())
+    return step
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fill(path, leave):
+    """A file that leaves so many bytes of its file system free."""
+    with path.open("wb") as file:
+        while (free := shutil.disk_usage(path.parent).free) > leave:
+            file.write(bytes(min(free - leave, 2**22)))
+            file.flush()
+
+
+def remount(folder, how):
+    subprocess.run(["mount", "-o", f"remount,{how}", str(folder)], check=True)
+
+
+def saved_when_due(store, step):
+    """Save as the training loop does: a save that failed is tried again once it is due."""
+    while not store.due():
+        step += 1
+    store.save(step, make_large(step), ABOUT)
+    return step if store.settle() else None
+
+
+def full_and_freed(root):
+    """Run in a file system of its own at `root`; gives what was said."""
+    folder, ballast, said = root / "run", root / "ballast", []
+    with open_store(folder, said, keep=1) as store:
+        store.save(1, make_large(1), ABOUT)
+        assert store.settle()
+        fill(ballast, SIZE // 2)  # what is known before anything is written
+        store.save(2, make_large(2), ABOUT)
+        assert not store.settle()
+        assert names(folder) == ["1", "GENERATION"]
+        assert restored(folder) == 1
+        look, CheckpointStore._room = CheckpointStore._room, lambda *_: ""  # what fills while it is written
+        assert saved_when_due(store, 10) is None
+        CheckpointStore._room = look
+        assert names(folder) == ["1", "GENERATION"]
+        assert restored(folder) == 1
+        fill(ballast, 0)
+        with pytest.raises(InputError, match="cannot be written: No space left on device"):
+            open_store(folder).take_over(1)
+        assert names(folder) == ["1", "GENERATION"]
+        ballast.unlink()
+        freed = saved_when_due(store, 20)
+        assert freed is not None
+        assert names(folder) == [str(freed), "GENERATION"]
+    assert restored(folder) == freed
+    return said
+
+
+def read_only_for_a_while(root):
+    folder, said = root / "run", []
+    with open_store(folder, said, keep=2) as store:
+        for step in (1, 2):
+            store.save(step, make_large(step), ABOUT)
+        assert store.settle()
+        remount(root, "ro")
+        store.save(3, make_large(3), ABOUT)
+        assert not store.settle()
+        assert restored(folder) == 2
+        remount(root, "rw")
+        again = saved_when_due(store, 10)
+    assert names(folder) == sorted(["2", str(again), "GENERATION"])
+    flip(data_file(folder / str(again)), 100_000)
+    remount(root, "ro")
+    with pytest.raises(InputError, match="is not what was saved, and cannot be set aside: Read-only file system"):
+        restored(folder)
+    remount(root, "rw")
+    assert restored(folder) == 2
+    return said
+
+
+def in_own_file_system(folder, function):
+    """Call a function of this module where `folder` is a file system of 300 MB; gives what it returns."""
+    if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
+                      capture_output=True).returncode:  # fmt: skip
+        pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
+    code = (f"import json; from pathlib import Path; import tests.checkpoint.test_disk as here\n"
+            f"here.module._RETRY = 0.2  # seconds, for 10\n"
+            f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
+    command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, "sh", str(folder), sys.executable, code],
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(tmp_path):
+    said = in_own_file_system(tmp_path, full_and_freed)
+    assert "bytes free, and" in said[0]
+    assert "could not be saved" in said[1]
+    assert said[-1].endswith("is saved.")
+
+
+def test_a_folder_that_is_read_only_for_a_while_is_written_again(tmp_path):
+    said = in_own_file_system(tmp_path, read_only_for_a_while)
+    assert "Read-only file system. Training goes on, the newest checkpoint is that of step 2" in said[0]
+    assert said[-1].endswith("is saved.")

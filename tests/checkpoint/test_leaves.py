@@ -1,0 +1,45 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_store import abstract, make_state
+from tests.train_helpers import CONFIG, differing
+from zaya_jax.checkpoint.leaves import like, named
+from zaya_jax.train.state import init_state, make_blueprint
+
+
+def test_names_are_paths_and_keys_are_their_data():
+    found = named(make_state())
+    assert {"params.blocks.0.query", "params.norm", "step", "rng"} < set(found)
+    assert found["rng"].dtype == jnp.uint32
+    assert "recent" not in found  # which has no element
+    assert all(isinstance(name, str) and array.size for name, array in found.items())
+
+
+@given(st.integers(0, 9))
+def test_a_state_is_what_its_arrays_say_in_whatever_order(seed):
+    state = make_state(seed)
+    found = named(state)
+    assert not differing(like(abstract(state), dict(reversed(found.items()))), state)
+
+
+def test_abstract_states_have_the_same_names_and_shapes():
+    real, planned = named(make_state()), named(abstract(make_state()))
+    assert {name: (x.shape, x.dtype) for name, x in real.items()} == {
+        name: (x.shape, x.dtype) for name, x in planned.items()
+    }
+    assert all(x.sharding is not None for x in planned.values())
+
+
+def test_no_two_leaves_of_a_training_state_have_one_name():
+    state = jax.eval_shape(lambda: init_state(CONFIG, make_blueprint(CONFIG)))
+    assert len(named(state)) == sum(leaf.size > 0 for leaf in jax.tree.leaves(state))
+
+
+def test_what_was_left_out_comes_back_without_an_element():
+    state = make_state()
+    restored = like(abstract(state), named(state))
+    assert restored["recent"].shape == (0,)
+    assert np.array_equal(jax.random.key_data(restored["rng"]), jax.random.key_data(state["rng"]))

@@ -1,0 +1,163 @@
+import json
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_restore import data_file, flip
+from tests.checkpoint.test_store import ABOUT, abstract_state, check, make_state, newest, open_store
+from tests.train_helpers import differing
+from zaya_jax.checkpoint import restore
+from zaya_jax.checkpoint.folder import describe_saved, saved_steps
+
+WIDTH = 300
+
+
+@pytest.fixture
+def used(monkeypatch):
+    """Whether Orbax read each checkpoint that was restored."""
+    found, load = [], restore._load
+    monkeypatch.setattr(restore, "_load", lambda *arguments: found.append(True) or load(*arguments))
+    return found
+
+
+def save(folder, steps=(1, 2), **config):
+    with open_store(folder / "run", local_dir=str(folder / "node"), **config) as store:
+        for step in steps:
+            store.save(step, make_state(step, WIDTH), ABOUT)
+
+
+def restored(folder):
+    found = newest(folder / "run", None, WIDTH, local_dir=str(folder / "node"))
+    assert found is not None
+    assert not differing(found[1], make_state(found[0], WIDTH))
+    return found[0]
+
+
+def copy_of(folder, step):
+    (found,) = (folder / "node").glob(f"*/{step}")
+    return found
+
+
+def test_the_copy_on_the_node_is_read_first_and_is_the_newest_alone(tmp_path, used):
+    save(tmp_path)
+    assert [path.name for path in copy_of(tmp_path, 2).parent.iterdir()] == ["2"]
+    assert restored(tmp_path) == 2
+    assert used == []
+
+
+def lose_copy(copy):
+    shutil.rmtree(copy)
+
+
+def lose_part(copy):
+    (copy / "1").unlink()
+
+
+def cut_part(copy):
+    largest = max(copy.iterdir(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-4])
+
+
+def flip_part(copy):
+    flip(max(copy.iterdir(), key=lambda path: path.stat().st_size), 17)
+
+
+def swap_parts(copy):
+    index = json.loads((copy / "index.json").read_text())
+    (copy / "index.json").write_text(json.dumps(index[::-1]))
+
+
+def empty_index(copy):
+    (copy / "index.json").write_text("[]")
+
+
+def strange_index(copy):
+    (copy / "index.json").write_text("7")
+
+
+def be_of_another_step(copy):
+    shutil.copytree(copy.parents[2] / "older", copy, dirs_exist_ok=True)
+
+
+DAMAGES = [lose_copy, lose_part, cut_part, flip_part, swap_parts, empty_index, strange_index, be_of_another_step]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_copy_that_is_damaged_or_gone_is_not_used_and_costs_nothing(tmp_path, used, damage):
+    save(tmp_path, [1])
+    shutil.copytree(copy_of(tmp_path, 1), tmp_path / "older")
+    save(tmp_path, [2])
+    damage(copy_of(tmp_path, 2))
+    assert restored(tmp_path) == 2
+    assert used == [True]
+    assert saved_steps(tmp_path / "run") == [1, 2]
+
+
+@given(st.integers(0, 10**6), st.integers(0, 7))
+def test_a_flip_anywhere_in_a_copy_changes_nothing(tmp_path_factory, at, bit):
+    folder = tmp_path_factory.mktemp("local")
+    save(folder, [1])
+    files = sorted(path for path in copy_of(folder, 1).iterdir() if path.stat().st_size)
+    path = files[at % len(files)]
+    flip(path, at % path.stat().st_size, bit)
+    assert restored(folder) == 1
+
+
+def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
+    """Reading it must not let retention take the checkpoint itself for whole: nodes are lost with their copies."""
+    save(tmp_path, [1])
+    check_wide(tmp_path, 1)
+    with open_store(tmp_path / "run") as store:  # which reads it from the run's own folder
+        assert restore.restore_newest(store, lambda manifest: abstract_state(WIDTH), print) is not None
+        store.take_over(1)
+    save(tmp_path, [2], keep=1)
+    flip(data_file(tmp_path / "run" / "2"), 30)
+    with open_store(tmp_path / "run", local_dir=str(tmp_path / "node"), keep=1) as store:
+        found = restore.restore_newest(store, lambda manifest: abstract_state(WIDTH), print)
+        assert found is not None
+        assert found.manifest.step == 2  # of the copy
+        store.take_over(2)
+        store.save(3, make_state(3, WIDTH), ABOUT)
+    assert saved_steps(tmp_path / "run") == [1, 3]
+    assert [one.verified for one in describe_saved(tmp_path / "run")] == [True, False]
+
+
+def check_wide(folder, step):
+    found = newest(folder / "run", None, WIDTH)
+    assert found is not None
+    assert found[0] == step
+
+
+def test_runs_on_one_node_do_not_share_a_copy(tmp_path):
+    for name in ("a", "b"):
+        with open_store(tmp_path / name, local_dir=str(tmp_path / "node")) as store:
+            store.save(1, make_state(1), ABOUT)
+    assert len(list((tmp_path / "node").iterdir())) == 2
+
+
+def test_a_copy_that_cannot_be_written_is_none(tmp_path):
+    (tmp_path / "node").write_text("in the way")
+    save(tmp_path)
+    assert restored(tmp_path) == 2
+
+
+def test_what_is_staged_is_let_go_of(tmp_path):
+    (tmp_path / "run").write_text("in the way")
+    with open_store(tmp_path / "run", [], local_dir=str(tmp_path / "node")) as store:
+        store.save(1, make_state(1), ABOUT)
+        assert not store.settle()
+        (tmp_path / "run").unlink()
+        store.save(1, make_state(1), ABOUT)
+        assert store.settle()
+        assert store.local._staged == {}
+    check(tmp_path / "run", 1)
+
+
+def test_none_is_kept_where_none_is_asked_for(tmp_path):
+    with open_store(tmp_path / "run") as store:
+        store.local.stage({"x": np.ones(3)})
+        store.local.keep(1)
+    assert list(tmp_path.iterdir()) == []

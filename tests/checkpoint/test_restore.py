@@ -1,0 +1,152 @@
+import json
+import os
+import platform
+import random
+import shutil
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import pytest
+
+from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
+from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, save_all
+from tests.train_helpers import ROOT, differing
+from zaya_jax.checkpoint.environment import cpu_name
+from zaya_jax.checkpoint.folder import saved_steps
+from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
+from zaya_jax.errors import InputError, RunStopped
+
+
+def flip(path, at=0, bit=3):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def data_file(checkpoint):
+    """The file in which most of a checkpoint's values lie."""
+    return max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def all_counts(found, ending):
+    return sum(one[ending] for one in found.values())
+
+
+def test_damage_is_never_loaded(tmp_path, capfd):
+    found = count(tmp_path, 40, seed=3)
+    assert set(found) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
+    assert all_counts(found, "silent") == 0
+    assert all_counts(found, "found") >= 34
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.soak
+def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
+    begun = time.monotonic()
+    found = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32))
+    assert all_counts(found, "silent") == 0
+    assert capfd.readouterr().err == ""
+    record = {
+        "what": "two checkpoints of a run, the newest damaged at random; then the run is restored. 'found': told, set "
+                "aside, and the older one restored bitwise; 'harmless': the values are bitwise those saved; 'silent': "
+                "anything else that restored",
+        "command": "make soak",
+        "silent": all_counts(found, "silent"), "found": all_counts(found, "found"),
+        "harmless": all_counts(found, "harmless"),
+        "by kind and place": {name: dict(one) for name, one in sorted(found.items())},
+        "stderr": "nothing", "seconds": round(time.monotonic() - begun),
+        "versions": {"python": platform.python_version(),
+                     **{name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "xxhash")}},
+        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
+    }  # fmt: skip
+    (ROOT / "benchmarks" / "soak_damage.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
+    save_all(tmp_path, [1, 2, 3], keep=3)
+    for step in (2, 3):
+        flip(data_file(tmp_path / str(step)))
+    said = []
+    found = newest(tmp_path, said)
+    assert found is not None
+    assert found[0] == 1
+    assert [one.rpartition("It is kept as ")[2][:9] for one in said] == ["3.corrupt", "2.corrupt"]
+    assert saved_steps(tmp_path) == [1]
+    flip(data_file(tmp_path / "1"))
+    with pytest.raises(RunStopped, match=r"None of the checkpoints in .* is what was saved; they are kept there"):
+        newest(tmp_path)
+    with pytest.raises(RunStopped, match="None of the checkpoints"):  # nor is the run begun anew by the next call
+        newest(tmp_path)
+    assert sorted(path.name[:9] for path in tmp_path.iterdir()) == ["1.corrupt", "2.corrupt", "3.corrupt", "GENERATIO"]
+
+
+def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):
+    save_all(tmp_path, [1, 2])
+    next((tmp_path / "2").glob("manifest-*")).unlink()
+    said = []
+    with open_store(tmp_path, said) as store:
+        found = restore_newest(store, lambda manifest: abstract(make_state()), said.append)
+        assert found is not None
+        assert found.manifest.step == 1
+        store.take_over(1)
+        store.save(2, make_state(2), ABOUT)
+    assert "holds 0 manifests, where a checkpoint has one. It is kept as 2.corrupt-" in said[0]
+    check(tmp_path, 2)
+
+
+def test_a_folder_that_is_no_checkpoint_does_not_keep_its_step_from_being_saved(tmp_path):
+    (tmp_path / "2" / "state").mkdir(parents=True)
+    save_all(tmp_path, [1, 2])
+    assert saved_steps(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("2.corrupt-*"))) == 1
+
+
+def test_arrays_that_are_not_wanted_or_not_there_are_named(tmp_path):
+    save_all(tmp_path, [1])
+    state = make_state()
+
+    def restored(**changes):
+        return newest_as(tmp_path, {**state, **changes})
+
+    with pytest.raises(InputError, match=r"it holds no array extra\."):
+        restored(extra=state["step"])
+    with pytest.raises(InputError, match=r"its step is int32 \[\], and here it is float32 \[\]\."):
+        restored(step=state["step"].astype("float32"))
+    with pytest.raises(InputError, match=r"its params\.norm is bfloat16 \[3\], and here it is bfloat16 \[4\]\."):
+        restored(params={**state["params"], "norm": jax.numpy.ones(4, "bfloat16")})
+    del state["step"]
+    with pytest.raises(InputError, match=r"it also holds step\."):
+        restored()
+    assert saved_steps(tmp_path) == [1]  # nothing of which is damage
+
+
+def newest_as(folder, state):
+    with open_store(folder) as store:
+        return restore_newest(store, lambda manifest: abstract(state), print)
+
+
+def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
+    save_all(tmp_path, [1, 2])
+    found = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
+    assert not differing(found.state, make_state(2))
+    flip(data_file(tmp_path / "2"))
+    with pytest.raises(InputError, match=r"is not what was (saved|written)\. Take an older checkpoint"):
+        read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
+    assert saved_steps(tmp_path) == [1, 2]
+    copied = Path(shutil.copytree(tmp_path / "1", tmp_path / "elsewhere" / "1"))  # without the folder's generations
+    assert not differing(read_checkpoint(copied, lambda manifest: abstract(make_state())).state, make_state(1))
+    copied.rename(copied.with_name("7"))
+    with pytest.raises(InputError, match=r"7 holds the checkpoint of step 1\."):
+        read_checkpoint(copied.with_name("7"), lambda manifest: abstract(make_state()))
+
+
+def test_every_kind_of_damage_is_what_it_says(tmp_path):
+    """The damage of the tests above changes a file, whatever the seed."""
+    save_all(tmp_path / "whole", [1, 2])
+    for index, (kind, where) in enumerate((kind, where) for kind in KINDS for where in WHERE):
+        run = Path(shutil.copytree(tmp_path / "whole", tmp_path / str(index)))
+        before = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+        damage(run, random.Random(index), kind, where)
+        assert before != {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}

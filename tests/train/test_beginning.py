@@ -1,0 +1,84 @@
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from tests.checkpoint.test_store import open_store
+from tests.train_helpers import CONFIG, change
+from zaya_jax.checkpoint.folder import named_steps
+from zaya_jax.config import from_dict
+from zaya_jax.errors import InputError
+from zaya_jax.train.beginning import begin, describe, go_on
+
+POSITION = {"sequences": 24}
+
+
+class Batches:
+    """Batches at a position."""
+
+    position = None
+
+    def set_state(self, position):
+        self.position = position
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The configuration of a run with a checkpoint of step 3, which holds next to nothing."""
+    config = change(CONFIG, {"run_dir": str(tmp_path / "run")})
+    with open_store(tmp_path / "run" / "checkpoints") as store:
+        store.save(3, {"x": jnp.ones(3)}, describe(config, 3, POSITION, 1.25))
+    return config
+
+
+def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
+    about = describe(CONFIG, 3, POSITION, 1.25)
+    assert json.loads(json.dumps(about)) == about
+    assert (about["phase"], about["data"], about["heldout_loss"]) == ("train", POSITION, 1.25)
+    assert about["tokens_seen"] == 3 * CONFIG.train.batch.tokens
+    assert about["batch"] == {"sequences": 8, "context": 32}
+    assert from_dict(about["config"]) == CONFIG
+    other = describe(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None)
+    assert other["config_digest"] != about["config_digest"] == describe(CONFIG, 4, {}, None)["config_digest"]
+
+
+CHANGED = {
+    "model.num_experts": (8, "another architecture: model.num_experts is 4 there and 8 here; choose another"),
+    "model.hidden_size": (32, "another architecture: model.hidden_size is 16 there and 32 here; choose another"),
+}
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_another_architecture_is_refused_before_an_array_is_read(run, key):
+    value, said = CHANGED[key]
+    config = change(run, {key: value})
+    with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
+        go_on(config, store, Batches())
+    with pytest.raises(InputError, match=re.escape("The checkpoint init_from is of") + f" {said}"):
+        begin(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("optimizer.balance.rule", "sign"), ("optimizer.muon.momentum_form", "ema")]
+)
+def test_an_optimizer_of_another_state_is_refused(run, key, value):
+    config = change(run, {key: value, "run_dir": "elsewhere", "init_from": run.run_dir})
+    with pytest.raises(InputError, match=rf"was made with {key} '.*', and here it is '{value}'.* Take the same value"):
+        begin(config)
+
+
+def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_named(run):
+    batches = Batches()
+    with open_store(Path(run.run_dir) / "checkpoints") as store:
+        with pytest.raises(InputError, match="it holds no array params"):
+            go_on(run, store, batches)
+        assert batches.position == POSITION
+        assert named_steps(store.folder) == [3]  # which is not damaged
+
+
+def test_what_cannot_be_begun_with_is_told(tmp_path):
+    with pytest.raises(InputError, match="must be the folder of a run that has a checkpoint"):
+        begin(change(CONFIG, {"init_from": str(tmp_path)}))
