@@ -36,7 +36,7 @@ def test_verify_names_what_is_damaged_and_ends_with_one(run, capsys):
     assert (status, "is what was saved (5 arrays" in text.out) == (0, True)
     status, text = said(capsys, "verify", run)
     assert status == 1
-    assert "is not what was saved" in text.out or "cannot be read" in text.out
+    assert "checkpoints/3" in text.out
     status, text = said(capsys, "verify", "--all", run)
     assert status == 1
     assert text.out.count("is what was saved (5 arrays") == 2

@@ -11,6 +11,7 @@ from tests.train_helpers import CONFIG, change
 from zaya_jax.checkpoint.folder import named_steps
 from zaya_jax.config import from_dict
 from zaya_jax.errors import InputError
+from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin, describe, go_on
 
 POSITION = {"sequences": 24}
@@ -67,7 +68,7 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
 def test_an_optimizer_of_another_state_is_refused(run, key, value):
     config = change(run, {key: value, "run_dir": "elsewhere", "init_from": run.run_dir})
     with pytest.raises(InputError, match=rf"was made with {key} '.*', and here it is '{value}'.* Take the same value"):
-        begin(config)
+        begin(config, NO_BASE)
 
 
 def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_named(run):
@@ -81,4 +82,4 @@ def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_na
 
 def test_what_cannot_be_begun_with_is_told(tmp_path):
     with pytest.raises(InputError, match="must be the folder of a run that has a checkpoint"):
-        begin(change(CONFIG, {"init_from": str(tmp_path)}))
+        begin(change(CONFIG, {"init_from": str(tmp_path)}), NO_BASE)
