@@ -6,7 +6,7 @@ import pytest
 from tests.parallel_helpers import LAYOUTS, Found, run_layout
 from tests.train_helpers import on_devices
 
-BANDS = {"float32": 1e-5, "bfloat16": 0.1}  # of the largest value of a leaf's gradient
+BANDS = {"float32": 1e-5, "bfloat16": 0.15}  # of the largest value of a leaf's gradient
 QUICK = ["ring_zigzag4", "fsdp_expert_context"]
 
 

@@ -59,7 +59,7 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
     with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
         go_on(config, store, Batches())
     with pytest.raises(InputError, match=re.escape("The checkpoint init_from is of") + f" {said}"):
-        begin(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}))
+        begin(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}), NO_BASE)
 
 
 @pytest.mark.parametrize(
