@@ -9,7 +9,7 @@ import yaml
 from tests.helpers import random_values, tiny_config
 from zaya_jax.checkpoint.hf_export import CARRIED, read_arrays, write_folder
 from zaya_jax.config import load_config
-from zaya_jax.train.beginning import is_folder
+from zaya_jax.train.given import parameters_alone
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "docs" / "interop.md").read_text(encoding="utf-8")
@@ -35,4 +35,4 @@ def test_the_configuration_is_accepted():
     ((key, value),) = yaml.safe_load(text).items()
     config = load_config(ROOT / "configs" / "zaya1_8b.yaml", [f"{key}={value}"])
     config.check()
-    assert is_folder(config.init_from)
+    assert parameters_alone(config)

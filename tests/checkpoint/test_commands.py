@@ -1,8 +1,15 @@
+import re
+import shlex
+
 import pytest
+import yaml
 
 from tests.checkpoint.saved_helpers import flip, save_run
+from tests.train_helpers import ROOT
+from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.commands import list_run, size_text
+from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 
 
@@ -76,3 +83,14 @@ def test_a_folder_without_checkpoints_is_no_run(tmp_path):
                                             (2e15, "2000.0 TB")])  # fmt: skip
 def test_sizes_read_well(size, text):
     assert size_text(size) == text
+
+
+def test_the_document_shows_what_there_is(tmp_path):
+    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m zaya_jax\.checkpoint (.*)$", text, re.MULTILINE)
+    verbs = {module._parser().parse_args(shlex.split(command)).verb for command in commands}
+    assert verbs == {"ls", "verify", "inspect", "diff", "prune", "average", "export-hf", "import-hf", "verify-hf"}
+    (section,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "config.yaml").write_text(f"extends: {ROOT / 'configs' / 'tiny.yaml'}\n{section}")
+    assert load_config(tmp_path / "config.yaml").checkpoint.verify == "readback"
+    assert yaml.safe_load(section)["checkpoint"]["keep_best"] == 1
