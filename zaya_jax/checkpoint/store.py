@@ -29,7 +29,7 @@ from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, digests_of, f
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import RunStopped
 from zaya_jax.files import sync_folder, write_atomically
 from zaya_jax.parallel.processes import each_says, from_first, is_first
 
@@ -78,6 +78,7 @@ class CheckpointStore:
         self._context.array.saving.use_compression = False
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._generation = 0
+        self._newest: int | None = None  # the step these processes went on from
         self._under_way: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
@@ -111,22 +112,22 @@ class CheckpointStore:
 
         What unfinished saves have left is removed, and what was saved by processes given up for dead set aside.
 
+        Where that cannot be written, as on a full disk, the next save sees to it.
+
         Args:
           step: that these processes go on from; what others have saved of later ones since is set aside too.
-
-        Raises:
-          InputError: the folder cannot be written.
         """
-        if problem := self._take_over(step):
-            raise InputError(problem)
+        self._newest = step
+        if problem := self._take_over():
+            self._tell(f"{problem} Training goes on, and what is saved is looked after when that can be written.")
 
-    def _take_over(self, newest: int | None = None) -> str:
+    def _take_over(self) -> str:
         problem = ""
         if is_first():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                self._generation = take_fence(self.folder, self._generations(newest)).generation
+                self._generation = take_fence(self.folder, self._generations(self._newest)).generation
                 for one in self._verified.intersection(self.steps()):
                     names.mark_verified(self.folder, one)
             except OSError as error:
