@@ -75,8 +75,8 @@ def full_and_freed(root):
         assert names(folder) == ["1", "GENERATION"]
         assert restored(folder) == 1
         fill(ballast, 0)
-        with pytest.raises(InputError, match="cannot be written: No space left on device"):
-            open_store(folder).take_over(1)
+        open_store(folder, told := []).take_over(1)
+        assert "cannot be written: No space left on device. Training goes on" in told[0]
         assert names(folder) == ["1", "GENERATION"]
         ballast.unlink()
         freed = saved_when_due(store, 20)
