@@ -88,13 +88,13 @@ class History:
             self.verified.add(self.step)
 
     def restart(self, _):
-        self.store.__exit__()
+        self.store.__exit__(None)
         whole = set(saved_steps(self.folder)) - self.damaged
         self.store = open_store(self.folder, **self.config)
         if not whole:
             with pytest.raises(RunStopped):
                 restored(self.store)
-            self.store.__exit__()
+            self.store.__exit__(None)
             raise StopIteration
         found = restored(self.store)
         assert found is not None
@@ -152,7 +152,7 @@ def test_whatever_happens_the_last_verified_one_stays(tmp_path_factory, verify, 
                 assert verify_checkpoint(history.folder / str(one)) == []
     except StopIteration:
         return
-    history.store.__exit__()
+    history.store.__exit__(None)
 
 
 def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):

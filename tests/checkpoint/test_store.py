@@ -79,8 +79,7 @@ def test_what_was_saved_comes_back_bitwise(tmp_path, verify):
     save_all(tmp_path, [1, 7], verify=verify)
     assert saved_steps(tmp_path) == [1, 7]
     check(tmp_path, 7)
-    said = verify_checkpoint(tmp_path / "7")
-    assert said == [] if verify != "none" else "there is nothing to compare it with" in said[0]
+    assert verify_checkpoint(tmp_path / "7") == []
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

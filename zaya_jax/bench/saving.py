@@ -162,7 +162,7 @@ _turns = iter(range(10**9))
 
 
 def timed_save(way: Way, step: int) -> dict[str, float]:
-    """Seconds: `stall` that the slowest process waited, `commit` until it was durable, `step` of work beside it."""
+    """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
     gc.collect()
     _together(f"before/{next(_turns)}")
     with Peak() as peak:

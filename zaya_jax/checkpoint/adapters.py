@@ -96,12 +96,21 @@ def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adap
     scale = LoraConfig(**about["config"]["lora"]).scale
 
     def merged(name: str, group: int | None) -> np.ndarray:
-        if kinds.get(name) not in ADAPTED:
+        if is_bias(name):  # the load may have moved it
+            return adapters(name, group)
+        if kinds[name] not in ADAPTED:
             return frozen(name, group)
-        a, b = (jnp.asarray(adapters(one, group)) for one in adapter_names(name))
-        return np.asarray(merge(Adapted(jnp.asarray(frozen(name, group)), a, b, scale)))
+        a, b = (adapters(one, group) for one in adapter_names(name))
+        return _merge(frozen(name, group), a, b, scale)
 
     return merged
+
+
+def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """One expert at a time: the sums of a whole layer in fp32 would take more than the layer."""
+    if base.ndim > 2:
+        return np.stack([_merge(*one, scale) for one in zip(base, a, b, strict=True)])
+    return np.asarray(merge(Adapted(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), scale)))
 
 
 def _bias_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_jax.checkpoint.folder import FOLDER, PINNED, checkpoint_folder, counts, saved_steps
+from zaya_jax.checkpoint.folder import FOLDER, PINNED, checkpoint_folder, counts, named_steps
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.manifest import Damaged, read_manifest
 from zaya_jax.checkpoint.reader import verify_checkpoint
@@ -22,7 +22,7 @@ def list_run(run: Path) -> str:
     """A line for each checkpoint of a run, and for each that was set aside."""
     folder = checkpoints_of(run)
     lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes"]
-    for step in saved_steps(folder):
+    for step in named_steps(folder):
         path = folder / str(step)
         try:
             manifest = read_manifest(path)
@@ -54,7 +54,7 @@ def verify(path: str, every: bool) -> tuple[str, bool]:
     """What is wrong with a checkpoint, or with all of a run, and whether nothing is."""
     if every:
         folder = checkpoints_of(Path(path))
-        folders = [folder / str(step) for step in saved_steps(folder)]
+        folders = [folder / str(step) for step in named_steps(folder)]
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
     found = {folder: verify_checkpoint(folder) for folder in folders}
@@ -65,7 +65,8 @@ def verify(path: str, every: bool) -> tuple[str, bool]:
 
 def _content(folder: Path) -> str:
     manifest = read_manifest(folder)
-    return f"{len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))}"
+    unknown = "" if manifest.digests else "; it has no digests, so that its files' sizes alone were compared"
+    return f"{len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))}{unknown}"
 
 
 def inspect(path: str) -> Iterator[str]:

@@ -5,7 +5,7 @@ devices read it. Digests are taken of host memory: a digest of a file would bles
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import xxhash
 
+PIECE = 2**28  # bytes of an array that are read, written and digested as one, at most
 _THREADS = 8
 Digests = dict[str, dict[str, str]]  # name of an array → slice → digest
 
@@ -53,7 +54,21 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
     ]
     for _, _, data in shards:
         data.copy_to_host_async()
-    return [Part(name, where, np.asarray(data)) for name, where, data in shards]
+    return [piece for name, where, data in shards for piece in pieces(Part(name, where, np.asarray(data)))]
+
+
+def pieces(part: Part) -> Iterator[Part]:
+    """A part cut along its leading axis, such that a piece has at most `PIECE` bytes, or one index of that axis."""
+    count = -(-part.data.nbytes // PIECE)
+    if count <= 1:
+        yield part
+        return
+    first, *rest = read_slice(part.where)
+    step = max(1, len(part.data) // count)
+    for at in range(0, len(part.data), step):
+        data = part.data[at : at + step]
+        index = (slice(first.start + at, first.start + at + len(data)), *rest)
+        yield Part(part.name, ",".join(f"{one.start}:{one.stop}" for one in index), data)
 
 
 def digests(parts: Iterable[Part]) -> Digests:

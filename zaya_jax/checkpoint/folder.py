@@ -21,7 +21,7 @@ FOLDER = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
 PINNED = "PINNED"
 VERIFIED = "VERIFIED"
-_LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted)|GENERATION\..*\.partial")
+_LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted|\.partial)|GENERATION\..*\.partial")
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -95,6 +95,14 @@ def counts(folder: Path, step: int, generation: int) -> bool:
     return fence is None or fence.lets_pass(step, generation)
 
 
+def ends_of_phases(run: Path) -> set[int]:
+    """The steps of a run after which a phase was done."""
+    try:
+        return set(json.loads((run / PHASES).read_text(encoding="utf-8")).values())
+    except (OSError, ValueError, AttributeError):
+        return set()
+
+
 def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     """The folder of one checkpoint.
 
@@ -108,7 +116,7 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     """
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
     folder = Path(run if at else path).expanduser().resolve()
-    steps = saved_steps(folder / FOLDER)
+    steps = [one.step for one in describe_saved(folder / FOLDER)]
     if at:
         try:
             ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))

@@ -1,7 +1,6 @@
 """A folder for `transformers`, either layout, written layer by layer from wherever the parameters are."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from zaya_jax.checkpoint.hf_names import Tensor, tensors
 from zaya_jax.checkpoint.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.files import sync_folder
 
 Layout = Literal["hf", "legacy"]
 LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
@@ -74,7 +74,7 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
         for path in carried:
             shutil.copyfile(path, partial / path.name)
         (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        _sync(partial)
+        sync_folder(partial)
         partial.replace(folder)
     except BaseException:
         shutil.rmtree(partial)
@@ -160,11 +160,3 @@ def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
         there = read_json(carry / "config.json")
         described.update({key: there[key] for key in _CARRIED_KEYS if key in there})
     return sorted(path for form in CARRIED for path in carry.glob(form) if path.is_file())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -20,6 +20,10 @@ class Damaged(Exception):
     """A checkpoint is not what was saved: a full sentence says what of it."""
 
 
+class Unreadable(InputError):
+    """It is not to be known what a checkpoint is: the machine does not read it, which says nothing against it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Manifest:
     """What a checkpoint is.
@@ -129,5 +133,7 @@ def files_of(folder: Path) -> dict[str, int]:
 def _bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
+    except FileNotFoundError as error:
+        raise Damaged(f"{path} is missing.") from error
     except OSError as error:
-        raise Damaged(f"{path} cannot be read: {error.strerror}.") from error
+        raise Unreadable(f"{path} cannot be read: {error.strerror}. Nothing is known against it.") from error

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from zaya_jax.checkpoint.commands import checkpoints_of, set_aside, size_text
-from zaya_jax.checkpoint.folder import describe_saved, remove
+from zaya_jax.checkpoint.folder import describe_saved, ends_of_phases, remove
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
@@ -15,8 +15,8 @@ from zaya_jax.files import locked
 def prune(run: Path, config: CheckpointConfig, aside: bool = False, dry_run: bool = False) -> str:
     """Remove the checkpoints of a run that need not be kept, and say which.
 
-    Checkpoints are read, from the newest down, until one is what was saved: that one stays whatever is asked for, and
-    those above it, which are not, do not count as kept.
+    The ends of phases stay. Checkpoints are read, from the newest down, until one is what was saved: that one stays
+    whatever is asked for, and those above it, which are not, do not count as kept.
 
     Args:
       run: the run's folder, in which no process may be training.
@@ -44,7 +44,7 @@ def _prune(run: Path, config: CheckpointConfig, aside: bool, dry_run: bool) -> s
     else:
         raise InputError(f"None of the {len(saved)} checkpoints in {folder} is what was saved: none is removed.")
     whole = [one for one in saved if one.step not in damaged]
-    kept = steps_to_keep(whole, config, [whole[-1].step]) | set(damaged)
+    kept = steps_to_keep(whole, config, [whole[-1].step]) | set(damaged) | ends_of_phases(folder.parent)
     gone = [folder / str(one.step) for one in saved if one.step not in kept] + (set_aside(folder) if aside else [])
     size = sum(path.stat().st_size for one in gone for path in one.rglob("*") if path.is_file())
     for path in gone if not dry_run else ():

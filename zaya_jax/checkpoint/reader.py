@@ -1,5 +1,7 @@
 """Arrays of a checkpoint, read in pieces into host memory, without devices."""
 
+import errno
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,9 +11,9 @@ import numpy as np
 import tensorstore
 
 from zaya_jax.checkpoint.digest import Digests, digest, read_slice
-from zaya_jax.checkpoint.manifest import STATE, Damaged, read_digests, read_manifest
+from zaya_jax.checkpoint.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
-_THREADS = 8
+_THREADS = 4  # each with a piece of an array
 _CACHE = 2**26  # bytes, for the index of where arrays are
 
 
@@ -29,7 +31,8 @@ class CheckpointReader:
         """The array `name`, or the part of it at the index `where`.
 
         Raises:
-          Damaged: it cannot be read.
+          Damaged: it is not what was saved.
+          Unreadable: the machine does not read it.
         """
         try:
             if name not in self._open:
@@ -38,7 +41,12 @@ class CheckpointReader:
             return np.asarray(self._open[name][where].read().result())
         except (ValueError, OSError) as error:
             why = " ".join(str(error).split())[:200]
-            raise Damaged(f"The array {name} in {self.folder} cannot be read: {why}") from error
+            told = f"The array {name} in {self.folder} cannot be read: {why}"
+            # What the system says, but that there is no such file, says nothing against what lies there.
+            system = re.search(r"OS error (\d+)", str(error))
+            if system is not None and int(system.group(1)) != errno.ENOENT:
+                raise Unreadable(told) from error
+            raise Damaged(told) from error
 
 
 def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
@@ -60,6 +68,8 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
 def verify_checkpoint(folder: Path) -> list[str]:
     """Read a whole checkpoint, and say what of it is not what was saved; nothing where all of it is.
 
+    Of one that was saved without digests only names and sizes of files are known.
+
     Raises:
       InputError: it is of a newer format.
     """
@@ -67,6 +77,4 @@ def verify_checkpoint(folder: Path) -> list[str]:
         expected = read_digests(folder, read_manifest(folder))
     except Damaged as error:
         return [str(error)]
-    if not expected:
-        return [f"{folder} was saved with checkpoint.verify none: there is nothing to compare it with."]
     return list(wrong_parts(CheckpointReader(folder), expected))

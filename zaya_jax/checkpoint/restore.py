@@ -151,7 +151,7 @@ def _restore(
         except Damaged as error:
             problem = str(error)
         _agree(problem, Damaged)
-        if store is not None:
+        if store is not None and digests:
             store.found_whole(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 

@@ -21,7 +21,7 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
+from zaya_jax.checkpoint.digest import PIECE, Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
 from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
@@ -35,6 +35,7 @@ from zaya_jax.parallel.processes import each_says, from_first, is_first
 
 _turns = itertools.count()  # of saves, the same in all processes
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
+_FAREWELL = 60  # seconds for the save under way, where something else has gone wrong
 _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
 _SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
 
@@ -75,7 +76,10 @@ class CheckpointStore:
         self._config, self._pinned = config, set(pinned)
         self._context = ocp.Context()
         # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
-        self._context.array.saving.use_compression = False
+        saving = self._context.array.saving
+        saving.use_compression = False
+        saving.scoped_storage_options_creator = _in_chunks
+        saving.enable_pinned_host_transfer = False  # or there are two copies, with the one that digests are of
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._generation = 0
         self._newest: int | None = None  # the step these processes went on from
@@ -90,10 +94,14 @@ class CheckpointStore:
         """Wait for the last save at the end of a `with` block."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Wait for the save that is under way."""
-        self.settle()
-        self._pool.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait for the save that is under way; where this process ends alone, without asking the others."""
+        if kind is None:
+            self.settle()
+        elif self._under_way is not None:
+            with contextlib.suppress(Exception):
+                self._under_way[1].result(_FAREWELL)
+        self._pool.shutdown(wait=kind is None)
 
     def steps(self) -> list[int]:
         """The steps there are finished checkpoints of."""
@@ -122,20 +130,20 @@ class CheckpointStore:
             self._tell(f"{problem} Training goes on, and what is saved is looked after when that can be written.")
 
     def _take_over(self) -> str:
-        problem = ""
+        problem, generation = "", 0
         if is_first():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                self._generation = take_fence(self.folder, self._generations(self._newest)).generation
+                generation = take_fence(self.folder, self._generations(self._newest)).generation
                 for one in self._verified.intersection(self.steps()):
                     names.mark_verified(self.folder, one)
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
-        if problem := from_first(problem):
-            return problem
-        self._generation = int(from_first(str(self._generation)))
-        return ""
+        problem = from_first(problem)
+        generation = int(from_first(str(generation)))
+        self._generation = 0 if problem else generation
+        return problem
 
     def _generations(self, newest: int | None) -> dict[int, int]:
         """Of the checkpoints that count; the others are set aside."""
@@ -219,14 +227,19 @@ class CheckpointStore:
         self.settle()
         return view == "again"
 
-    def finish(self, save: Callable[[], None]) -> None:
-        """Wait until the last save has succeeded, calling `save` again and again where it has not."""
+    def finish(self, save: Callable[[], None], ending: Callable[[], bool]) -> bool:
+        """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
+
+        Returns:
+          Whether it has.
+        """
         self.settle()
-        while from_first(self._problem and "failed"):
+        while from_first(self._problem and "failed") and not ending():
             time.sleep(1)
             if self.due():
                 save()
                 self.settle()
+        return not self._problem
 
     def _view(self) -> str:
         """Process 0's: 'wait', 'settled' or 'again'."""
@@ -367,12 +380,20 @@ class CheckpointStore:
 
     def _retain(self) -> None:
         """Remove what need not be kept; in process 0. What cannot be removed stays: a full disk will be told."""
-        saved = names.describe_saved(self.folder)
-        kept = steps_to_keep(saved, self._config, self._verified) | self._pinned
         with contextlib.suppress(OSError):
+            saved = names.describe_saved(self.folder)
+            kept = steps_to_keep(saved, self._config, self._verified) | self._pinned
             for one in saved:
                 if one.step not in kept:
                     names.remove(self.folder, one.step)
+
+
+def _in_chunks(path: Any, array: Any) -> Any:
+    """How Orbax cuts a large array: whoever reads a part reads the chunks it lies in whole, and in memory."""
+    del path
+    if array.nbytes <= PIECE:
+        return None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
 
 
 class _quiet:

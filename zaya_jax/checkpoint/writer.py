@@ -17,7 +17,7 @@ import tensorstore
 from zaya_jax.checkpoint.digest import Digests, Part, digest, leaf_digest, read_slice
 from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
 from zaya_jax.errors import InputError
-from zaya_jax.files import sync_folder
+from zaya_jax.files import sync_folder, write_atomically
 
 
 def write_checkpoint(
@@ -44,14 +44,18 @@ def write_checkpoint(
         (work / DIGESTS).mkdir(parents=True)
         digests = _write_parts(work / STATE, leaves, parts)
         text = json.dumps(digests).encode()
-        (work / DIGESTS / "process_0.json").write_bytes(text)
+        write_atomically(work / DIGESTS / "process_0.json", text.decode())
+        sync_folder(work / DIGESTS)
         found = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
         write_manifest(work, Manifest(step, 0, dict(about), found, files_of(work),
                                       {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
         os.rename(work, folder)
         sync_folder(folder.parent)
-    except OSError as error:
-        raise InputError(f"{folder} cannot be written: {error.strerror}.") from error
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:  # tensorstore's errors are ValueErrors
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())[:200]
+        raise InputError(f"{folder} cannot be written: {why}.") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

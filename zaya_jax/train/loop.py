@@ -112,7 +112,10 @@ def train(config: Config) -> TrainResult:
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
-                state = go_on(config, store, batches) if state is None else state
+                if state is None:
+                    state = go_on(config, store, batches)
+                else:
+                    store.take_over()
                 with CompiledSteps(config) as compiled:
                     state = _run(config, folder, store, batches, state, base.params, compiled, watched, shares, stop)
                     last = len(config.phases) - 1
@@ -120,9 +123,11 @@ def train(config: Config) -> TrainResult:
                     look = functools.partial(compiled.evaluation(last), frozen=base.params)
                     heldout_of = evaluate_each(look, state, whole, _layout(config, last), stop)
                     about = describe(config, total_steps(config), batches.get_state(), None)
-                    store.finish(lambda: store.save(total_steps(config), state, about))
-                    if heldout_of is None:
-                        raise Preempted(f"asked to end (SIGTERM) after the last step, which is saved. {_AGAIN}")
+                    saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
+                    if heldout_of is None or not saved:
+                        raise Preempted(
+                            f"asked to end (SIGTERM) after the last step, which {_outcome(saved)}. {_AGAIN}"
+                        )
         return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared, base)
 
 
@@ -196,16 +201,22 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
                     tracker.sync()
                     loss = together(heldout).nats_per_token if heldout else None
                     store.save(step, state, describe(config, step, batches.get_state(), loss))
-                    if boundary and is_first():
-                        name_phases(folder, config, [*store.steps(), step])
                 if ending:
-                    saved = "is saved" if store.settle() else "could not be saved"
-                    raise Preempted(f"asked to end (SIGTERM) after step {step}, which {saved}. {_AGAIN}")
+                    said = _outcome(store.settle())
+                    raise Preempted(f"asked to end (SIGTERM) after step {step}, which {said}. {_AGAIN}")
+                if boundary:
+                    store.settle()  # before it is named
+                    if is_first():
+                        name_phases(folder, config, store.steps())
                 if looking or saving:
                     report.restart_clock()
     if is_first() and not (folder / PICTURE).exists():  # a finished run whose picture was removed
         plot_run(read_rows(folder / METRICS), folder / PICTURE)
     return state
+
+
+def _outcome(saved: bool) -> str:
+    return "is saved" if saved else "could not be saved"
 
 
 def _draw(folder: Path, report: ConsoleReport) -> None:
