@@ -11,6 +11,7 @@ from zaya_jax.errors import InputError
 SMALL = ["train.batch.tokens=512", "model.num_layers=1", "model.vocab_size=64", "data.context=64"]
 
 
+@pytest.mark.soak
 def test_a_step_is_compiled_for_the_devices_there_are(tmp_path, capsys):
     assert jax.device_count() == 1
     path = tmp_path / "config.yaml"

@@ -43,6 +43,7 @@ def ours(name):
     return found
 
 
+@pytest.mark.soak
 def test_bytes_are_those_of_the_compiled_step():
     check(QUICK)
 

@@ -72,7 +72,7 @@ def over_devices(cases):
 
 
 def test_ring_and_gather_are_attention_and_so_are_their_gradients():
-    check([(0, 4, "zigzag", 7), (1, 2, "contiguous", None)])
+    check([(0, 4, "zigzag", 7)])
 
 
 @pytest.mark.soak

@@ -47,6 +47,7 @@ def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
                          dataclasses.replace(fresh, params={}, balance={}))  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_from_the_folder_without_it(tmp_path, monkeypatch):
     """bf16 values in fp32 masters; the folder may be gone once there is a checkpoint."""
     compile_once(monkeypatch)

@@ -202,6 +202,7 @@ def check_layouts(names, steps):
                                        err_msg=f"{name} {key}")  # fmt: skip
 
 
+@pytest.mark.soak
 def test_a_layout_has_the_gradient_of_one_device():
     check_layouts(["fsdp_expert"], 0)
 

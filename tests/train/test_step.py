@@ -288,6 +288,7 @@ def weighted(batch, weight=1.0):
     return batch | {"loss_mask": batch["loss_mask"].astype(np.float32) * np.float32(weight)}
 
 
+@pytest.mark.soak
 def test_a_poisoned_batch_leaves_what_a_run_without_it_has():
     step, state, loss = watchful()
     garbage, nothing = weighted(easy() | {"targets": make_batch(seed=1)["targets"]}), weighted(easy(), np.nan)
@@ -310,7 +311,9 @@ infinite_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.full_like(g, jnp
 
 
 def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
-    ops = dataclasses.replace(LOCAL, gather_layer=lambda layer: jax.tree.map(infinite_gradient, layer))
+    ops = dataclasses.replace(
+        LOCAL, attention=lambda *given, **more: infinite_gradient(LOCAL.attention(*given, **more))
+    )
     state = setup().state
     blueprint = dataclasses.replace(setup().blueprint, optimizer=optax.scale(-1.0))
     state = dataclasses.replace(state, opt_state=blueprint.optimizer.init(state.params))
