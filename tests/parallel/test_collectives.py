@@ -7,16 +7,19 @@ import re
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from tests.hlo_helpers import Array, collectives, compiled_evaluation, compiled_step, product_flops, text_of
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import fast_jit, on_devices
-from zaya_jax.config import BatchConfig, load_config
+from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.ops import ops_for
 from zaya_jax.ops.target import target_of
+from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
 from zaya_jax.parallel.rules import LAYERS
 from zaya_jax.train.state import init_state, make_blueprint
@@ -289,3 +292,27 @@ def test_loops_are_counted():
         ("all-reduce", ("data", "fsdp"), 8, (float("inf"),)),
     ]
     assert flops == 3 * 5 * 2 * 4**3
+
+
+def both_scatters(count):
+    """A sum over tuples of axes of which each device keeps a part: as one process does it, and as one of several."""
+    mesh = make_mesh(ParallelConfig(data=2, fsdp=2))
+    x = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
+    found = []
+    for axes, axis, spec in ((("data", "fsdp"), 2, P(None, None, ("data", "fsdp"))), ("fsdp", 0, P("fsdp"))):
+
+        def scatter(part, axes=axes, axis=axis):
+            return sum_scatter(part * (1 + jax.lax.axis_index(("data", "fsdp"))), axes, axis)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "process_count", lambda: count)
+            run = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False))
+            found.append(np.asarray(run(x)))
+    return found
+
+
+def test_sums_of_which_each_keeps_a_part_are_the_same_over_processes():
+    one, several = (on_devices(4, "tests.parallel.test_collectives:both_scatters", count) for count in (1, 2))
+    for x, y in zip(one, several, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+        assert np.abs(x).max() > 1

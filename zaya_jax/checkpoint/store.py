@@ -335,7 +335,7 @@ class CheckpointStore:
         said = [one for one in each_says(f"saved/{key}", problem, _PATIENCE) if one]
         verdict = ""
         if is_first():
-            verdict = said[0] if said else self._commit(saving)
+            verdict = (outlived(self.folder, self._generation) or said[0]) if said else self._commit(saving)
         verdict = each_says(f"kept/{key}", verdict, _PATIENCE)[0]
         if verdict:
             self.local.drop()

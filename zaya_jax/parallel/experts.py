@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.ops.dispatch import permute
+from zaya_jax.parallel.collectives import sum_scatter
 
 AXIS = "expert"
 Experts = Callable[..., jax.Array]  # `ops.dispatch.dispatch_experts`
@@ -36,7 +37,7 @@ def gathered_experts(local: Experts) -> Experts:
         choice_t = jax.lax.all_gather(expert_t, AXIS, axis=0, tiled=True) - jax.lax.axis_index(AXIS) * own
         mine_t = jnp.where((choice_t >= 0) & (choice_t < own), choice_t, own)
         out_td = local(all_td, mine_t, jnp.ones(mine_t.shape, weight_t.dtype), gate_up_edf, down_efd)
-        out_td = jax.lax.psum_scatter(out_td, AXIS, scatter_dimension=0, tiled=True)
+        out_td = sum_scatter(out_td, AXIS, 0)
         return out_td * weight_t[:, None].astype(out_td.dtype)
 
     return experts

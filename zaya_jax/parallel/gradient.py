@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.ops.precision import wide
+from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, wide_axes
 from zaya_jax.parallel.rules import Placement
 
@@ -136,7 +137,7 @@ def frozen_copy(frozen: Arrays, placed: Mapping[str, Placement]) -> Arrays:
 def _to_stored(grads: Arrays, placed: Mapping[str, Placement], mesh: AnyMesh) -> Arrays:
     def one(place: Placement, g: jax.Array) -> jax.Array:
         if place.axis is not None and place.gathered:
-            g = jax.lax.psum_scatter(g, place.gathered, scatter_dimension=g.ndim + place.axis, tiled=True)
+            g = sum_scatter(g, place.gathered, g.ndim + place.axis)
         own = {*place.over, *(["expert"] if place.by_expert else [])}
         others = tuple(axis for axis in wide_axes(mesh, AXES) if axis not in own)
         return jax.lax.psum(g, others) if others else g

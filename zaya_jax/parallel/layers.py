@@ -8,6 +8,7 @@ import jax
 
 from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import map_variables
+from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.rules import Placement
 
 
@@ -59,7 +60,7 @@ def _gather_forward(x: jax.Array, axis: int, dtype: Any) -> tuple[jax.Array, jax
 
 def _gather_backward(axis: int, dtype: Any, like: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     del dtype
-    return (jax.lax.psum_scatter(g.astype(like.dtype), "fsdp", scatter_dimension=axis, tiled=True),)
+    return (sum_scatter(g.astype(like.dtype), "fsdp", axis),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
