@@ -388,10 +388,10 @@ class CheckpointStore:
                     names.remove(self.folder, one.step)
 
 
-def _in_chunks(path: Any, array: Any) -> Any:
+def _in_chunks(key: Any, value: Any) -> Any:
     """How Orbax cuts a large array: whoever reads a part reads the chunks it lies in whole, and in memory."""
-    del path
-    if array.nbytes <= PIECE:
+    del key
+    if value.nbytes <= PIECE:
         return None
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
 
