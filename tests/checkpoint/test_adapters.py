@@ -8,8 +8,9 @@ import pytest
 from tests.train_helpers import CONFIG, MODEL
 from zaya_jax import load_pretrained, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.adapters import BASE, is_bias, read_folder, read_saved
+from zaya_jax.checkpoint.adapters import BASE, read_folder, read_saved
 from zaya_jax.checkpoint.folder import FOLDER
+from zaya_jax.checkpoint.hf_names import is_bias
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, LoraConfig, to_dict
 from zaya_jax.model import tree

@@ -12,6 +12,7 @@ import numpy as np
 
 from zaya_jax.checkpoint.folder import checkpoint_folder
 from zaya_jax.checkpoint.hf_folder import open_folder
+from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, is_bias
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.manifest import Damaged
 from zaya_jax.config import LoraConfig, ModelConfig
@@ -25,13 +26,6 @@ from zaya_jax.ops.precision import wide
 
 Read = Callable[[str, int | None], np.ndarray]  # of a parameter's name and the index in its stack
 BASE = "base.json"  # of a run with adapters: what they are of
-_BALANCING = "balancing_bias"
-_FIRST_GAMMA = "blocks.0.mixture.router.state_scale"
-
-
-def is_bias(leaf: str) -> bool:
-    """Whether a parameter is a balancing bias."""
-    return leaf.rpartition(".")[2] == _BALANCING
 
 
 def read_saved(folder: Path) -> Read:
@@ -56,7 +50,7 @@ def read_folder(path: str) -> Read:
         tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
 
     def read(name: str, group: int | None) -> np.ndarray:
-        if (name, group) == (_FIRST_GAMMA, 0):  # inert, and in no folder
+        if (name, group) == (FIRST_GAMMA, 0):  # inert, and in no folder
             return np.ones(folder.config.router_size, np.float32)
         found = [(one.part, one.to_ours(folder.stored[one.name].open())) for one in tensors[name, group]]
         if found[0][0] is None:
@@ -114,7 +108,7 @@ def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.n
 
 
 def _bias_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
-    return {f"blocks.{position}.mixture.router.{_BALANCING}": (model.num_groups, model.num_experts + 1)
+    return {f"blocks.{position}.mixture.router.balancing_bias": (model.num_groups, model.num_experts + 1)
             for position in range(len(model.period))}  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from zaya_jax.checkpoint.hf_config import to_hf
 from zaya_jax.checkpoint.hf_folder import INDEX, read_json
 from zaya_jax.checkpoint.hf_legacy import legacy_tensors
 from zaya_jax.checkpoint.hf_legacy_config import to_legacy
-from zaya_jax.checkpoint.hf_names import Tensor, tensors
+from zaya_jax.checkpoint.hf_names import Tensor, is_bias, tensors
 from zaya_jax.checkpoint.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
@@ -31,7 +31,6 @@ CARRIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_t
 _CARRIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 _WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *CARRIED)
 _BLOCK = 2**26  # bytes of a tensor cast at once
-_BALANCING = "balancing_bias"
 
 Read = Callable[[str, int | None], np.ndarray]
 
@@ -87,9 +86,7 @@ def read_arrays(values: Mapping[str, jax.Array]) -> Read:
 
 
 def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype, most: int) -> None:
-    described = {
-        one.name: Described(np.dtype(np.float32) if one.path[-1] == _BALANCING else dtype, one.shape) for one in rows
-    }
+    described = {one.name: Described(np.dtype(np.float32) if is_bias(one.leaf) else dtype, one.shape) for one in rows}
     shards: list[list[Tensor]] = [[]]
     size = 0
     for row in rows:

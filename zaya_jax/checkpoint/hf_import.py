@@ -16,12 +16,11 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.checkpoint.hf_folder import Folder
-from zaya_jax.checkpoint.hf_names import Tensor
+from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, Tensor
 from zaya_jax.checkpoint.safetensors import Stored
 from zaya_jax.errors import InputError
 
 PIECE = 2**28  # bytes of a tensor under way at once
-_FIRST_GAMMA = "blocks.0.mixture.router.state_scale"  # its first layer's is inert and stands in no folder
 
 
 def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -45,7 +44,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    leaves = {tensor.leaf for tensor in folder.tensors} | {_FIRST_GAMMA}
+    leaves = {tensor.leaf for tensor in folder.tensors} | {FIRST_GAMMA}
     for name in [*(leaves - set(abstract)), *(set(abstract) - leaves)]:
         where = "in the folder" if name in leaves else "asked for"
         raise InputError(f"The parameter {name} is only {where}, so that {folder.path} is of another architecture.")
@@ -62,7 +61,7 @@ def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     def start() -> dict[str, jax.Array]:
-        return {name: jnp.full(x.shape, float(name == _FIRST_GAMMA), x.dtype) for name, x in abstract.items()}
+        return {name: jnp.full(x.shape, float(name == FIRST_GAMMA), x.dtype) for name, x in abstract.items()}
 
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 

@@ -12,6 +12,15 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 
 Change = Callable[[np.ndarray], np.ndarray]
+
+FIRST_GAMMA = "blocks.0.mixture.router.state_scale"  # its first layer's is inert, stands in no folder, and is one
+
+
+def is_bias(leaf: str) -> bool:
+    """Whether a parameter, by its flat name, is a balancing bias."""
+    return leaf.rpartition(".")[2] == "balancing_bias"
+
+
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of a layer, all experts in one tensor
 
 

@@ -7,12 +7,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from zaya_jax.checkpoint.adapters import is_bias, read_merged, read_saved
+from zaya_jax.checkpoint.adapters import read_merged, read_saved
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.folder import FOLDER, checkpoint_folder
 from zaya_jax.checkpoint.hf_export import Layout, write_folder
 from zaya_jax.checkpoint.hf_folder import Folder, open_folder
+from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, is_bias
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
@@ -20,7 +21,6 @@ from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
 from zaya_jax.errors import InputError
 
 PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
-_FIRST_GAMMA = "blocks.0.mixture.router.state_scale"  # its first layer's is inert and stands in no folder
 
 
 def import_hf(path: Path, output: Path) -> str:
@@ -97,15 +97,15 @@ def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
         dtype = "float32" if is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
         before = shapes.get(tensor.leaf, (dtype, shape))[1]
         shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
-    if _FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
-        shapes[_FIRST_GAMMA] = shapes["embedding"][0], [1, folder.config.router_size]
+    if FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
+        shapes[FIRST_GAMMA] = shapes["embedding"][0], [1, folder.config.router_size]
     return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
 
 
 def _parts(folder: Folder, leaves: dict[str, dict[str, Any]]) -> Iterator[Part]:
-    gamma = leaves[_named(_FIRST_GAMMA)]
+    gamma = leaves[_named(FIRST_GAMMA)]
     ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
-    yield Part(_named(_FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
+    yield Part(_named(FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
     for tensor in folder.tensors:
         data = tensor.to_ours(folder.stored[tensor.name].open())
         bounds = [(0, size) for size in data.shape]
