@@ -1,9 +1,10 @@
-"""Checkpoints of small states, saved as a run does."""
+"""Checkpoints of small states, saved as a run does, and what folders of `transformers` hold."""
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from safetensors.numpy import load_file
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
@@ -42,3 +43,9 @@ def flip(folder: Path) -> None:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         path.write_bytes(content)
+
+
+def bits(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Every tensor of a folder of `transformers`: dtype, shape and bytes."""
+    return {name: (x.dtype.name, x.shape, x.tobytes())
+            for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}  # fmt: skip

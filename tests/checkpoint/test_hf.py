@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from tests.checkpoint.saved_helpers import bits
 from tests.helpers import VARIANTS, abstract_model, random_model, random_values, tiny_config
 from zaya_jax.checkpoint.hf import load_pretrained, save_pretrained
 from zaya_jax.errors import InputError
@@ -22,15 +23,6 @@ def model_of(variant, dtype):
     values, empty = random_values(config), abstract_model(config)
     params = {name: jnp.asarray(np.asarray(values[name]).astype(jnp.dtype(dtype))) for name in tree.roles(empty)}
     return tree.with_values(empty, {**values, **params})
-
-
-def bits(folder):
-    """Every tensor of the folder as bytes, with its dtype and shape."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, x in load_file(path).items():
-            found[name] = (x.dtype.name, x.shape, x.tobytes())
-    return found
 
 
 def assert_equal(ours, theirs):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.checkpoint.saved_helpers import bits
 from tests.helpers import random_values, tiny_config
 from zaya_jax.checkpoint import hf_export
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
@@ -20,15 +21,6 @@ CONFIG = tiny_config("sliding")
 @pytest.fixture(scope="module")
 def values():
     return jax.device_get(random_values(CONFIG))
-
-
-def bits(folder):
-    """Every tensor of the folder as bytes, with its dtype and shape."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        for name, x in load_file(path).items():
-            found[name] = (x.dtype.name, x.shape, x.tobytes())
-    return found
 
 
 @pytest.mark.parametrize("layout", ["hf", "legacy"])

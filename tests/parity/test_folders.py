@@ -6,8 +6,8 @@ import random
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from tests.checkpoint.saved_helpers import bits
 from tests.parity.test_reference import BASE, random_reference
 from zaya_jax import load_pretrained, logits
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
@@ -30,13 +30,6 @@ def draw(seed):
         depthwise_kernel=rng.randint(1, 3), grouped_kernel=rng.randint(1, 3), attention_bias=rng.random() < 0.5,
         head_bias=rng.random() < 0.5, rotary_fraction=rng.choice([0.5, 1.0]),
     )  # fmt: skip
-
-
-def bits(folder):
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update({name: (x.dtype.name, x.shape, x.tobytes()) for name, x in load_file(path).items()})
-    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
