@@ -17,8 +17,10 @@ def test_medians_and_ratios(capsys):
     assert found["commit_ratio"] == pytest.approx(10.0)
     assert found["digest_share"] == pytest.approx(0.25)
     assert found["restore_ratio"] == 1.0
+    low, high = found["stall_interval"]
+    assert 10 / 3 <= low < 10 < high <= 30
     print_table(found)
-    assert "stalls 10.0× shorter than gather and pickle" in capsys.readouterr().out
+    assert f"stalls 10.0× shorter ({low:.1f} to {high:.1f}) than gather and pickle" in capsys.readouterr().out
 
 
 def test_the_disk_is_named(tmp_path):
@@ -42,5 +44,8 @@ def test_two_processes_are_measured(tmp_path, capsys):
     (found,) = json.loads((tmp_path / "out.json").read_text())["results"]
     assert set(found["ways"]) == {PEER, "Orbax", "Orbax, asynchronous", OURS, BARE}
     assert all(ways["stall"]["median"] > 0 and ways["restore_warm"]["median"] > 0 for ways in found["ways"].values())
+    assert found["ways"][OURS]["verify_cold"]["median"] > 0
+    assert found["ways"][OURS]["step_inflation"]["median"] > 0.5
+    assert "step_inflation" not in found["ways"][PEER]
     assert (tmp_path / "out.png").stat().st_size > 1000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]

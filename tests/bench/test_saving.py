@@ -1,9 +1,11 @@
+import math
+
 import jax
 import numpy as np
 import pytest
 
 from zaya_jax.bench import saving
-from zaya_jax.bench.saving import Peak, forget, make_state, make_ways, timed_restores, timed_save
+from zaya_jax.bench.saving import Peak, forget, make_state, make_ways, timed_restores, timed_save, timed_steps
 
 
 @pytest.fixture
@@ -23,7 +25,10 @@ def test_every_way_gives_back_what_it_saved(small, tmp_path):
         for turn in (0, 1):
             took = timed_save(way, turn)
             assert 0 < took["stall"] <= took["commit"], name
-        assert timed_restores(way, tmp_path, small).keys() == {"restore_cold", "restore_warm"}
+        kinds = {"restore_cold", "restore_warm"} | ({"verify_cold", "verify_warm"} if name == "verified" else set())
+        assert timed_restores(way, tmp_path, small).keys() == kinds
+        inflation = timed_steps(way, 2)["step_inflation"]
+        assert math.isnan(inflation) if name == "gather and pickle" else inflation > 0.1
         other = {**small, "large.0": small["large.0"] + 1}
         with pytest.raises(RuntimeError, match=r"large\.0 came back with other values"):
             timed_restores(way, tmp_path, other)

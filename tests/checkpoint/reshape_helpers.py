@@ -85,7 +85,7 @@ class Job:
         store = CheckpointStore(folder, CheckpointConfig())
         found = restore_newest(store, lambda manifest: self.abstract, print)
         assert found is not None
-        reader, arrays = CheckpointReader(folder / "1"), named(found.state)
+        reader, arrays = CheckpointReader(folder / "1", found.manifest.leaves), named(found.state)
         assert arrays.keys() == found.manifest.leaves.keys()
         for name, array in arrays.items():
             value = reader.read(name)

@@ -3,9 +3,10 @@ import pytest
 
 from tests.checkpoint.saved_helpers import drawn, flip, save_run
 from zaya_jax.checkpoint.average import average_checkpoints
+from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.manifest import read_manifest
-from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.errors import InputError
 
 
@@ -19,9 +20,10 @@ def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
     assert average_checkpoints(folders(run, order), tmp_path / "mean") == 4
     folder = tmp_path / "mean" / "checkpoints" / "4"
     assert verify_checkpoint(folder) == []
+    _, reader = open_checkpoint(folder)
     states = [named(drawn(step)) for step in (1, 2, 4)]
     for name, newest in states[-1].items():
-        found = CheckpointReader(folder).read(name)
+        found = reader.read(name)
         if name.startswith(("params.", "balance.")):
             exact = np.mean([np.asarray(state[name], np.float64) for state in states], axis=0)
             np.testing.assert_array_equal(found, exact.astype(found.dtype), err_msg=name)

@@ -7,9 +7,10 @@ import pytest
 from tests.train_helpers import MODEL, snapshot
 from zaya_jax import load_pretrained, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
+from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.interop import architecture
 from zaya_jax.checkpoint.manifest import read_manifest
-from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import Zaya
 
@@ -34,8 +35,9 @@ def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
     values = {f"params.{name}": x for name, x in tree.parameters(model).items()}
     values |= {f"balance.{name}": x for name, x in tree.balancing_biases(model).items()}
     assert read_manifest(folder).leaves.keys() == values.keys()
+    _, reader = open_checkpoint(folder)
     for name, x in values.items():
-        found = CheckpointReader(folder).read(name)
+        found = reader.read(name)
         same = np.asarray(x).copy()
         if name == "params.blocks.0.mixture.router.state_scale":
             same[0] = 1.0  # inert, and in no folder

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.manifest import read_manifest
-from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 
@@ -22,7 +23,7 @@ def test_parts_make_a_checkpoint(tmp_path, bounds):
     folder = tmp_path / "checkpoints" / "5"
     write_checkpoint(folder, 5, {"heldout_loss": None}, LEAVES, parts(*bounds))
     assert verify_checkpoint(folder) == []
-    reader = CheckpointReader(folder)
+    _, reader = open_checkpoint(folder)
     np.testing.assert_array_equal(reader.read("x"), X)
     assert reader.read("n") == 7
     assert read_manifest(folder).step == 5

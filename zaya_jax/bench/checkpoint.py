@@ -1,7 +1,9 @@
 """Saving and restoring over several processes, against gathering on one and pickling, and against Orbax as it comes."""
 
 import json
+import math
 import os
+import random
 import shutil
 import socket
 import statistics
@@ -16,7 +18,8 @@ from zaya_jax.bench.picture import draw_lines
 from zaya_jax.bench.result import check_request, describe_run, write_result
 from zaya_jax.errors import InputError
 
-_SECONDS = ("stall", "commit", "restore_cold", "restore_warm")
+_FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
+_DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 
 
@@ -111,8 +114,8 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     """Medians with the least and the most of each figure, and ratios of medians to the peer's."""
     ways: dict[str, dict[str, Any]] = {}
     for row in rows:
-        for key in (*_SECONDS, "memory"):
-            if key in row:
+        for key in _FIGURES:
+            if not math.isnan(row.get(key, math.nan)):
                 ways.setdefault(row["way"], {}).setdefault(key, []).append(row[key])
     table = {way: {key: {"median": statistics.median(values), "least": min(values), "most": max(values)}
                    for key, values in figures.items()} for way, figures in ways.items()}  # fmt: skip
@@ -122,23 +125,39 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
 
     return {
         "gib": size, "processes": processes, "ways": table,
-        "stall_ratio": ratio("stall", PEER, OURS), "commit_ratio": ratio("commit", PEER, OURS),
+        "stall_ratio": ratio("stall", PEER, OURS), "stall_interval": interval(ways[PEER]["stall"], ways[OURS]["stall"]),
+        "commit_ratio": ratio("commit", PEER, OURS),
+        "commit_interval": interval(ways[PEER]["commit"], ways[OURS]["commit"]),
         "digest_share": ratio("commit", OURS, BARE) - 1,
         "restore_ratio": ratio("restore_warm", PEER, OURS),
     }  # fmt: skip
 
 
+def interval(one: list[float], other: list[float]) -> tuple[float, float]:
+    """Of the ratio of two medians, what a bootstrap puts 95 % within."""
+    drawn = random.Random(0)
+
+    def median(values: list[float]) -> float:
+        return statistics.median(drawn.choices(values, k=len(values)))
+
+    ratios = sorted(median(one) / median(other) for _ in range(_DRAWS))
+    return ratios[round(0.025 * _DRAWS)], ratios[round(0.975 * _DRAWS) - 1]
+
+
 def print_table(found: dict[str, Any]) -> None:
     """What was measured of one job."""
-    print(f"{found['gib']:g} GiB, {found['processes']} processes: stalls {found['stall_ratio']:.1f}× shorter than "
-          f"{PEER}, durable {found['commit_ratio']:.2f}× sooner, restored and verified {found['restore_ratio']:.2f}× "
-          f"sooner; digests cost {100 * found['digest_share']:.1f} % of a commit")  # fmt: skip
-    print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}")
+    low, high = found["stall_interval"]
+    print(f"{found['gib']:g} GiB, {found['processes']} processes: stalls {found['stall_ratio']:.1f}× shorter "
+          f"({low:.1f} to {high:.1f}) than {PEER}, durable {found['commit_ratio']:.2f}× sooner, restored and "
+          f"verified {found['restore_ratio']:.2f}× sooner; digests cost "
+          f"{100 * found['digest_share']:.1f} % of a commit")  # fmt: skip
+    print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}{'steps':>9}")
     for way, figures in found["ways"].items():
         seconds = "".join(
             f"{figures[key]['median']:>8.3f}s" for key in ("stall", "commit", "restore_cold", "restore_warm")
         )
-        print(f"  {way:<22}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB")
+        steps = f"{figures['step_inflation']['median']:>8.2f}×" if "step_inflation" in figures else ""
+        print(f"  {way:<22}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB{steps}")
 
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:

@@ -5,9 +5,11 @@ Run by `bench.checkpoint`, never alone: `python -m zaya_jax.bench.saving JOB`, J
 
 import gc
 import json
+import math
 import os
 import pickle
 import shutil
+import statistics
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
@@ -30,6 +33,7 @@ from zaya_jax.files import sync_folder
 from zaya_jax.parallel.processes import each_says, join
 
 LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
+_WIDTH, _STEPS = 512, 20  # of the matrix that stands for a step of training, and of the steps that are timed alone
 ABOUT = {"heldout_loss": None}
 
 
@@ -50,6 +54,7 @@ class Way(NamedTuple):
     start: Callable[[int], None]
     finish: Callable[[], None]
     restore: Callable[[], Any]
+    verify: Callable[[], None] | None = None  # by process 0, alone
 
 
 def main(job: Job) -> None:
@@ -64,7 +69,7 @@ def main(job: Job) -> None:
         for name, way in ways.items():
             row = {"way": name, "turn": turn, **timed_save(way, turn)}
             if turn == job.repeats:
-                row |= timed_restores(way, Path(job.folder), state)
+                row |= timed_restores(way, Path(job.folder), state) | timed_steps(way, turn + 1)
             if turn:  # the first is to warm up
                 rows.append(row)
     if job.process == 0:
@@ -155,7 +160,13 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
         found = restore_newest(CheckpointStore(folder, CheckpointConfig()), lambda manifest: abstract, print)
         return None if found is None else found.state
 
-    return Way(lambda step: store.save(step, state, ABOUT), finish, restore)
+    def verify_newest() -> None:
+        step = store.latest()
+        if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
+            raise RuntimeError(wrong[0])
+
+    return Way(lambda step: store.save(step, state, ABOUT), finish, restore,
+               verify_newest if verify != "none" else None)  # fmt: skip
 
 
 _turns = iter(range(10**9))
@@ -174,6 +185,30 @@ def timed_save(way: Way, step: int) -> dict[str, float]:
     return {"stall": max(_each(stall)), "commit": max(_each(commit)), "memory": max(_each(peak.bytes))}
 
 
+def timed_steps(way: Way, step: int) -> dict[str, float]:
+    """How much longer a step of training takes while its state is written, of the slowest process; NaN for no step."""
+    multiply = jax.jit(lambda x: x @ x)
+    x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
+
+    def one() -> float:
+        begun = time.perf_counter()
+        multiply(x).block_until_ready()
+        return time.perf_counter() - begun
+
+    _together(f"steps/{next(_turns)}")
+    one()
+    alone = statistics.median(one() for _ in range(_STEPS))
+    _together(f"steps/{next(_turns)}")
+    way.start(step)
+    finishing = threading.Thread(target=way.finish)
+    finishing.start()
+    beside = []
+    while finishing.is_alive():
+        beside.append(one())
+    finishing.join()
+    return {"step_inflation": max(_each(statistics.mean(beside) / alone if beside else math.nan))}
+
+
 def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
     """Seconds until the arrays are back, from files that the system does not hold in memory, and from some it does."""
     found = {}
@@ -189,6 +224,10 @@ def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
                 if not np.array_equal(one.data, other.data):
                     raise RuntimeError(f"{name} came back with other values.")
         del arrays
+        if way.verify is not None:
+            begun = time.perf_counter()
+            way.verify()
+            found[f"verify_{kind}"] = max(_each(time.perf_counter() - begun))
     return found
 
 

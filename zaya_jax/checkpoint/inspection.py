@@ -40,7 +40,8 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
       InputError: it is not what was saved, as far as that is known without reading its values.
     """
     try:
-        return read_manifest(folder), CheckpointReader(folder)
+        manifest = read_manifest(folder)
+        return manifest, CheckpointReader(folder, manifest.leaves)
     except Damaged as error:
         raise InputError(str(error)) from error
 

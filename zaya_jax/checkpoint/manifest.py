@@ -32,7 +32,7 @@ class Manifest:
       step: of the run.
       generation: of the processes that saved it, see `fence`.
       about: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`, `heldout_loss`.
-      leaves: dtype, shape and digest of each array by name.
+      leaves: dtype, shape and digest of each array by name, and where in the bundle a small one begins (`at`, bytes).
       files: size in bytes of each file, by path within the checkpoint; this one is not among them.
       digests: of each file that holds no array: those in the folder `digests/`, which have the digest of each part of
         each array, and Orbax's own, by which it finds the arrays; none where they were not asked for.

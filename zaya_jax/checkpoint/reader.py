@@ -2,7 +2,8 @@
 
 import errno
 import re
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from zaya_jax.checkpoint.bundle import BUNDLE, unbundle
 from zaya_jax.checkpoint.digest import Digests, digest, read_slice
 from zaya_jax.checkpoint.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
@@ -18,10 +20,13 @@ _CACHE = 2**26  # bytes, for the index of where arrays are
 
 
 class CheckpointReader:
-    """The arrays of the checkpoint in `folder`, which need not be finished."""
+    """The arrays of the checkpoint in `folder`, which need not be finished; `leaves` are those of its manifest."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, leaves: Mapping[str, Mapping[str, Any]]) -> None:
         self.folder = folder
+        self._leaves = leaves
+        self._bundle: np.ndarray | None = None
+        self._lock = threading.Lock()
         self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
         self._open: dict[str, Any] = {}
         # One for all arrays: each would read the store's own index anew.
@@ -35,10 +40,10 @@ class CheckpointReader:
           Unreadable: the machine does not read it.
         """
         try:
-            if name not in self._open:
-                spec = {"driver": "zarr3", "kvstore": {**self._store, "path": f"{name}/"}}
-                self._open[name] = tensorstore.open(spec, open=True, read=True, context=self._context).result()
-            return np.asarray(self._open[name][where].read().result())
+            leaf = self._leaves.get(name, {})
+            if "at" in leaf:
+                return unbundle(self._bundled(), leaf)[where]
+            return self._array(name, where)
         except (ValueError, OSError) as error:
             why = " ".join(str(error).split())[:200]
             told = f"The array {name} in {self.folder} cannot be read: {why}"
@@ -47,6 +52,18 @@ class CheckpointReader:
             if system is not None and int(system.group(1)) != errno.ENOENT:
                 raise Unreadable(told) from error
             raise Damaged(told) from error
+
+    def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
+        if name not in self._open:
+            spec = {"driver": "zarr3", "kvstore": {**self._store, "path": f"{name}/"}}
+            self._open[name] = tensorstore.open(spec, open=True, read=True, context=self._context).result()
+        return np.asarray(self._open[name][where].read().result())
+
+    def _bundled(self) -> np.ndarray:
+        with self._lock:  # the first of several threads reads it for all
+            if self._bundle is None:
+                self._bundle = self._array(BUNDLE)
+            return self._bundle
 
 
 def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
@@ -74,7 +91,8 @@ def verify_checkpoint(folder: Path) -> list[str]:
       InputError: it is of a newer format.
     """
     try:
-        expected = read_digests(folder, read_manifest(folder))
+        manifest = read_manifest(folder)
+        expected = read_digests(folder, manifest)
     except Damaged as error:
         return [str(error)]
-    return list(wrong_parts(CheckpointReader(folder), expected))
+    return list(wrong_parts(CheckpointReader(folder, manifest.leaves), expected))

@@ -146,7 +146,7 @@ def _restore(
     if arrays is None or "no" in copied:
         arrays = {}
         try:
-            arrays = _load(folder, wanted)
+            arrays = _load(CheckpointReader(folder, manifest.leaves), wanted)
             problem = _compare(folder, manifest, arrays, digests) if digests else ""
         except Damaged as error:
             problem = str(error)
@@ -173,9 +173,8 @@ def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any], p
         raise refuse(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
 
-def _load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _load(reader: CheckpointReader, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Each array, of which this process reads what its devices hold, several arrays at a time."""
-    reader = CheckpointReader(folder)
 
     def load(name: str) -> jax.Array:
         leaf, held = wanted[name], {}
@@ -188,8 +187,8 @@ def _load(folder: Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
 
         array = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
         if array.dtype != leaf.dtype:  # 64 bits in a process whose jax has no more than 32
-            raise InputError(f"The array {name} in {folder} is {leaf.dtype}, and jax would make it {array.dtype}: set "
-                             "JAX_ENABLE_X64=1.")  # fmt: skip
+            raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, and jax would make it "
+                             f"{array.dtype}: set JAX_ENABLE_X64=1.")  # fmt: skip
         return array
 
     with ThreadPoolExecutor(_THREADS, "restore") as pool:
@@ -207,4 +206,4 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
     mine = read_digests(folder, manifest, jax.process_index(), jax.process_count())
     rest = {name: {where: text for where, text in parts.items() if where in elsewhere.get(name, ())}
             for name, parts in mine.items() if name in arrays}  # fmt: skip
-    return next(wrong_parts(CheckpointReader(folder), rest), "")
+    return next(wrong_parts(CheckpointReader(folder, manifest.leaves), rest), "")

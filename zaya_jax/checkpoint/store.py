@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-import logging
 import os
 import shutil
 import time
@@ -18,14 +17,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import jax
-from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.digest import PIECE, Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
+from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
 from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
-from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, digests_of, files_of, peek, write_manifest
+from zaya_jax.checkpoint.manifest import DIGESTS, Manifest, digests_of, files_of, peek, write_manifest
+from zaya_jax.checkpoint.orbax_save import OrbaxSave
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
@@ -52,9 +51,9 @@ class _Saving:
     turn: int
     work: Path  # its folder before it has its name
     about: dict[str, Any]
-    leaves: dict[str, dict[str, Any]]
     parts: list[Part] = dataclasses.field(default_factory=list)
-    response: Any = None
+    leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
+    writing: OrbaxSave | None = None
     problem: str = ""  # that kept it from beginning in this process
 
 
@@ -74,12 +73,6 @@ class CheckpointStore:
         self.folder = folder.resolve()
         self.say = say
         self._config, self._pinned = config, set(pinned)
-        self._context = ocp.Context()
-        # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
-        saving = self._context.array.saving
-        saving.use_compression = False
-        saving.scoped_storage_options_creator = _in_chunks
-        saving.enable_pinned_host_transfer = False  # or there are two copies, with the one that digests are of
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._generation = 0
         self._newest: int | None = None  # the step these processes went on from
@@ -178,7 +171,6 @@ class CheckpointStore:
         if from_first(str(is_first() and self._is_saved(step))) == str(True):
             return
         arrays = named(state)
-        leaves = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in arrays.items()}
         problem = "" if self._generation else self._take_over()
         work = self.folder / names.unfinished_name(step, self._generation)
         if not problem:
@@ -189,12 +181,12 @@ class CheckpointStore:
         if problem:
             future.set_exception(SaveFailed(problem))
         else:
-            saving = _Saving(step, next(_turns), work, dict(about), leaves)
+            saving = _Saving(step, next(_turns), work, dict(about))
             try:
                 saving.parts = parts_to_save(arrays) if self._config.verify != "none" else []
                 self.local.stage(arrays)
-                with self._context, _quiet():
-                    saving.response = ocp.save_checkpointables_async(str(work), {STATE: arrays})
+                saving.writing = OrbaxSave(work, arrays)
+                saving.leaves = saving.writing.leaves
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
                 saving.problem = _sentence(error)
             future = self._pool.submit(self._finish, saving)
@@ -321,15 +313,14 @@ class CheckpointStore:
         """The rest of a save, in a thread of each process."""
         problem, key = saving.problem, f"{saving.turn}"
         try:
-            if problem:
+            if saving.writing is None:
                 raise SaveFailed(problem)
             mine = digests(saving.parts)
-            with _quiet():
-                saving.response.result()
+            saving.writing.wait()
             self._write_digests(saving.work, mine)
             saving.parts.clear()
             if self._config.verify == "readback":
-                problem = next(wrong_parts(CheckpointReader(saving.work), mine), "")
+                problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
         except Exception as error:  # whatever it is, training goes on
             problem = _sentence(error)
         said = [one for one in each_says(f"saved/{key}", problem, _PATIENCE) if one]
@@ -386,25 +377,6 @@ class CheckpointStore:
             for one in saved:
                 if one.step not in kept:
                     names.remove(self.folder, one.step)
-
-
-def _in_chunks(key: Any, value: Any) -> Any:
-    """How Orbax cuts a large array: whoever reads a part reads the chunks it lies in whole, and in memory."""
-    del key
-    if value.nbytes <= PIECE:
-        return None
-    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
-
-
-class _quiet:
-    """Orbax tells of errors in the log too, which are told in a sentence of ours."""
-
-    def __enter__(self) -> None:
-        self._level = logging.getLogger("absl").level
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("absl").setLevel(self._level)
 
 
 def _sentence(error: Exception) -> str:

@@ -1,0 +1,65 @@
+"""Arrays of a save, given to Orbax: which writes them in the background, each process its own."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+from zaya_jax.checkpoint.bundle import bundle
+from zaya_jax.checkpoint.digest import PIECE
+from zaya_jax.checkpoint.manifest import STATE
+
+
+class OrbaxSave:
+    """Arrays being written into the folder `work`, since it was made; they may be donated at once."""
+
+    def __init__(self, work: Path, arrays: Mapping[str, jax.Array]) -> None:
+        """Begin.
+
+        Raises:
+          ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
+        """
+        written, at = bundle(arrays)
+        self.leaves: dict[str, dict[str, Any]] = {
+            name: {"dtype": str(x.dtype), "shape": list(x.shape)} | ({"at": at[name]} if name in at else {})
+            for name, x in arrays.items()
+        }  # as the manifest has them
+        with _context(), _quiet():
+            self._response = ocp.save_checkpointables_async(str(work), {STATE: written})
+
+    def wait(self) -> None:
+        """Until this process's arrays are durable; raises what writing them did."""
+        with _quiet():
+            self._response.result()
+
+
+def _context() -> ocp.Context:
+    context = ocp.Context()
+    # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
+    saving = context.array.saving
+    saving.use_compression = False
+    saving.scoped_storage_options_creator = _in_chunks
+    saving.enable_pinned_host_transfer = False  # or there are two copies, with the one that digests are of
+    return context
+
+
+def _in_chunks(key: Any, value: Any) -> Any:
+    """How Orbax cuts a large array: whoever reads a part reads the chunks it lies in whole, and in memory."""
+    del key
+    if value.nbytes <= PIECE:
+        return None
+    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
+
+
+class _quiet:
+    """Orbax tells of errors in the log too, which are told in a sentence of ours."""
+
+    def __enter__(self) -> None:
+        self._level = logging.getLogger("absl").level
+        logging.getLogger("absl").setLevel(logging.CRITICAL)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("absl").setLevel(self._level)
