@@ -49,6 +49,30 @@ def test_batches_add_up_to_the_mean_over_all_their_tokens(step):
     assert held.nats_per_token == pytest.approx(float(expected), rel=1e-5)
 
 
+class Running:
+    """A sum that devices are still at, until it is asked for."""
+
+    now, most = 0, 0
+
+    def __init__(self):
+        Running.now += 1
+        Running.most = max(Running.most, Running.now)
+
+    def __array__(self, *_, **__):
+        Running.now -= 1
+        return np.float32(1)
+
+
+def test_devices_are_given_few_batches_at_once():
+    def step(params, balance, batch):
+        return {"loss": Running(), "tokens": np.float32(2)}
+
+    held = evaluate(step, setup().state, [batch(0)] * 9, one_device())
+    assert held == HeldoutLoss(9.0, 18)
+    assert Running.now == 0
+    assert Running.most == 3
+
+
 def test_rows_of_padding_add_nothing(step):
     some = batch(0)
     for array in some.values():

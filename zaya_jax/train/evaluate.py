@@ -1,6 +1,7 @@
 """The loss on text the model was not trained on."""
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,6 +12,11 @@ from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.train.state import TrainState
+
+
+# Batches that devices are given before the first of them is waited for. On CPUs of several processes, with as many as
+# they can hold (32), each may wait for a collective of the other's that has not begun.
+_AHEAD = 2
 
 
 class HeldoutLoss(NamedTuple):
@@ -60,17 +66,23 @@ def evaluate(
     stop: Preemption | None = None,
 ) -> HeldoutLoss | None:
     """Sum the compiled evaluation `step` over `batches`; None where the run is asked to end meanwhile."""
-    nats, tokens = 0.0, 0
+    total = HeldoutLoss(0.0, 0)
     parts = batch_shards(layout.mesh)
-    sums: list[Any] = []
+    running: deque[Any] = deque()
     for batch in batches:
         if stop is not None and stop.reached():
             return None
-        sums.append(step(state.params, state.balance, layout.place(_filled_up(batch, parts))))
-    for found in jax.device_get(sums):
-        nats += found["loss"].item()
-        tokens += round(found["tokens"].item())
-    return HeldoutLoss(nats, tokens)
+        running.append(step(state.params, state.balance, layout.place(_filled_up(batch, parts))))
+        if len(running) > _AHEAD:
+            total = _plus(total, running.popleft())
+    for sums in running:
+        total = _plus(total, sums)
+    return total
+
+
+def _plus(total: HeldoutLoss, sums: Any) -> HeldoutLoss:
+    found = jax.device_get(sums)
+    return HeldoutLoss(total.nats + found["loss"].item(), total.tokens + round(found["tokens"].item()))
 
 
 def _filled_up(batch: dict[str, np.ndarray], parts: int) -> dict[str, np.ndarray]:
