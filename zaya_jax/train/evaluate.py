@@ -13,7 +13,6 @@ from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.train.state import TrainState
 
-
 # Batches that devices are given before the first of them is waited for. On CPUs of several processes, with as many as
 # they can hold (32), each may wait for a collective of the other's that has not begun.
 _AHEAD = 2
