@@ -12,19 +12,16 @@ from zaya_jax.checkpoint.bundle import BUNDLE, bundle, unbundle
 DTYPES = ["float32", "bfloat16", "int32", "uint8", "bool", "float16"]
 
 
-def leaf(x, at):
-    return {"dtype": str(x.dtype), "shape": list(x.shape), "at": at}
-
-
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3)), min_size=1, max_size=6))
 def test_small_arrays_come_back_out_of_the_bundle_bitwise(drawn):
     generator = np.random.default_rng(0)
     arrays = {f"a.{i}": jnp.asarray(generator.integers(0, 2, shape), dtype) for i, (dtype, shape) in enumerate(drawn)}
-    written, at = bundle(arrays)
+    written, held, leaves = bundle(arrays)
+    assert held.keys() == leaves.keys() == arrays.keys()
     assert written.keys() == {BUNDLE}
     assert written[BUNDLE].nbytes == sum(x.nbytes for x in arrays.values())
     for name, x in arrays.items():
-        found = unbundle(written[BUNDLE], leaf(x, at[name]))
+        found = unbundle(written[BUNDLE], leaves[name])
         assert (found.dtype, found.shape) == (x.dtype, x.shape)
         assert found.tobytes() == np.asarray(x).tobytes()
 
@@ -33,22 +30,30 @@ def bundled_on_two_devices():
     mesh = jax.make_mesh((2,), ("data",))
     split = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
-    written, at = bundle({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
-    return set(written), at, written["split"] is split, written[BUNDLE].view(np.int32)
+    written, held, leaves = bundle({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
+    return (
+        set(written),
+        set(held),
+        leaves["whole"]["at"],
+        "at" in leaves["split"],
+        written["split"] is split,
+        written[BUNDLE].view(np.int32),
+    )
 
 
 def test_what_is_large_or_split_over_devices_stays_an_array_of_its_own():
-    names, at, same, content = on_devices(2, f"{__name__}:bundled_on_two_devices")
+    names, held, at, other, same, content = on_devices(2, f"{__name__}:bundled_on_two_devices")
     assert names == {"split", "large", BUNDLE}
-    assert at == {"whole": 0}
+    assert held == {"whole"}
+    assert (at, other) == (0, False)
     assert same
     np.testing.assert_array_equal(content, np.arange(4))
 
 
 def test_without_small_arrays_there_is_no_bundle():
-    written, at = bundle({"large": jnp.zeros(2**14)})
+    written, held, _ = bundle({"large": jnp.zeros(2**14)})
     assert written.keys() == {"large"}
-    assert at == {}
+    assert held == {}
 
 
 def test_a_bundle_that_ends_too_early_is_told():

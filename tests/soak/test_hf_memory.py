@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -24,6 +25,7 @@ import json, resource, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from tests.soak.test_hf_memory import CONFIG, SHARD
+from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.hf import load_pretrained
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.model import tree
@@ -46,6 +48,10 @@ if verb == "draw":
         return rng.integers(0x3c00, 0x3f80, shape, np.uint16).view(ml_dtypes.bfloat16)
     write_folder(target, CONFIG, read, "bfloat16", layout, max_shard_bytes=SHARD)
     print(json.dumps({"write": peak() - before}))
+elif verb in ("import-hf", "export-hf"):
+    more = ["--output", target] if verb == "import-hf" else [target, "--dtype", "bfloat16"]
+    assert main([verb, source, *more]) == 0
+    print(json.dumps({verb: peak() - before}))
 else:
     model = jax.block_until_ready(load_pretrained(source, None))
     values = {**tree.parameters(model), **tree.balancing_biases(model)}
@@ -68,14 +74,18 @@ def run(*arguments):
 def test_two_gigabytes_both_ways_take_a_tensor_and_a_gibibyte(tmp_path):
     found = {"write": run("draw", "", tmp_path / "first", "hf")}
     found["legacy"] = run("copy", tmp_path / "first", tmp_path / "second", "legacy")
-    found["hf"] = run("copy", tmp_path / "second", tmp_path / "third", "hf")
-    first, third = open_folder(tmp_path / "first"), open_folder(tmp_path / "third")
     assert open_folder(tmp_path / "second").legacy
+    found["hf"] = run("copy", tmp_path / "second", tmp_path / "third", "hf")
+    shutil.rmtree(tmp_path / "second")
+    found["to a run"] = run("import-hf", tmp_path / "first", tmp_path / "run", "hf")
+    found["of a run"] = run("export-hf", tmp_path / "run", tmp_path / "fourth", "hf")
+    first, third, fourth = (open_folder(tmp_path / name) for name in ("first", "third", "fourth"))
     assert sum(path.stat().st_size for path in (tmp_path / "first").glob("*.safetensors")) > 2e9
     assert len(list((tmp_path / "first").glob("*.safetensors"))) > 3
-    assert first.stored.keys() == third.stored.keys()
-    for name, one in first.stored.items():
-        assert np.array_equal(one.open().view(np.uint8), third.stored[name].open().view(np.uint8)), name
+    for other in (third, fourth):
+        assert first.stored.keys() == other.stored.keys()
+        for name, one in first.stored.items():
+            assert np.array_equal(one.open().view(np.uint8), other.stored[name].open().view(np.uint8)), name
     largest = max(one.bytes for one in first.stored.values())
     print(json.dumps({"largest tensor": largest, **found}))
     for peaks in found.values():

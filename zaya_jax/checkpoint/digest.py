@@ -57,6 +57,11 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
     return [piece for name, where, data in shards for piece in pieces(Part(name, where, np.asarray(data)))]
 
 
+def whole_parts(held: Mapping[str, np.ndarray]) -> list[Part]:
+    """Arrays of host memory, as what this process has to save."""
+    return [Part(name, slice_text((slice(None),) * data.ndim, data.shape), data) for name, data in held.items()]
+
+
 def pieces(part: Part) -> Iterator[Part]:
     """A part cut along its leading axis, such that a piece has at most `PIECE` bytes, or one index of that axis."""
     count = -(-part.data.nbytes // PIECE)

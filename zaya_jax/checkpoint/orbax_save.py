@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint.bundle import bundle
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.checkpoint.manifest import STATE
 
@@ -16,19 +14,14 @@ from zaya_jax.checkpoint.manifest import STATE
 class OrbaxSave:
     """Arrays being written into the folder `work`, since it was made; they may be donated at once."""
 
-    def __init__(self, work: Path, arrays: Mapping[str, jax.Array]) -> None:
-        """Begin.
+    def __init__(self, work: Path, arrays: Mapping[str, Any]) -> None:
+        """Begin; arrays of numpy are written by process 0.
 
         Raises:
           ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
         """
-        written, at = bundle(arrays)
-        self.leaves: dict[str, dict[str, Any]] = {
-            name: {"dtype": str(x.dtype), "shape": list(x.shape)} | ({"at": at[name]} if name in at else {})
-            for name, x in arrays.items()
-        }  # as the manifest has them
         with _context(), _quiet():
-            self._response = ocp.save_checkpointables_async(str(work), {STATE: written})
+            self._response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
 
     def wait(self) -> None:
         """Until this process's arrays are durable; raises what writing them did."""

@@ -19,7 +19,8 @@ from typing import Any, Self
 import jax
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, parts_to_save, uncovered
+from zaya_jax.checkpoint.bundle import bundle
+from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, uncovered
 from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
@@ -36,6 +37,7 @@ _turns = itertools.count()  # of saves, the same in all processes
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
 _FAREWELL = 60  # seconds for the save under way, where something else has gone wrong
 _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
+_SAVED = "saved"  # of a step there is a checkpoint of
 _SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
 
 
@@ -168,31 +170,37 @@ class CheckpointStore:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
         """
         self.settle()
-        if from_first(str(is_first() and self._is_saved(step))) == str(True):
-            return
         arrays = named(state)
         problem = "" if self._generation else self._take_over()
         work = self.folder / names.unfinished_name(step, self._generation)
-        if not problem:
-            problem = from_first(self._room(sum(x.nbytes for x in arrays.values())) if is_first() else "")
-        if not problem:
-            problem = from_first(self._make_way(work) if is_first() else "")
+        if not problem:  # said once, since every word of process 0's is a moment that training waits
+            size = sum(x.nbytes for x in arrays.values())
+            problem = from_first(self._before(step, work, size) if is_first() else "")
+        if problem == _SAVED:
+            return
         future: Future[None] = Future()
         if problem:
             future.set_exception(SaveFailed(problem))
         else:
             saving = _Saving(step, next(_turns), work, dict(about))
             try:
-                saving.parts = parts_to_save(arrays) if self._config.verify != "none" else []
+                bundled = bundle(arrays)
+                saving.leaves = bundled.leaves
+                saving.parts = bundled.parts() if self._config.verify != "none" else []
                 self.local.stage(arrays)
-                saving.writing = OrbaxSave(work, arrays)
-                saving.leaves = saving.writing.leaves
+                saving.writing = OrbaxSave(work, bundled.arrays)
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
                 saving.problem = _sentence(error)
             future = self._pool.submit(self._finish, saving)
         self._under_way = (step, future)
         if problem:
             self.settle()
+
+    def _before(self, step: int, work: Path, size: int) -> str:
+        """In process 0: `_SAVED`, or what stands against saving `size` bytes of `step` as `work`, or nothing."""
+        if self._is_saved(step):
+            return _SAVED
+        return self._room(size) or self._make_way(work)
 
     def _is_saved(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`; what has its name and is none is set aside."""
