@@ -24,6 +24,7 @@ def tokens():
     return np.random.default_rng(0).integers(0, CONFIG.model.vocab_size, (2, CONFIG.data.context + 1))
 
 
+@pytest.mark.soak
 def test_our_step_is_a_pass_over_every_token(tokens):
     loss = our_step(CONFIG, "float32", tokens)
     first = loss()

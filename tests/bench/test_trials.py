@@ -50,6 +50,7 @@ def test_trainings_are_done_in_order_in_processes_of_their_own(small):
     assert len({curve.final for curve in found}) == 1  # each on one core, whatever the other did
 
 
+@pytest.mark.soak
 def test_a_crowded_start_sends_tokens_to_the_first_two_experts():
     model = Zaya(MODEL, jax.random.key(0))
     params = trials._crowded(parameters(model), 6.0)

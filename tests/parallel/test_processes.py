@@ -67,6 +67,7 @@ def test_bad_input_is_told_by_all(tmp_path):
         assert text.count("Error: data.corpus") == 1
 
 
+@pytest.mark.soak
 def test_what_one_process_alone_is_told_ends_all(tmp_path):
     alone = """
 import os, zaya_jax.train.loop as loop

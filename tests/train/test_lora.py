@@ -66,6 +66,7 @@ def first_step():
     return step(state, make_batch(), base())
 
 
+@pytest.mark.soak
 def test_the_first_loss_is_that_of_the_base():
     _, metrics = first_step()
     _, whole = setup().step(setup().state, make_batch())

@@ -172,6 +172,7 @@ def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
     assert rows[0]["loss"] > rows_of(result.run_dir)[6]["loss"]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("form", ["{}", "{}/checkpoints/6", "{}@two"])
 def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
     config, result, _ = whole
@@ -228,6 +229,7 @@ def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole,
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
+@pytest.mark.soak
 def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path):
     config, result, _ = whole
     phase = PhaseConfig(256, "long", context=128, batch=BatchConfig(tokens=256, micro=2))
