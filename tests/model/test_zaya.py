@@ -40,7 +40,9 @@ some_variants = pytest.mark.parametrize(
     "variant", [pytest.param(one, marks=[] if one in ("sliding", "gqa") else pytest.mark.soak)
                 for one in [*VARIANTS, *ABLATIONS]],
 )  # fmt: skip
-every_gradient = pytest.mark.parametrize("variant", DIFFERENTIATED)
+every_gradient = pytest.mark.parametrize(
+    "variant", [one if one == "plain" else pytest.param(one, marks=pytest.mark.soak) for one in DIFFERENTIATED]
+)
 
 
 @functools.cache
