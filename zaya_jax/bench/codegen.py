@@ -1,0 +1,175 @@
+"""Machine code of a program's kernels for GPUs that this machine need not have.
+
+A program is lowered for a platform; the Triton form of each of its kernels is taken out and given to the
+`triton` package (an extra: `test`), which compiles it as a driver would. What it tells of registers, of memory
+that threads share and of spills holds on the real device; how fast it is, it cannot tell.
+"""
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from zaya_jax.ops.target import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A GPU to compile for.
+
+    Attributes:
+      target: as the operations know it.
+      backend: Triton's name of the vendor's compiler.
+      architecture: Triton's name of the instruction set.
+      warp: threads.
+      shared: bytes a program may share at most.
+    """
+
+    target: Target
+    backend: str
+    architecture: str | int
+    warp: int
+    shared: int
+
+
+GPUS = {
+    "gfx942": Gpu(Target("rocm", "gfx942"), "hip", "gfx942", 64, 64 * 1024),
+    "gfx950": Gpu(Target("rocm", "gfx950"), "hip", "gfx950", 64, 160 * 1024),
+    "sm_90": Gpu(Target("cuda", "NVIDIA H200"), "cuda", 90, 32, 227 * 1024),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of a lowered program: its name, Triton's bytecode, and what it is compiled with."""
+
+    name: str
+    bytecode: bytes
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MachineCode:
+    """What the compiler made of a kernel.
+
+    Attributes:
+      registers: 32-bit registers of a thread (on AMD vector registers, those for accumulation included).
+      shared: bytes that the threads of a program share (LDS on AMD).
+      spills: registers that did not fit and went to memory.
+    """
+
+    registers: int
+    shared: int
+    spills: int
+
+
+def lower(function: Callable[..., Any], *arrays: Any, target: Target) -> Any:
+    """`function` of arrays of these shapes, lowered for `target`, which need not be there.
+
+    Args:
+      function: is jitted.
+      arrays: arrays or `jax.ShapeDtypeStruct`s.
+      target: 'cuda' or 'rocm'.
+
+    Returns:
+      What `jax.stages.Traced.lower` returns.
+    """
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), **_abstract_device(target))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=(target.platform,))
+
+
+def _abstract_device(target: Target) -> dict[str, Any]:
+    """From jax 0.11 on kernels are lowered for a device that a mesh describes, if there is none."""
+    if jax.__version_info__ < (0, 11):
+        return {}
+    device = jax.sharding.AbstractDevice(device_kind=target.device_kind, num_cores=132, platform="gpu")  # type: ignore
+    return {"abstract_device": device}
+
+
+def kernels_of(lowered: Any) -> list[Kernel]:
+    """The kernels of a lowered program, one an occurrence."""
+    found = []
+    for operation in _walk(lowered.compiler_ir().operation):
+        if operation.name != "stablehlo.custom_call":
+            continue
+        if "__gpu$xla.gpu.triton" not in str(operation.attributes["call_target_name"]):
+            continue
+        attributes = operation.attributes
+        config = attributes["mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"]
+        name, ir = (config[key] for key in ("name", "ir"))
+        found.append(
+            Kernel(name.value, ir.value_bytes, *(_number(config[key]) for key in ("num_warps", "num_stages")))
+        )
+    return found
+
+
+def _number(attribute: Any) -> int:
+    return int(str(attribute).split(":", maxsplit=1)[0])
+
+
+def _walk(operation: Any) -> Iterator[Any]:
+    yield operation
+    for region in operation.regions:
+        for block in region.blocks:
+            for inner in block.operations:
+                yield from _walk(inner.operation)
+
+
+def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:
+    """Compile `kernel` for `gpu` with the `triton` package.
+
+    Raises:
+      ModuleNotFoundError: the package is not installed (extra `test`).
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget(gpu.backend, gpu.architecture, gpu.warp)
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "kernel.ttir"
+        source.write_text(_text(kernel.bytecode))
+        options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        compiled = triton.compile(str(source), target=target, options=options)
+    if gpu.backend == "hip":
+        text = compiled.asm["amdgcn"]
+        registers = _largest(r"\.vgpr_count:\s*(\d+)", text)
+        spills = _largest(r"\.vgpr_spill_count:\s*(\d+)", text)
+    else:
+        registers, spills = _assembled(compiled.asm["ptx"], gpu)
+    return MachineCode(registers, compiled.metadata.shared, spills)
+
+
+def _text(bytecode: bytes) -> str:
+    from jax._src.lib.mlir import ir
+    from jaxlib.triton import dialect
+
+    context = ir.Context()
+    dialect.register_dialect(context)
+    context.load_all_available_dialects()
+    with context:
+        return ir.Module.parse(bytecode).operation.get_asm(enable_debug_info=False)
+
+
+def _assembled(ptx: str, gpu: Gpu) -> tuple[int, int]:
+    """Registers and spilled ones, as NVIDIA's assembler, which the package has with it, reports them."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{gpu.architecture}a", "--output-file",
+                   str(source.with_suffix(".cubin")), str(source)]  # fmt: skip
+        log = subprocess.run(command, check=True, capture_output=True, text=True).stderr  # noqa: S603
+    return _largest(r"Used (\d+) registers", log), _largest(r"(\d+) bytes spill stores", log) // 4
+
+
+def _largest(pattern: str, text: str) -> int:
+    return max(int(number) for number in re.findall(pattern, text))
