@@ -3,6 +3,7 @@
 import random
 import shutil
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +32,29 @@ def save_two(folder: Path) -> dict[int, Any]:
     return states
 
 
-def damage(folder: Path, rng: random.Random, kind: str, where: str) -> Damage:
-    """Do it to a file of checkpoint 2 in `folder`, or to what the folder says of its checkpoints."""
+def unread(folder: Path, states: dict[int, Any]) -> set[str]:
+    """The files of checkpoint 2 in `folder` that restoring does not read: with every bit turned, none is missed.
+
+    Orbax leaves the indices of single processes, from which it made that of all.
+    """
+    found = set()
+    for file in sorted((folder / "2").rglob("*")):
+        if not file.is_file():
+            continue
+        run, name = folder.with_name("inverted"), file.relative_to(folder).as_posix()
+        shutil.copytree(folder, run)
+        (run / name).write_bytes(bytes(255 - byte for byte in file.read_bytes()))
+        if _ending(run, Damage("inverted", "", name, ""), states) == "harmless":
+            found.add(name)
+        shutil.rmtree(run)
+    return found
+
+
+def damage(folder: Path, rng: random.Random, kind: str, where: str, spared: Collection[str] = ()) -> Damage:
+    """Do it to a file of checkpoint 2 in `folder` that is not `spared`, or to what is said of the checkpoints there."""
     files = [path for path in sorted((folder / "2").rglob("*")) if path.is_file()]
     files = [path for path in files if ("d" in path.parts) == (where == "data")]
+    files = [path for path in files if path.relative_to(folder).as_posix() not in spared]
     if where == "metadata":
         files.append(folder / "GENERATION")
     if kind in ("flip", "truncate", "zero page"):
@@ -93,20 +113,23 @@ def _in_older(folder: Path) -> Path:
 _DO = {"flip": _flip, "truncate": _truncate, "zero page": _zero_page, "delete": _delete, "swap": _swap}
 
 
-def count(folder: Path, number: int, seed: int) -> dict[str, Counter[str]]:
+def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Counter[str]]:
     """Damage copies of two checkpoints `number` times, restore from each, and count how it ended, by kind and place.
+
+    Damaged are all files, or those that restoring reads.
 
     'found' is damage that was told, for which the older checkpoint was taken, 'harmless' such that left every value as
     it was saved; 'silent' would be anything else that restored.
     """
     states = save_two(folder / "whole")
+    spared = set() if all_files else unread(folder / "whole", states)
     rng = random.Random(seed)
     found: dict[str, Counter[str]] = {}
     for index in range(number):
         run = folder / "run"
         shutil.copytree(folder / "whole", run)
         kind, where = KINDS[index % len(KINDS)], WHERE[index // len(KINDS) % len(WHERE)]
-        done = damage(run, rng, kind, where)
+        done = damage(run, rng, kind, where, spared)
         try:
             ending = _ending(run, done, states)
         except Exception as error:

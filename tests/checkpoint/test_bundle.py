@@ -16,7 +16,8 @@ DTYPES = ["float32", "bfloat16", "int32", "uint8", "bool", "float16"]
 def test_small_arrays_come_back_out_of_the_bundle_bitwise(drawn):
     generator = np.random.default_rng(0)
     arrays = {f"a.{i}": jnp.asarray(generator.integers(0, 2, shape), dtype) for i, (dtype, shape) in enumerate(drawn)}
-    written, held, leaves = bundle(arrays)
+    bundled = bundle(arrays)
+    written, held, leaves = bundled.arrays, bundled.held, bundled.leaves()
     assert held.keys() == leaves.keys() == arrays.keys()
     assert written.keys() == {BUNDLE}
     assert written[BUNDLE].nbytes == sum(x.nbytes for x in arrays.values())
@@ -30,7 +31,8 @@ def bundled_on_two_devices():
     mesh = jax.make_mesh((2,), ("data",))
     split = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec("data")))
     whole = jax.device_put(jnp.arange(4), NamedSharding(mesh, PartitionSpec()))
-    written, held, leaves = bundle({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
+    bundled = bundle({"split": split, "whole": whole, "large": jnp.zeros(2**14 // 4 + 1)})
+    written, held, leaves = bundled.arrays, bundled.held, bundled.leaves()
     return (
         set(written),
         set(held),
@@ -51,9 +53,19 @@ def test_what_is_large_or_split_over_devices_stays_an_array_of_its_own():
 
 
 def test_without_small_arrays_there_is_no_bundle():
-    written, held, _ = bundle({"large": jnp.zeros(2**14)})
-    assert written.keys() == {"large"}
-    assert held == {}
+    bundled = bundle({"large": jnp.zeros(2**14)})
+    assert bundled.arrays.keys() == {"large"}
+    assert bundled.held == {}
+    assert bundled.leaves() == {"large": {"dtype": "float32", "shape": [2**14]}}
+    assert bundled.small_parts() == []
+
+
+def test_large_and_small_parts_are_all_there_is_to_save():
+    arrays = {"large": jnp.arange(2.0**14), "small": jnp.arange(3), "scalar": jnp.float32(2)}
+    bundled = bundle(arrays)
+    parts = bundled.large_parts() + bundled.small_parts()
+    assert sorted(part.name for part in parts) == sorted(arrays)
+    assert all(part.data.tobytes() == np.asarray(arrays[part.name]).tobytes() for part in parts)
 
 
 def test_a_bundle_that_ends_too_early_is_told():

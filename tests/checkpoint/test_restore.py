@@ -35,17 +35,17 @@ def all_counts(found, ending):
 
 
 def test_damage_is_never_loaded(tmp_path, capfd):
-    found = count(tmp_path, 40, seed=3)
+    found = count(tmp_path, 40, seed=3, all_files=False)
     assert set(found) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
     assert all_counts(found, "silent") == 0
-    assert all_counts(found, "found") >= 30  # zeros over zeros, a file for its equal: harmless
+    assert all_counts(found, "found") >= 38  # zeros over zeros, a file for its equal: harmless
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.soak
 def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
     begun = time.monotonic()
-    found = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32))
+    found = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32), all_files=True)
     assert all_counts(found, "silent") == 0
     assert capfd.readouterr().err == ""
     record = {

@@ -19,38 +19,53 @@ class Bundled(NamedTuple):
     Attributes:
       arrays: by name; the small ones are in `BUNDLE` (uint8 [bytes of all of them]).
       held: the small ones in host memory; none but in process 0, which writes them.
-      leaves: what each array is, as the manifest has it; of a small one also where it begins (`at`, bytes).
+      kinds: dtype and shape of each array.
+      begins: where each small one begins in `BUNDLE`, in bytes.
     """
 
     arrays: dict[str, Any]
     held: dict[str, np.ndarray]
-    leaves: dict[str, dict[str, Any]]
+    kinds: dict[str, tuple[np.dtype, tuple[int, ...]]]
+    begins: dict[str, int]
 
-    def parts(self) -> list[Part]:
-        """What this process has to save of all arrays."""
-        large = parts_to_save({name: x for name, x in self.arrays.items() if name != BUNDLE})
-        return large + whole_parts(self.held)
+    def large_parts(self) -> list[Part]:
+        """What this process has to save of the arrays that are not small; waits for copies from devices."""
+        return parts_to_save({name: x for name, x in self.arrays.items() if name != BUNDLE})
+
+    def small_parts(self) -> list[Part]:
+        """The same of the small ones, which are in host memory: training need not wait for this."""
+        return whole_parts(self.held)
+
+    def leaves(self) -> dict[str, dict[str, Any]]:
+        """What each array is, as the manifest has it; of a small one also where it begins (`at`)."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, (dtype, shape) in self.kinds.items():
+            found[name] = {"dtype": str(dtype), "shape": list(shape)}
+            if name in self.begins:
+                found[name]["at"] = self.begins[name]
+        return found
 
 
 def bundle(arrays: Mapping[str, jax.Array]) -> Bundled:
     """Put the small arrays that are whole on every device together; waits for their copies from devices."""
-    small = {name: x for name, x in arrays.items() if x.nbytes <= _SMALL and x.is_fully_replicated}
-    leaves = {name: {"dtype": str(x.dtype), "shape": list(x.shape)} for name, x in arrays.items()}
+    kinds = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+    small, begins, end = {}, {}, 0
+    for name, x in arrays.items():
+        size = x.size * x.dtype.itemsize
+        if size <= _SMALL and x.is_fully_replicated:
+            small[name], begins[name] = x, end
+            end += size
     if not small:
-        return Bundled(dict(arrays), {}, leaves)
-    end = 0
-    for name, x in small.items():
-        leaves[name]["at"] = end
-        end += x.nbytes
+        return Bundled(dict(arrays), {}, kinds, {})
     content, held = np.zeros(end, np.uint8), {}
     if is_first():
-        for x in small.values():
-            x.copy_to_host_async()
+        if jax.default_backend() != "cpu":  # where asking costs more than reading
+            for x in small.values():
+                x.copy_to_host_async()
         held = {name: np.asarray(x) for name, x in small.items()}
-        for name, x in held.items():
-            at = leaves[name]["at"]
-            content[at : at + x.nbytes] = x.reshape(-1).view(np.uint8)
-    return Bundled({name: x for name, x in arrays.items() if name not in small} | {BUNDLE: content}, held, leaves)
+        content = np.frombuffer(b"".join(x.tobytes() for x in held.values()), np.uint8)
+    large = {name: x for name, x in arrays.items() if name not in small}
+    return Bundled(large | {BUNDLE: content}, held, kinds, begins)
 
 
 def unbundle(held: np.ndarray, leaf: Mapping[str, Any]) -> np.ndarray:

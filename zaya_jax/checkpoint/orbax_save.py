@@ -10,6 +10,9 @@ from orbax.checkpoint import v1 as ocp
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.checkpoint.manifest import STATE
 
+_HANDLERS = ocp.handlers.local_registry(include_global_registry=False)
+_HANDLERS.add(ocp.handlers.PyTreeHandler)
+
 
 class OrbaxSave:
     """Arrays being written into the folder `work`, since it was made; they may be donated at once."""
@@ -31,6 +34,8 @@ class OrbaxSave:
 
 def _context() -> ocp.Context:
     context = ocp.Context()
+    # Orbax makes one of every handler it knows, twice a save, to find the one for a tree of arrays.
+    context.checkpointables.registry = _HANDLERS
     # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
     saving = context.array.saving
     saving.use_compression = False

@@ -19,7 +19,7 @@ from typing import Any, Self
 import jax
 
 from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.bundle import bundle
+from zaya_jax.checkpoint.bundle import Bundled, bundle
 from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, uncovered
 from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
@@ -54,6 +54,7 @@ class _Saving:
     work: Path  # its folder before it has its name
     about: dict[str, Any]
     parts: list[Part] = dataclasses.field(default_factory=list)
+    bundled: Bundled | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
     writing: OrbaxSave | None = None
     problem: str = ""  # that kept it from beginning in this process
@@ -185,10 +186,10 @@ class CheckpointStore:
             saving = _Saving(step, next(_turns), work, dict(about))
             try:
                 bundled = bundle(arrays)
-                saving.leaves = bundled.leaves
-                saving.parts = bundled.parts() if self._config.verify != "none" else []
+                saving.parts = bundled.large_parts() if self._config.verify != "none" else []
                 self.local.stage(arrays)
                 saving.writing = OrbaxSave(work, bundled.arrays)
+                saving.bundled = bundled._replace(arrays={})  # which the next step is given
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
                 saving.problem = _sentence(error)
             future = self._pool.submit(self._finish, saving)
@@ -321,8 +322,11 @@ class CheckpointStore:
         """The rest of a save, in a thread of each process."""
         problem, key = saving.problem, f"{saving.turn}"
         try:
-            if saving.writing is None:
+            if saving.writing is None or saving.bundled is None:
                 raise SaveFailed(problem)
+            saving.leaves = saving.bundled.leaves()
+            if self._config.verify != "none":
+                saving.parts += saving.bundled.small_parts()
             mine = digests(saving.parts)
             saving.writing.wait()
             self._write_digests(saving.work, mine)
