@@ -47,7 +47,7 @@ def launch(
     """
     specs = [WHOLE] * len(arrays) if in_specs is None else list(in_specs)
     out = jax.tree.map(lambda _: WHOLE, out_shape) if out_specs is None else out_specs
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=out_shape,
         grid=grid,
@@ -57,4 +57,6 @@ def launch(
         interpret=platform == "interpret",
         name=name,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
-    )(*arrays)
+    )
+    # jax 0.10 keeps a kernel that rematerialisation has no use for, but not a compiled function.
+    return jax.jit(call)(*arrays)

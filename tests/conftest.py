@@ -1,10 +1,13 @@
 """What every test shares: the CPU backend, one compilation cache, and hypothesis profiles."""
 
+import gc
 import os
 from pathlib import Path
 
 import hypothesis
 import pytest
+
+from tests.compile_helpers import CHEAP
 
 # Set before jax is imported, and inherited by the subprocesses that tests start. A value given from outside wins.
 _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -13,8 +16,6 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 os.environ.setdefault("MPLBACKEND", "agg")
-# Most of a test's time is compilation: LLVM's optimizations are left out, a sixth of the whole, except in the soak.
-CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 # Derandomized: a test that passes here passes everywhere, and the soak profile is where new examples are looked for.
 # A first example compiles, so neither is timed.
@@ -27,8 +28,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """Pick the hypothesis profile before any test module is imported."""
     soak = bool(os.environ.get("ZAYA_SOAK")) or config.option.markexpr.strip() == "soak"
     hypothesis.settings.load_profile("soak" if soak else "quick")
-    if not soak:
+    if not soak:  # which compiles as users do
         os.environ.setdefault("XLA_FLAGS", CHEAP)
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage less often, and not among what was imported: tracing makes many objects, and little of it."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

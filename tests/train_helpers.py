@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.compile_helpers import CHEAP
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
@@ -36,7 +37,7 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
-from zaya_jax.train import beginning, compiled
+from zaya_jax.train import beginning, compiled, loop
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
 from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint, mesh_of
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
@@ -202,7 +203,7 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
 
 
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all runs of one shape in this process share their compiled functions and the drawn start.
+    """Let all runs of one shape in this process share their compiled functions, the drawn start and their pictures.
 
     What is compiled, and when, is left to the tests that start `python -m zaya_jax.main`.
     """
@@ -217,7 +218,9 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "jax", Jax())
     monkeypatch.setattr(compiled, "compile_step", _compiled_step)
     monkeypatch.setattr(compiled, "make_evaluation_step", _evaluation_step)
+    monkeypatch.setattr(beginning, "abstract_state", lambda config, phase: _abstract(_same_step(config), phase))
     monkeypatch.setattr(beginning, "init_state", lambda config, _: _start(_same_start(config)))
+    monkeypatch.setattr(loop, "plot_run", _plot_run)
 
 
 _cached_jit = functools.cache(fast_jit)
@@ -249,7 +252,7 @@ def _cached_step(config: Config, stage: Stage) -> Callable:
     return _compile_step(config, stage)
 
 
-def _compiled_step(config: Config, stage: Stage) -> Callable:
+def _compiled_step(config: Config, stage: Stage, _target: Any = None) -> Callable:
     """Of the first stage that has the same key, so that a key has one function."""
     config = _same_step(config)
     key = compiled.step_key(config, stage)
@@ -275,6 +278,21 @@ def _start_arrays(config: Config) -> TrainState:
 def _start(config: Config) -> TrainState:
     with jax.ensure_compile_time_eval():
         return _start_arrays(config)
+
+
+_abstract = functools.cache(compiled.abstract_state)
+_plot = loop.plot_run
+_pictures: dict[str, bytes] = {}
+
+
+def _plot_run(rows: list[dict[str, Any]], path: Path) -> None:
+    """A picture takes as long as all steps of a small run: the same rows are drawn once."""
+    key = json.dumps(rows)
+    if key in _pictures:
+        path.write_bytes(_pictures[key])
+    else:
+        _plot(rows, path)
+        _pictures[key] = path.read_bytes()
 
 
 # --- killing ---------------------------------------------------------------------------------------------------
@@ -345,7 +363,7 @@ class _KilledRun:
         self.env = {
             **os.environ,
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+            "XLA_FLAGS": CHEAP,
         }
 
     def start(self) -> subprocess.Popen:

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -39,7 +40,7 @@ def test_an_account_of_the_released_model():
 
 
 def test_without_hardware_there_are_no_times():
-    account = account_of(TINY, 0, 8, None)
+    account = tiny_account()
     assert (account.bounds, account.step_seconds, account.days) == ({}, None, None)
     assert account.micro_batches == 2
 
@@ -57,10 +58,14 @@ def test_what_cannot_be_laid_out_is_one_sentence(overrides, devices, said):
         account_of(config, 0, devices, None)
 
 
+@functools.cache
+def tiny_account():
+    return account_of(TINY, 0, 8, None)
+
+
 def made(**changes):
-    account = account_of(TINY, 0, 8, None)
     memory = Memory(int(10e9), int(10e9), int(20e9), int(50e9), int(40e9), int(5e9), int(20e9))
-    return account._replace(**{"memory": memory, "sequences": 2, "remat": "dots", **changes})
+    return tiny_account()._replace(**{"memory": memory, "sequences": 2, "remat": "dots", **changes})
 
 
 def test_advice_is_only_of_what_would_help():

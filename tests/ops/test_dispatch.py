@@ -7,16 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
 from zaya_jax.ops.dispatch import dispatch_experts, permute
 from zaya_jax.ops.target import Target
 
-TARGETS = {"reference": Target("cpu", "any"), "xla": Target("cuda", "any")}
+TARGETS = {
+    "reference": Target("cpu", "any"),
+    "xla": Target("cuda", "any", without=("grouped_matmul",)),
+    "fused": Target("interpret", "any"),
+    "products": Target("interpret", "any", without=("grouped_experts",)),
+}
 T, D, F, E = 21, 6, 5, 4
-every_target = pytest.mark.parametrize("name", TARGETS)
+every_target = pytest.mark.parametrize("name", ["reference", "xla"])
 
 
 def one_hot(h, expert, weight, gate_up, down):
@@ -102,3 +107,30 @@ def test_bfloat16_stays_bfloat16():
     expert = (np.arange(T) % (E + 1)).astype(np.int32)
     out, gradients = compiled("reference")(h, expert, weight.astype(jnp.float32), gate_up, down, cotangent)
     chex.assert_type([out, *gradients], [jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.bfloat16, jnp.bfloat16])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["fused", "products"])
+def test_kernels_equal_the_one_hot_form(name):
+    @settings(max_examples=10)
+    @given(expert=choices(), seed=seeds())
+    def run(expert, seed):
+        check(name, expert, seed)
+
+    run()
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (Target("cpu", "any"), set()),
+        (Target("rocm", "any"), {"grouped_swiglu", "grouped_product"}),
+        (Target("rocm", "any", without=("grouped_experts",)), {"grouped_product"}),
+        (Target("rocm", "any", without=("grouped_matmul",)), {"ragged_dot"}),
+    ],
+)
+def test_a_gpu_takes_fused_launches_or_those_its_target_leaves(target, expected):
+    h, weight, gate_up, down, _ = draw(0)
+    expert = np.zeros(T, np.int32)
+    text = str(jax.make_jaxpr(functools.partial(dispatch_experts, target=target))(h, expert, weight, gate_up, down))
+    assert {name for name in ("grouped_swiglu", "grouped_product", "ragged_dot") if name in text} == expected

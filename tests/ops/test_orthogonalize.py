@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
+from tests.kernel_helpers import TARGETS
+from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.ops.orthogonalize import COEFFICIENTS, orthogonalize
+from zaya_jax.ops.target import Target
 
 SHAPES = [(16, 16), (8, 24), (24, 8), (1, 12)]
 BANDS = {  # the table in the docstring
@@ -155,3 +159,30 @@ def test_a_zero_matrix_stays_zero_and_one_near_it_fades(coefficients, dtype):
 def test_what_is_no_matrix_or_no_iteration_is_refused(shape, steps):
     with pytest.raises(ValueError, match="takes matrices and at least 1 step"):
         orthogonalize(jnp.ones(shape), steps=steps, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 20, 33), jnp.float32), ((2, 33, 20), jnp.bfloat16)])
+def test_kernels_give_the_same_matrices(shape, dtype):
+    m = np.stack([draw(seed, *shape[1:])[0] for seed in range(shape[0])])
+    by_kernels = functools.partial(orthogonalize, steps=5, dtype=dtype, coefficients="dion")
+    out = jit(functools.partial(by_kernels, target=Target("interpret", "")))(m)
+    chex.assert_type(out, jnp.float32)
+    tolerance = 3e-4 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(out, newton_schulz(dtype, "dion")(m), atol=tolerance)
+    without = jit(functools.partial(by_kernels, target=Target("interpret", "", without=("symmetric",))))(m)
+    np.testing.assert_array_equal(without, newton_schulz(dtype, "dion")(m))
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_on_gpus_a_step_has_two_kernels(platform):
+    by_platform = functools.partial(orthogonalize, steps=5, dtype=jnp.bfloat16, target=TARGETS[platform])
+    lowered = lower(by_platform, jnp.ones((2, 256, 512)), target=TARGETS[platform])
+    assert [kernel.name for kernel in kernels_of(lowered)] == ["gram", "gram_polynomial"], "in the loop over steps"
+
+
+def test_kernels_have_no_double_precision():
+    with (
+        jax.enable_x64(True),
+        pytest.raises(ValueError, match="Kernels of symmetric products take"),
+    ):
+        orthogonalize(jnp.ones((4, 6)), steps=1, dtype=jnp.float64, target=Target("interpret", ""))

@@ -1,5 +1,7 @@
 """Muon against its formula, and against Optax's own where both mean the same."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,8 @@ from hypothesis import given
 from optax.contrib import MuonDimensionNumbers
 
 from tests.helpers import jit, seeds
+from tests.kernel_helpers import TARGETS
+from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.optim.muon import corrected_mean, scale_by_muon
@@ -165,3 +169,12 @@ def test_a_zero_gradient_gives_a_zero_update(form, iterates):
     init, update = muon(momentum_form=form, iterates=iterates)
     grad = {"w": jnp.zeros((4, 6))}
     assert not np.any(update(grad, init(grad))[0]["w"])
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_on_gpus_each_leaf_has_its_kernels(platform):
+    transform, grads = scale_by_muon(MuonConfig()), {"layers": draw(0, 3, 64, 128), "tall": draw(1, 48, 32)}
+    state = transform.init(grads)
+    update = functools.partial(transform.update, target=TARGETS[platform])
+    found = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
+    assert [kernel.name for kernel in found] == ["gram", "gram_polynomial"] * 2

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import jax
 
+from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT
-
-CHEAP = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 @contextmanager

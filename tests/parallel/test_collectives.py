@@ -17,7 +17,6 @@ from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import fast_jit, on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.ops import ops_for
 from zaya_jax.ops.target import target_of
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
@@ -244,12 +243,12 @@ def test_the_released_model_gathers_a_kibibyte_a_token_and_layer():
     length = config.context_of(config.phases[last])
     parallel = config.parallel_of(config.phases[last])
     mesh = AbstractMesh(tuple(axis_sizes(parallel, 8).values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    blueprint = make_blueprint(config, last)
+    blueprint = make_blueprint(config, last, target_of(jax.devices()[0]))
     state = jax.eval_shape(lambda: init_state(config, blueprint))
     batch = {name: jax.ShapeDtypeStruct((1, length), "int32") for name in ("tokens", "targets", "segment_ids",
                                                                            "positions")}  # fmt: skip
     batch["loss_mask"] = jax.ShapeDtypeStruct((1, length), "bool")
-    evaluate = make_evaluation_step(config, blueprint, mesh, ops_for(target_of(jax.devices()[0])))
+    evaluate = make_evaluation_step(config, blueprint, mesh)
     text = jax.jit(evaluate).trace(state.params, state.balance, batch).lower().as_text()
     pattern = r"stablehlo\.(all_gather|collective_permute|reduce_scatter|all_to_all)\b.*-> tensor<(\S+)>"
     results = Counter(re.findall(pattern, text))

@@ -7,14 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from tests.hlo_helpers import collectives, product_flops
+from tests.kernel_helpers import TARGETS
 from tests.parallel_helpers import LAYOUTS as MODEL_LAYOUTS
 from tests.parallel_helpers import WIDE
 from tests.train_helpers import change, on_devices
+from zaya_jax.bench.codegen import abstract_device, kernels_of
 from zaya_jax.config import MuonConfig, ParallelConfig
 from zaya_jax.optim.muon import scale_by_muon
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
 from zaya_jax.parallel.rules import placements
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
@@ -127,3 +130,25 @@ def test_a_device_holds_an_eighth_of_the_optimizer(found, name):
     held, total, whole = found[2][name]
     assert held == [(total - whole) / 8 + whole] * 8
     assert whole < total / 1000
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_on_gpus_kernels_see_what_a_device_has(platform):
+    """Also of the leaf that is not split: outside a region the compiler would have to gather for them."""
+    target = TARGETS[platform]
+    mesh = AbstractMesh((8, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES), **abstract_device(target))
+    muon, placed = scale_by_muon(MuonConfig()), placements(SHAPES, ROLES, mesh)
+    on_matrices = on_whole_matrices(placed, mesh)
+    assert placed["blocks.0.router.output"].axis is None
+
+    def update(grads):
+        return muon.update(grads, muon.init(grads), on_matrices=on_matrices, target=target)[0]
+
+    grads = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.NamedSharding(mesh, placed[name].stored))
+             for name, shape in SHAPES.items()}  # fmt: skip
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(update).trace(grads)
+        lowered = traced.lower(lowering_platforms=(platform,))
+    assert [kernel.name for kernel in kernels_of(lowered)] == ["gram", "gram_polynomial"] * len(SHAPES)
+    assert {one.primitive.name for one in traced.jaxpr.eqns if "pallas_call" in str(one)} == {"shard_map"}
+    assert lowered.as_text().count("stablehlo.all_to_all") == 2 * (len(SHAPES) - 1)

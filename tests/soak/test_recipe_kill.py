@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, differing, restore
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import phase_steps, stages, total_steps
@@ -33,7 +34,7 @@ class Run:
         self.env = {
             **os.environ,
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+            "XLA_FLAGS": CHEAP,
         }
 
     def start(self):

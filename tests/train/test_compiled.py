@@ -21,7 +21,7 @@ def made(monkeypatch):
     begun, may_go = [], threading.Event()
     may_go.set()
 
-    def compile_step(config, stage):
+    def compile_step(config, stage, target):
         begun.append(stage.first_step)
         assert may_go.wait(10)
         return stage.first_step
@@ -49,7 +49,7 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
     begun, _ = made
     steps = stages(RUN)
 
-    def fail(config, stage):
+    def fail(config, stage, target):
         begun.append(stage.first_step)
         if stage == steps[1]:
             raise ValueError("too large")

@@ -17,7 +17,7 @@ def fast_decode(monkeypatch):
 
 @functools.cache
 def _compiled(function):
-    return fast_jit(function, static_argnames=("steps", "greedy"))
+    return fast_jit(function, static_argnames=("steps", "greedy", "target"))
 
 
 @pytest.mark.usefixtures("fast_decode")

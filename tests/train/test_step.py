@@ -14,7 +14,9 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
+from zaya_jax.ops.target import target_of
 from zaya_jax.optim.balance import load_error
+from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
 from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
@@ -231,6 +233,20 @@ def test_the_operations_are_those_of_the_device_that_the_mesh_holds(monkeypatch)
     assert layout.ops().experts.keywords["target"].platform == "cpu"
 
 
+def test_so_are_those_of_the_optimizer():
+    told = {}
+
+    def update(updates, state, params, **extra):
+        told.update(extra)
+        return updates, state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    blueprint, mesh = dataclasses.replace(setup().blueprint, optimizer=optimizer), make_mesh()
+    step, state = make_train_step(CONFIG, blueprint, mesh), dataclasses.replace(setup().state, opt_state=())
+    jax.eval_shape(step, state, make_batch())
+    assert told["target"] == target_of(mesh.devices.flat[0])
+
+
 # --- steps that are not finite ---------------------------------------------------------------------------------
 
 
@@ -310,14 +326,15 @@ def infinite_gradient(x):
 infinite_gradient.defvjp(lambda x: (x, None), lambda _, g: (jnp.full_like(g, jnp.inf),))
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is():
+def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(monkeypatch):
     ops = dataclasses.replace(
         LOCAL, attention=lambda *given, **more: infinite_gradient(LOCAL.attention(*given, **more))
     )
+    monkeypatch.setattr(Layout, "ops", lambda _: ops)
     state = setup().state
     blueprint = dataclasses.replace(setup().blueprint, optimizer=optax.scale(-1.0))
     state = dataclasses.replace(state, opt_state=blueprint.optimizer.init(state.params))
-    new, metrics = fast_jit(make_train_step(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]), ops))(
+    new, metrics = fast_jit(make_train_step(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1])))(
         state, make_batch()
     )
     assert np.isfinite(metrics["loss"])

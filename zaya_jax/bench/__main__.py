@@ -12,10 +12,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, 1 where a part of the smoke test failed, or 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m zaya_jax.bench", description="Measure against a peer.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    step = verbs.add_parser("step", help="forward and backward pass against transformers' zaya, on this machine")
+    step = verbs.add_parser("step", help="a pass, or a whole optimizer step, against transformers' zaya")
     _add_common(step, repeats=7)
-    step.add_argument("--dtype", choices=("float32", "bfloat16", "both"), default="both")
-    step.add_argument("--config", metavar="FILE", help="model, batch and context (default: the 52.75M-parameter one)")
+    step.add_argument("--whole", action="store_true",
+                      help="a whole step, as training does it: gradients of micro-batches added up, clipping, Muon, "
+                      "balancing, and the optimizer's share of it; each side has the device to itself. Without it a "
+                      "forward and backward pass, the sides interleaved")  # fmt: skip
+    step.add_argument("--dtype", choices=("float32", "bfloat16", "both"),
+                      help="of a pass (default both); a whole step computes in train.compute_dtype")  # fmt: skip
+    step.add_argument("--config", metavar="FILE", help="model, batch and context, such as configs/bench_8b.yaml for a "
+                      "whole step on a GPU of 141 GB (default: the 52.75M-parameter one)")  # fmt: skip
     step.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
     step.set_defaults(run=_step)
     data = verbs.add_parser("data", help="packing against Grain's, preparing against datasets, and the memory of both")
@@ -32,6 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     saving.add_argument("--folder", metavar="FOLDER", help="on the disk that is measured")
     saving.add_argument("--png", metavar="FILE", help="draw the times over the number of processes there")
     saving.set_defaults(run=_checkpoint)
+    kernels = verbs.add_parser("kernels", help="each kernel against XLA, PyTorch and what the device can do")
+    _add_common(kernels, repeats=5)
+    kernels.add_argument("--only", metavar="CASE", nargs="+", default=[], help="cases by name, such as attention")
+    kernels.set_defaults(run=_kernels)
+    for name, text in (
+        ("machine-code", "registers, shared memory and spills of each kernel on three GPUs, none of which is needed"),
+        ("launches", "launches of a layer and bytes of each operation, with kernels and without"),
+    ):
+        verb = verbs.add_parser(name, help=text)
+        verb.add_argument("--output", metavar="FILE", help="write the result there as JSON")
+        verb.set_defaults(run=_without_gpu)
     smoke = verbs.add_parser("smoke", help="whether everything works on this machine's devices, as one JSON to post")
     smoke.add_argument("--output", metavar="FILE", help="the JSON (default: benchmarks/smoke_DEVICE.json)")
     smoke.set_defaults(run=_smoke)
@@ -61,12 +78,18 @@ def _add_common(verb: argparse.ArgumentParser, *, repeats: int) -> None:
 
 def _step(given: argparse.Namespace) -> None:
     from zaya_jax.bench.step import bench_step, default_config
+    from zaya_jax.bench.whole_step import bench_whole_step, default_whole_config
 
     if given.overrides and not given.config:
         raise InputError(f"{given.overrides[0]} overrides a configuration, but none is given: add --config FILE.")
-    config = load_config(given.config, given.overrides) if given.config else default_config()
-    dtypes = ["float32", "bfloat16"] if given.dtype == "both" else [given.dtype]
-    bench_step(config, dtypes, given.repeats, given.output)
+    config = load_config(given.config, given.overrides) if given.config else None
+    if not given.whole:
+        dtypes = [given.dtype] if given.dtype in {"float32", "bfloat16"} else ["float32", "bfloat16"]
+        bench_step(config or default_config(), dtypes, given.repeats, given.output)
+        return
+    if given.dtype:
+        raise InputError("--dtype is of a pass: give a whole step a --config FILE and train.compute_dtype=bfloat16.")
+    bench_whole_step(config or default_whole_config(), given.repeats, given.output)
 
 
 def _data(given: argparse.Namespace) -> None:
@@ -89,6 +112,20 @@ def _checkpoint(given: argparse.Namespace) -> None:
             raise InputError(f"{name} is {' '.join(map(str, values))}, but must be numbers above zero.")
     sizes = Sizes(tuple(given.gib), tuple(given.processes))
     bench_checkpoint(sizes, given.repeats, given.output, given.png, given.folder)
+
+
+def _kernels(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.kernels import bench_kernels
+
+    bench_kernels(given.only, given.repeats, given.output)
+
+
+def _without_gpu(given: argparse.Namespace) -> None:
+    from zaya_jax.bench.launches import bench_launches
+    from zaya_jax.bench.machine_code import bench_machine_code
+
+    benches = {"machine-code": bench_machine_code, "launches": bench_launches}
+    benches[given.verb](given.output)
 
 
 def _smoke(given: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import pathlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -81,13 +81,16 @@ def lower(function: Callable[..., Any], *arrays: Any, target: Target) -> Any:
     Returns:
       What `jax.stages.Traced.lower` returns.
     """
-    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), **_abstract_device(target))
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), **abstract_device(target))
     with jax.sharding.use_abstract_mesh(mesh):
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=(target.platform,))
 
 
-def _abstract_device(target: Target) -> dict[str, Any]:
-    """From jax 0.11 on kernels are lowered for a device that a mesh describes, if there is none."""
+def abstract_device(target: Target) -> dict[str, Any]:
+    """What `AbstractMesh` must be given so that kernels are lowered for `target`, which need not be there.
+
+    From jax 0.11 on it is a description of the device; before, nothing.
+    """
     if jax.__version_info__ < (0, 11):
         return {}
     device = jax.sharding.AbstractDevice(device_kind=target.device_kind, num_cores=132, platform="gpu")  # type: ignore
@@ -95,9 +98,12 @@ def _abstract_device(target: Target) -> dict[str, Any]:
 
 
 def kernels_of(lowered: Any) -> list[Kernel]:
-    """The kernels of a lowered program, one an occurrence."""
+    """The kernels of a lowered program in their order, one a call: functions that are called twice count twice."""
+    functions = {}
+    for operation in lowered.compiler_ir().operation.regions[0].blocks[0].operations:
+        functions[operation.attributes["sym_name"].value] = operation.operation
     found = []
-    for operation in _walk(lowered.compiler_ir().operation):
+    for operation in _walk(functions["main"], functions):
         if operation.name != "stablehlo.custom_call":
             continue
         if "__gpu$xla.gpu.triton" not in str(operation.attributes["call_target_name"]):
@@ -105,9 +111,7 @@ def kernels_of(lowered: Any) -> list[Kernel]:
         attributes = operation.attributes
         config = attributes["mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"]
         name, ir = (config[key] for key in ("name", "ir"))
-        found.append(
-            Kernel(name.value, ir.value_bytes, *(_number(config[key]) for key in ("num_warps", "num_stages")))
-        )
+        found.append(Kernel(name.value, ir.value_bytes, *(_number(config[key]) for key in ("num_warps", "num_stages"))))
     return found
 
 
@@ -115,12 +119,15 @@ def _number(attribute: Any) -> int:
     return int(str(attribute).split(":", maxsplit=1)[0])
 
 
-def _walk(operation: Any) -> Iterator[Any]:
+def _walk(operation: Any, functions: Mapping[str, Any]) -> Iterator[Any]:
+    """The operations of a function, and at each call those of the function that is called."""
     yield operation
+    if operation.name == "func.call":
+        yield from _walk(functions[operation.attributes["callee"].value], functions)
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
-                yield from _walk(inner.operation)
+                yield from _walk(inner.operation, functions)
 
 
 def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:

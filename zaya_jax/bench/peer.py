@@ -1,14 +1,26 @@
-"""The peer of the step benchmark: `transformers`' own ZAYA in PyTorch."""
+"""The peer of the step benchmarks: `transformers`' own ZAYA in PyTorch."""
 
 import importlib
+import importlib.util
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.checkpoint.hf_config import to_hf
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError
+
+ROWS = (1, 2, 4, 8)  # sequences at a time, among which training takes the fastest number
+_TOO_LARGE = "transformers' model and its AdamW do not fit the memory of this device."
+_MISSING = "The peer needs PyTorch and transformers: pip install -e '.[parity]'."
+
+
+def check_peer() -> None:
+    """Raise `InputError` where PyTorch or `transformers` is not installed; imports neither."""
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
+        raise InputError(_MISSING)
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
@@ -20,20 +32,7 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
     Raises:
       InputError: PyTorch or `transformers` is not installed.
     """
-    try:  # imported by name, since no part of the package may need them
-        torch: Any = importlib.import_module("torch")
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise InputError("The peer needs PyTorch and transformers: pip install -e '.[parity]'.") from error
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    tree = to_hf(config, dtype)
-    tree.pop("architectures")
-    config_there = transformers.ZayaConfig(**tree, attn_implementation="sdpa")
-    model = transformers.ZayaForCausalLM(config_there).to(device, getattr(torch, dtype))
-    for layer in model.model.layers:
-        layer.self_attn.qk_norm.temp.data.fill_(1.0)
-        layer.mlp.gate.balancing_biases.data = layer.mlp.gate.balancing_biases.data.float()
+    torch, model = _make_model(config, dtype, device, threads)
     tokens = torch.tensor(tokens_bs, device=device)
 
     def step() -> float:
@@ -43,3 +42,118 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
         return loss.item()
 
     return step
+
+
+def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, repeats: int) -> dict[str, Any]:
+    """Seconds of `repeats` optimizer steps on all of `tokens_bs`, after one to warm up, losses, and memory.
+
+    The model is that of `peer_step`. Parameters, gradients and moments are in the compute dtype, PyTorch's fused AdamW
+    moves them, and gradients are clipped. A number of sequences at a time, and whether activations are kept or
+    computed again, are those of the fastest pass that fits.
+
+    Raises:
+      InputError: PyTorch or `transformers` is not installed, or nothing fits the device.
+    """
+    torch, model = _make_model(config.model, config.train.compute_dtype, device, threads)
+    rates = config.optimizer.adamw
+    optimizer = torch.optim.AdamW(model.parameters(), rates.learning_rate, (rates.b1, rates.b2), rates.eps,
+                                  rates.weight_decay, fused=True)  # fmt: skip
+    tokens = torch.tensor(tokens_bs, device=device)
+    wait = torch.cuda.synchronize if device == "cuda" else _nothing
+
+    def one_pass(rows: Any, of: int) -> Any:
+        loss = model(rows, labels=rows, use_cache=False).loss * (len(rows) / of)
+        loss.backward()
+        return loss.detach()
+
+    def move() -> None:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    again, rows = _fastest(torch, model, tokens, one_pass, move, wait)
+    _compute_again(model, again)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds, losses = [], []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        loss = sum(one_pass(part, len(tokens)) for part in tokens.split(rows))
+        move()
+        wait()
+        seconds.append(time.perf_counter() - start)
+        losses.append(round(float(loss), 4))
+    return {
+        "micro_batch": rows,
+        "checkpointing": again,
+        "seconds": {"step": [round(second, 4) for second in seconds[1:]]},
+        "losses": losses,
+        "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
+    }
+
+
+def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:
+    """The module torch, and the model."""
+    try:  # imported by name, since no part of the package may need them
+        torch: Any = importlib.import_module("torch")
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise InputError(_MISSING) from error
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    tree = to_hf(config, dtype)
+    tree.pop("architectures")
+    config_there = transformers.ZayaConfig(**tree, attn_implementation="sdpa")
+    with torch.device(device):  # a host draws billions of parameters slowly
+        model = transformers.ZayaForCausalLM(config_there).to(device, getattr(torch, dtype))
+    for layer in model.model.layers:
+        layer.self_attn.qk_norm.temp.data.fill_(1.0)
+        layer.mlp.gate.balancing_biases.data = layer.mlp.gate.balancing_biases.data.float()
+    return torch, model
+
+
+def _fastest(
+    torch: Any, model: Any, tokens: Any, one_pass: Callable[[Any, int], Any], move: Callable[[], None],
+    wait: Callable[[], None],
+) -> tuple[bool, int]:  # fmt: skip
+    """Whether activations are computed again, and how many sequences a pass takes, so that it is fastest."""
+    speeds: dict[tuple[bool, int], float] = {}
+    _compute_again(model, True)
+    try:
+        one_pass(tokens[:1], 1)
+        move()  # so that the moments are there when it is tried what fits beside them
+    except torch.OutOfMemoryError as error:
+        raise InputError(_TOO_LARGE) from error
+    for again in (False, True):
+        _compute_again(model, again)
+        for rows in ROWS:
+            if len(tokens) % rows == 0 and (speed := _speed(torch, tokens[:rows], one_pass, wait)) is not None:
+                speeds[again, rows] = speed
+    model.zero_grad(set_to_none=True)
+    if not speeds:
+        raise InputError(_TOO_LARGE)
+    return max(speeds, key=speeds.__getitem__)
+
+
+def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Callable[[], None]) -> float | None:
+    """Sequences/s of a pass, after one to warm up; None where it does not fit."""
+    start = 0.0
+    try:
+        for _ in range(2):
+            start = time.perf_counter()
+            one_pass(rows, len(rows))
+            wait()
+    except torch.OutOfMemoryError:
+        return None
+    return len(rows) / (time.perf_counter() - start)
+
+
+def _compute_again(model: Any, again: bool) -> None:
+    if again:
+        model.activation_checkpointing_enable()
+    else:
+        model.activation_checkpointing_disable()
+
+
+def _nothing() -> None:
+    """A CPU does its work at once."""

@@ -23,9 +23,9 @@ import numpy as np
 
 from zaya_jax.bench import context
 from zaya_jax.bench.aside import aside, interleave
+from zaya_jax.bench.collectives import check_collectives
 from zaya_jax.bench.machine import describe_machine
 from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.bench.selfcheck import check_collectives, check_operations, operation_checks
 from zaya_jax.bench.step import bench_step, our_step
 from zaya_jax.config import (
     AdamWConfig,
@@ -44,6 +44,7 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import stages, total_steps
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.ops.selfcheck import check_operations, operation_checks
 from zaya_jax.train.loop import train
 from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
 from zaya_jax.train.tracker import read_rows

@@ -19,7 +19,7 @@ from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.lora import ADAPTED
 from zaya_jax.model.loss import CHUNK
 from zaya_jax.model.tree import shapes
-from zaya_jax.ops import ops_for
+from zaya_jax.ops.choice import choose
 from zaya_jax.ops.precision import wide
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.gradient import compute_copy, frozen_copy
@@ -161,7 +161,8 @@ def _local(layout: Layout, look: Any, params: Any, frozen: Any, *more: Any, spec
 
 def residual_bytes(config: Config, blueprint: Blueprint, layout: Layout, shape: tuple[int, int]) -> int:
     """Bytes that one device keeps between the passes over a micro-batch of `shape` (its sequences, all tokens)."""
-    loss = make_local_loss(config, blueprint, layout.ops(ops_for(TARGET)))
+    target = choose(TARGET, config.model, config.train.compute_dtype).target
+    loss = make_local_loss(config, blueprint, dataclasses.replace(layout, target=target).ops())
     batches = math.prod(layout.mesh.shape[axis] for axis in ("data", "fsdp", "expert"))
     whole = (shape[0] * batches, shape[1])
     kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}

@@ -11,6 +11,9 @@ import numpy as np
 from zaya_jax.errors import InputError
 from zaya_jax.model.cache import init_cache
 from zaya_jax.model.zaya import Zaya, head
+from zaya_jax.ops import ops_for
+from zaya_jax.ops.choice import choose
+from zaya_jax.ops.target import Target, current_target
 
 
 def generate(
@@ -62,8 +65,9 @@ def generate(
         tokens[index, longest - len(row) :] = row
         segments[index, longest - len(row) :] = 1
     key = jax.random.key(0) if key is None else key
+    target = choose(current_target(), config, model.dtype.name).target
     drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
-                               steps=max_new_tokens, greedy=temperature == 0))  # fmt: skip
+                               steps=max_new_tokens, greedy=temperature == 0, target=target))  # fmt: skip
     results = []
     for row in drawn.tolist():
         end = row.index(stop_token) if stop_token in row else len(row)
@@ -71,12 +75,12 @@ def generate(
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "greedy"))
+@functools.partial(jax.jit, static_argnames=("steps", "greedy", "target"))
 def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.Array, temperature: jax.Array, *,
-            steps: int, greedy: bool) -> jax.Array:  # fmt: skip
+            steps: int, greedy: bool, target: Target) -> jax.Array:  # fmt: skip
     """int32 [b, steps] drawn after each other."""
-    b, s = tokens_bs.shape
-    out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype))
+    (b, s), ops = tokens_bs.shape, ops_for(target)
+    out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype), ops=ops)
 
     def draw(hidden_bd: jax.Array, key: jax.Array) -> jax.Array:
         scores = head(model, hidden_bd)
@@ -86,7 +90,7 @@ def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.
 
     def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
         token_b, cache = carry
-        out = model(token_b[:, None], jnp.ones((b, 1), jnp.int32), cache=cache)
+        out = model(token_b[:, None], jnp.ones((b, 1), jnp.int32), cache=cache, ops=ops)
         token_b = draw(out.hidden_bsd[:, 0], key)
         return (token_b, out.cache), token_b
 

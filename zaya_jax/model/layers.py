@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.ops import Ops
+from zaya_jax.ops.residual_norm import MergeVectors, merge
 
 Role = Literal[
     "attention", "router", "expert",  # matrices
@@ -71,24 +72,34 @@ class ResidualScaling(nnx.Module):
         self.residual_scale = param(jnp.ones(size), "scale")
         self.residual_bias = param(jnp.zeros(size), "bias")
 
+    @property
+    def vectors(self) -> MergeVectors:
+        """The parameters, as the operation takes them."""
+        return MergeVectors(self.hidden_scale[...], self.hidden_bias[...], self.residual_scale[...],
+                            self.residual_bias[...])  # fmt: skip
+
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
         """The new stream, fp32."""
-        vectors = (self.hidden_scale, self.hidden_bias, self.residual_scale, self.residual_bias)
-        return recomputed(_merge)(output_bsd, stream_bsd, *(vector[...].astype(stream_bsd.dtype) for vector in vectors))
+        return recomputed(merge)(output_bsd, stream_bsd, self.vectors)
 
 
 class PlainSum(nnx.Module):
     """Merges a sublayer's output into the stream: o + x, in fp32, without parameters."""
 
+    vectors = None
+
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
         """The new stream, fp32."""
-        return output_bsd.astype(stream_bsd.dtype) + stream_bsd
+        return merge(output_bsd, stream_bsd, None)
 
 
-def _merge(output_bsd: jax.Array, stream_bsd: jax.Array, hidden_scale_d: jax.Array, hidden_bias_d: jax.Array,
-           residual_scale_d: jax.Array, residual_bias_d: jax.Array) -> jax.Array:  # fmt: skip
-    output = (output_bsd.astype(stream_bsd.dtype) + hidden_bias_d) * hidden_scale_d
-    return output + (stream_bsd + residual_bias_d) * residual_scale_d
+def merged_and_normed(
+    into: ResidualScaling | PlainSum, norm: RMSNorm, output_bsd: jax.Array, stream_bsd: jax.Array,
+    dtype: jax.typing.DTypeLike, ops: Ops,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """What `into` makes of an output and the stream, fp32, and `norm` of that, in `dtype`: one operation."""
+    joined = recomputed(ops.residual_norm, static=(4, 5))
+    return joined(output_bsd, stream_bsd, into.vectors, norm.weight[...], norm.eps, jnp.dtype(dtype))
 
 
 def rotary_table(

@@ -16,7 +16,15 @@ from zaya_jax.model.cache import Cache, LayerCache
 from zaya_jax.model.cca import CCA, Context
 from zaya_jax.model.experts import MixtureOfExperts
 from zaya_jax.model.gqa import GQA
-from zaya_jax.model.layers import PlainSum, ResidualScaling, RMSNorm, param, rotary_table, segment_positions
+from zaya_jax.model.layers import (
+    PlainSum,
+    ResidualScaling,
+    RMSNorm,
+    merged_and_normed,
+    param,
+    rotary_table,
+    segment_positions,
+)
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.names import PRODUCT
 from zaya_jax.ops.precision import wide
@@ -59,8 +67,7 @@ class Block(nnx.Module):
         """The new fp32 stream, the router's state, the tokens of each expert, and the decode state."""
         dtype = self.attention.query.dtype
         out, layer = self.attention(self.attention_norm(x_bsd, dtype, ops), context, layer, ops)
-        x_bsd = self.attention_merge(out, x_bsd)
-        h_bsd = self.mixture_norm(x_bsd, dtype, ops)
+        x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
         out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
         return self.mixture_merge(out, x_bsd), state_bsr, counts, layer
 

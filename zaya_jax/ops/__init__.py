@@ -12,10 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.ops.attention import attention
+from zaya_jax.ops.attention import Part, attention, attention_part, attention_part_gradient
+from zaya_jax.ops.attention_kernel import attention_kernel, attention_part_gradient_kernel, attention_part_kernel
 from zaya_jax.ops.cca_mix import Halo, cca_mix
+from zaya_jax.ops.cca_mix_kernel import cca_mix_kernel
 from zaya_jax.ops.dispatch import dispatch_experts
 from zaya_jax.ops.norm import rms_norm
+from zaya_jax.ops.residual_norm import residual_norm
+from zaya_jax.ops.residual_norm_kernel import residual_norm_kernel
 from zaya_jax.ops.target import Target
 
 
@@ -40,8 +44,11 @@ class Ops:
 
     Attributes:
       attention: `ops.attention.attention`.
+      attention_part: `ops.attention.attention_part`.
+      attention_part_gradient: `ops.attention.attention_part_gradient`.
       cca_mix: `ops.cca_mix.cca_mix`.
       rms_norm: `ops.norm.rms_norm`.
+      residual_norm: `ops.residual_norm.residual_norm`.
       experts: `ops.dispatch.dispatch_experts`.
       halo: rows of the convolution and of the delayed value before this piece of the sequence.
       key_segments: from the documents of this piece of the sequence to those of the keys that attention is given.
@@ -49,8 +56,11 @@ class Ops:
     """
 
     attention: Callable[..., jax.Array] = attention
+    attention_part: Callable[..., Part] = attention_part
+    attention_part_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = attention_part_gradient
     cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix
     rms_norm: Callable[..., jax.Array] = rms_norm
+    residual_norm: Callable[..., tuple[jax.Array, jax.Array]] = residual_norm
     experts: Callable[..., jax.Array] = dispatch_experts
     halo: Callable[..., Halo] = no_halo
     key_segments: Callable[[jax.Array], jax.Array] = _same
@@ -60,6 +70,21 @@ class Ops:
 LOCAL = Ops()
 
 
+_KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
+    "residual_norm": {"residual_norm": residual_norm_kernel},
+    "cca_mix": {"cca_mix": cca_mix_kernel},
+    "attention": {
+        "attention": attention_kernel,
+        "attention_part": attention_part_kernel,
+        "attention_part_gradient": attention_part_gradient_kernel,
+    },
+}
+
+
 def ops_for(target: Target) -> Ops:
-    """`LOCAL`, compiled for `target` whatever the first device of the process is."""
-    return dataclasses.replace(LOCAL, experts=functools.partial(dispatch_experts, target=target))
+    """`LOCAL` by the kernels there are for `target`, and compiled for it whatever the first device of the process is."""
+    found: dict[str, Callable[..., Any]] = {"experts": functools.partial(dispatch_experts, target=target)}
+    for operation, kernels in _KERNELS.items():
+        if platform := target.kernel(operation):
+            found |= {name: functools.partial(kernel, platform=platform) for name, kernel in kernels.items()}
+    return dataclasses.replace(LOCAL, **found)

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from zaya_jax.ops.grouped_experts import grouped_experts
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.names import PRODUCT
-from zaya_jax.ops.target import Target
+from zaya_jax.ops.target import Target, current_target
 
 
 def dispatch_experts(
@@ -34,10 +35,16 @@ def dispatch_experts(
     Returns:
       [t, d] in the dtype of `h_td`.
     """
+    target = target or current_target()
     num_experts = down_efd.shape[0]
     order = jnp.argsort(expert_t, stable=True)
-    back = jnp.argsort(order, stable=True)
     sizes_e = jnp.zeros(num_experts + 1, jnp.int32).at[expert_t].add(1)[:num_experts]
+    platform = target.kernel("grouped_experts")
+    if platform is not None and target.kernel("grouped_matmul") is not None:
+        order = checkpoint_name(order, PRODUCT)  # 4 bytes a token, for a sort less
+        out_td = grouped_experts(h_td, order, sizes_e, weight_t, gate_up_edf, down_efd, platform=platform)
+        return checkpoint_name(out_td, PRODUCT)
+    back = jnp.argsort(order, stable=True)
     gate_up = grouped_matmul(permute(h_td, order, back), gate_up_edf, sizes_e, target=target)
     gate_up = checkpoint_name(gate_up, PRODUCT)
     hidden_tf = jax.checkpoint(_swiglu, prevent_cse=False)(gate_up)

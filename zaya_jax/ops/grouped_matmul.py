@@ -1,11 +1,12 @@
 """Products of sorted rows with the matrix of their group, dropless, for any split into groups.
 
 Rows stand sorted by group; group e owns `sizes_e[e]` of them, and rows past the sum of the sizes (the skip
-class, padding) take part in nothing and come out zero. Two implementations:
+class, padding) take part in nothing and come out zero. Three implementations:
 
 * `reference`, a loop over blocks of rows that does only the work there is: on a CPU `jax.lax.ragged_dot`
   multiplies every row with every expert.
-* `xla`, `jax.lax.ragged_dot`, which the GPU compilers turn into a grouped product.
+* the kernel, on a GPU: `ops.grouped_matmul_kernel`.
+* `xla`, `jax.lax.ragged_dot`, on a GPU whose target is without the kernel.
 """
 
 import functools
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.ops.grouped_matmul_kernel import grouped_matmul_kernel
 from zaya_jax.ops.precision import wide
 from zaya_jax.ops.target import Target, current_target
 
@@ -37,7 +39,10 @@ def grouped_matmul(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, tar
     target = target or current_target()
     if target.platform == "cpu":
         return _reference(x_tp, w_epq, sizes_e)
-    return _xla(x_tp, w_epq, sizes_e)
+    platform = target.kernel("grouped_matmul")
+    if platform is None:
+        return _xla(x_tp, w_epq, sizes_e)
+    return grouped_matmul_kernel(x_tp, w_epq, sizes_e, platform=platform)
 
 
 def _xla(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:

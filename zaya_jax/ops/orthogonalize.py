@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 from zaya_jax.config.optimizer import Coefficients
 from zaya_jax.ops.precision import wide
+from zaya_jax.ops.symmetric import gram_polynomial, product
+from zaya_jax.ops.target import Target, current_target
 
 Triple = tuple[float, float, float]
 
@@ -49,8 +51,9 @@ COEFFICIENTS: dict[Coefficients, tuple[Triple, ...]] = {
 
 
 def orthogonalize(
-    m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike, coefficients: Coefficients = "standard"
-) -> jax.Array:
+    m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike, coefficients: Coefficients = "standard",
+    target: Target | None = None,
+) -> jax.Array:  # fmt: skip
     """UVᵀ of each matrix's singular value decomposition UΣVᵀ, approximately.
 
     After five steps singular values lie within the band below if they were at least 0.003 of the matrix's
@@ -74,31 +77,26 @@ def orthogonalize(
       coefficients: 'standard' is one triple for every step (Jordan's Muon, zaya1.md §3.1); 'dion' is five
         (Dion, arXiv 2504.05295, as Optax has them); 'polar_express' is eight (arXiv 2505.16932,
         algorithm 1, with its safety factor of 1.01 on the triples but the last, and on the norm).
+      target: what to compile for; the default device where None.
 
     Returns:
       fp32, of the same shape. It does not depend on a matrix's scale, unless its norm is under 1e-7: from there
       the result goes to 0 with it.
 
     Raises:
-      ValueError: there are no two axes, or no steps.
+      ValueError: there are no two axes, or no steps; or there are kernels, but not for these dtypes.
     """
     if m_xpq.ndim < 2 or steps < 1:
         raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
     sums = wide(m_xpq.dtype)
     triples = COEFFICIENTS[coefficients]
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
-    # Some GPUs would round fp32 operands to TF32; those in bf16 are exact whatever the precision.
-    precision = jax.lax.Precision.HIGHEST if jnp.dtype(dtype) != jnp.bfloat16 else None
-
-    def product(left: jax.Array, right: jax.Array) -> jax.Array:
-        return jnp.matmul(left, right, precision=precision, preferred_element_type=sums)
+    platform = (target or current_target()).kernel("symmetric")
 
     def step(x: jax.Array, triple: jax.Array) -> tuple[jax.Array, None]:
         a, b, c = triple
-        gram = product(x, jnp.swapaxes(x, -1, -2))
-        low = gram.astype(dtype)
-        polynomial = b * gram + c * product(low, low)
-        return (a * x.astype(sums) + product(polynomial.astype(dtype), x)).astype(dtype), None
+        polynomial = gram_polynomial(x, b, c, platform=platform)
+        return (a * x.astype(sums) + product(polynomial, x, sums)).astype(dtype), None
 
     p, q = m_xpq.shape[-2:]
     x = m_xpq.astype(sums)

@@ -10,6 +10,7 @@ import optax
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.precision import wide
+from zaya_jax.ops.target import Target
 
 
 class MeanState(NamedTuple):
@@ -41,19 +42,20 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
       rate; its state is the momentum, in the parameters' shapes and at least fp32, and for the mean a number of
       steps.
       `update` takes `on_matrices`, which applies a function to matrices that lie over several devices:
-      (name, leaf, function of whole matrices) → result, placed as the leaf.
+      (name, leaf, function of whole matrices) → result, placed as the leaf; and `target`, what the orthogonalising
+      is compiled for (the default device where None).
     """
     parts = split or {}
 
     def directions(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *,
-        on_matrices: OnMatrices = _here, **_: Any,
+        on_matrices: OnMatrices = _here, target: Target | None = None, **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
 
         def one(path: tuple[Any, ...], m: jax.Array) -> jax.Array:
             name = jax.tree_util.keystr(path, simple=True)
-            return on_matrices(name, m, lambda matrices: _direction(matrices, config, parts.get(name, 1)))
+            return on_matrices(name, m, lambda matrices: _direction(matrices, config, parts.get(name, 1), target))
 
         return jax.tree_util.tree_map_with_path(one, updates), state
 
@@ -101,12 +103,12 @@ def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformat
     return optax.GradientTransformation(init, update)
 
 
-def _direction(m_xpq: jax.Array, config: MuonConfig, parts: int) -> jax.Array:
+def _direction(m_xpq: jax.Array, config: MuonConfig, parts: int, target: Target | None) -> jax.Array:
     *stack, p, q = m_xpq.shape
     iterates = config.iterates if config.iterates == "bfloat16" else wide(m_xpq.dtype)
     apart = jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
     orthogonal = orthogonalize(
-        apart, steps=config.newton_schulz_steps, dtype=iterates, coefficients=config.coefficients
+        apart, steps=config.newton_schulz_steps, dtype=iterates, coefficients=config.coefficients, target=target
     )
     return jnp.moveaxis(_scale(p, q // parts, config) * orthogonal, -3, -2).reshape(m_xpq.shape)
 

@@ -13,9 +13,8 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops, ops_for
-from zaya_jax.ops.attention import attention_part, attention_part_gradient
 from zaya_jax.ops.precision import wide
-from zaya_jax.ops.target import target_of
+from zaya_jax.ops.target import Target, target_of
 from zaya_jax.parallel.batch import WHOLE, Share, place_batch
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
@@ -36,20 +35,20 @@ class Layout:
       mesh: of the devices.
       placed: each parameter, by name.
       dtypes: that each parameter computes in.
+      target: what is compiled for, and by which kernels; None for a mesh without devices, where none was given.
     """
 
     config: ParallelConfig
     mesh: AnyMesh
     placed: Mapping[str, Placement]
     dtypes: Mapping[str, Any]
+    target: Target | None
 
-    def ops(self, base: Ops | None = None) -> Ops:
-        """The model's operations on this layout; `base` are those of one device (for its platform where None)."""
-        if base is None:
-            if isinstance(self.mesh, AbstractMesh):
-                raise ValueError("A mesh without devices is of no platform: give the operations of one device.")
-            base = ops_for(target_of(self.mesh.devices.flat[0]))
-        shape, changes = self.mesh.shape, {}
+    def ops(self) -> Ops:
+        """The model's operations on this layout."""
+        if self.target is None:
+            raise ValueError("A mesh without devices is of no platform: give make_layout the target.")
+        base, shape, changes = ops_for(self.target), self.mesh.shape, {}
         changes["gather_layer"] = gather_layer(self.placed, self.dtypes)
         if shape["expert"] > 1:
             ragged = self.config.expert_exchange == "ragged"
@@ -62,7 +61,7 @@ class Layout:
             changes["halo"] = make_halo(self.config)
             changes["cca_mix"] = make_mix(self.config, base.cca_mix)
             if self.config.context_attention == "ring":
-                local = PartialAttention(attention_part, attention_part_gradient)
+                local = PartialAttention(base.attention_part, base.attention_part_gradient)
                 changes["attention"] = ring_attention(self.config, local)
             else:
                 changes["attention"] = gathered_attention(self.config, base.attention)
@@ -95,8 +94,13 @@ class Layout:
 
 def make_layout(
     config: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
-    dtype: str, exact: Collection[str] = (),
+    dtype: str, exact: Collection[str] = (), target: Target | None = None,
 ) -> Layout:  # fmt: skip
-    """The layout of parameters of these shapes and roles on `mesh`, computing in `dtype`, those `exact` in fp32."""
+    """The layout of parameters of these shapes and roles on `mesh`, computing in `dtype`, those `exact` in fp32.
+
+    It is for `target`, or for the mesh's first device where None.
+    """
+    if target is None and not isinstance(mesh, AbstractMesh):
+        target = target_of(mesh.devices.flat[0])
     dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, wide(dtype))}
-    return Layout(config, mesh, placements(shapes, roles, mesh), dtypes)
+    return Layout(config, mesh, placements(shapes, roles, mesh), dtypes, target)

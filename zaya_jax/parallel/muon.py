@@ -19,13 +19,14 @@ def on_whole_matrices(
 
     A device holds some rows (or columns) of every matrix of a leaf. One all-to-all gives it some of the matrices
     whole, and another brings the results back. A stack whose size the devices do not divide is padded with zeros
-    on the way, and nowhere else: checkpoints hold the natural shapes.
+    on the way, and nowhere else: checkpoints hold the natural shapes. What is not split is done by every device,
+    inside the same kind of region, so that a kernel always has local shapes.
     """
 
     def whole(name: str, m: jax.Array, function: StackFunction) -> jax.Array:
         place = placed[name]
         axis = place.axis
-        if axis is None and not place.by_expert:
+        if math.prod(mesh.shape.values()) == 1:
             return _flat(function, m)
 
         devices = math.prod(mesh.shape[one] for one in place.over)

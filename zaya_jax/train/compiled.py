@@ -11,6 +11,7 @@ from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.errors import InputError
+from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch, replicated
 from zaya_jax.train.base import abstract_base
 from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of, where_parallel
@@ -62,8 +63,8 @@ def abstract_state(config: Config, phase: int) -> TrainState:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def trace_step(config: Config, stage: Stage) -> jax.stages.Traced:
-    """(state, batch, base) → (state, metrics), traced for a stage; the state is donated.
+def trace_step(config: Config, stage: Stage, target: Target | None = None) -> jax.stages.Traced:
+    """(state, batch, base) → (state, metrics), traced for a stage and `target`; the state is donated.
 
     The batch's leaves are [micro-batches, sequences, context]; all lie as the phase's layout says. `base` is {} without
     adapters.
@@ -71,22 +72,22 @@ def trace_step(config: Config, stage: Stage) -> jax.stages.Traced:
     key, mesh, state = step_key(config, stage), mesh_of(config, stage.phase), abstract_state(config, stage.phase)
     shape, sharding = (key.micro_batches, key.sequences, key.context), batch_sharding(mesh, leading=1)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _TYPES.items()}
-    step, base = make_train_step(config, make_blueprint(config, stage.phase), mesh), abstract_base(config, stage.phase)
+    step = make_train_step(config, make_blueprint(config, stage.phase, target), mesh)
     out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
-    return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch, base)
+    return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch, abstract_base(config, stage.phase))
 
 
-def compile_step(config: Config, stage: Stage) -> Callable:
+def compile_step(config: Config, stage: Stage, target: Target | None = None) -> Callable:
     """`trace_step`, compiled for the devices of this job."""
-    return trace_step(config, stage).lower().compile()
+    return trace_step(config, stage, target).lower().compile()
 
 
 class CompiledSteps:
     """The steps of a run's stages, each compiled once and before it is needed; a context manager."""
 
-    def __init__(self, config: Config) -> None:
-        """Compile nothing yet."""
-        self._config = config
+    def __init__(self, config: Config, target: Target | None = None) -> None:
+        """Compile nothing yet; then for `target`, or what the first device is where None."""
+        self._config, self._target = config, target
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[tuple[float, ParallelConfig], Callable] = {}
@@ -115,12 +116,12 @@ class CompiledSteps:
         config, one = self._config, self._config.phases[phase]
         key = config.model_of(one).rope_base, config.parallel_of(one)
         if key not in self._evaluations:
-            step = make_evaluation_step(config, make_blueprint(config, phase), mesh_of(config, phase))
+            step = make_evaluation_step(config, make_blueprint(config, phase, self._target), mesh_of(config, phase))
             self._evaluations[key] = jax.jit(step)
         return self._evaluations[key]
 
     def _begin(self, stage: Stage) -> Future[Callable]:
         key = step_key(self._config, stage)
         if key not in self._steps:
-            self._steps[key] = self._pool.submit(compile_step, self._config, stage)
+            self._steps[key] = self._pool.submit(compile_step, self._config, stage, self._target)
         return self._steps[key]

@@ -29,6 +29,7 @@ from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
+from zaya_jax.train.kernels import choose_kernels
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import (
     CHECKPOINTS,
@@ -116,7 +117,7 @@ def train(config: Config) -> TrainResult:
                     state = go_on(config, store, batches)
                 else:
                     store.take_over()
-                with CompiledSteps(config) as compiled:
+                with CompiledSteps(config, choose_kernels(config).target) as compiled:
                     state = _run(config, folder, store, batches, state, base.params, compiled, watched, shares, stop)
                     last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}

@@ -17,6 +17,7 @@ from zaya_jax.model.lora import adapter_roles, adapter_shapes, draw_adapters
 from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles, shapes
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.precision import wide
+from zaya_jax.ops.target import Target
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.layout import Layout, make_layout
@@ -55,7 +56,8 @@ class Blueprint:
     """What is fixed over a phase: the abstract model, the transforms, the layout asked for.
 
     `roles` are those of all parameters that there are, `trained` the shapes of those that the loss moves: of the
-    model's, or of adapters that stand beside them.
+    model's, or of adapters that stand beside them. `target` is what is compiled for: where None, the mesh's first
+    device.
     """
 
     model: Zaya
@@ -65,9 +67,10 @@ class Blueprint:
     trained: dict[str, tuple[int, ...]]
     optimizer: optax.GradientTransformation
     balancer: optax.GradientTransformation
+    target: Target | None = None
 
 
-def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
+def make_blueprint(config: Config, phase: int = 0, target: Target | None = None) -> Blueprint:
     """The blueprint of a phase of a configured run; nothing is allocated."""
     model = _abstract_model(config.model_of(config.phases[phase]))
     every, trained = roles(model), shapes(model)
@@ -78,7 +81,7 @@ def make_blueprint(config: Config, phase: int = 0) -> Blueprint:
     optimizer = make_optimizer(moved, {name: every[name] for name in trained}, fused(model))
     one = config.phases[phase]
     return Blueprint(model, config.remat_of(one), config.parallel_of(one), every, trained, optimizer,
-                     make_balancer(config.optimizer.balance))  # fmt: skip
+                     make_balancer(config.optimizer.balance), target)  # fmt: skip
 
 
 def mesh_of(config: Config, phase: int) -> Mesh:
@@ -96,7 +99,8 @@ def layout_of(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Layout:
     """How the phase that `blueprint` is of lies on `mesh`."""
     everything = {**shapes(blueprint.model), **blueprint.trained}
     exact = () if config.lora is None else blueprint.trained.keys()
-    return make_layout(blueprint.parallel, mesh, everything, blueprint.roles, config.train.compute_dtype, exact)
+    return make_layout(blueprint.parallel, mesh, everything, blueprint.roles, config.train.compute_dtype, exact,
+                       blueprint.target)  # fmt: skip
 
 
 @functools.lru_cache(maxsize=8)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps
@@ -18,6 +17,7 @@ from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.precision import wide
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
+from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.train.spikes import forget, judge, remember
 from zaya_jax.train.state import Blueprint, TrainState, layout_of
 
@@ -50,9 +50,7 @@ def make_local_loss(
     return local_loss
 
 
-def make_train_step(
-    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
-) -> Callable[..., tuple[TrainState, Metrics]]:
+def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Callable[..., tuple[TrainState, Metrics]]:
     """The function (state, batch, base) → (state, metrics) of the phase that `blueprint` is of.
 
     `base` are the parameters of the model that adapters are of, by name and in the compute dtype; without adapters it
@@ -65,7 +63,7 @@ def make_train_step(
     (index of `spikes.REASONS`).
     """
     layout = layout_of(config, blueprint, mesh)
-    gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops(ops)))
+    gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops()))
     optimizer = optax.with_extra_args_support(blueprint.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
@@ -78,7 +76,9 @@ def make_train_step(
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
         grads = jax.tree.map(lambda g: g * factor, grads)
         rate = rate_at(state.step)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, on_matrices=layout.on_matrices)
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, on_matrices=layout.on_matrices, target=layout.target
+        )
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
@@ -107,15 +107,13 @@ def make_train_step(
     return train_step
 
 
-def make_evaluation_step(
-    config: Config, blueprint: Blueprint, mesh: Mesh, ops: Ops | None = None
-) -> Callable[..., dict[str, jax.Array]]:
+def make_evaluation_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Callable[..., dict[str, jax.Array]]:
     """(params, balance, batch with leaves [sequences, context], frozen) → summed `loss` in nats and count of `tokens`.
 
     `frozen` is the `base` of `make_train_step`.
     """
     layout = layout_of(config, blueprint, mesh)
-    local_loss = make_local_loss(config, blueprint, layout.ops(ops))
+    local_loss = make_local_loss(config, blueprint, layout.ops())
 
     def sums(params: Arrays, balance: Arrays, batch: Batch) -> dict[str, jax.Array]:
         found = local_loss(params, balance, batch)[1]

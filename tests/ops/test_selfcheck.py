@@ -2,8 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train_helpers import on_devices
-from zaya_jax.bench.selfcheck import TOLERANCE, Check, check_collectives, check_operations, compare, operation_checks
+from zaya_jax.ops.selfcheck import TOLERANCE, Check, check_operations, compare, operation_checks
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -11,7 +10,7 @@ X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 def test_every_operation_has_a_check_on_inputs_that_fp32_holds():
     checks = operation_checks()
     assert {name.partition(",")[0] for name in checks} == {
-        "attention", "cca_mix", "grouped_matmul", "dispatch_experts", "rms_norm", "orthogonalize",
+        "residual_norm", "cca_mix", "attention", "grouped_matmul", "dispatch_experts", "rms_norm", "orthogonalize",
     }  # fmt: skip
     assert all(array.dtype == np.float32 and np.isfinite(array).all() for c in checks.values() for array in c.arrays)
     assert all(check.tolerance.keys() == TOLERANCE.keys() for check in checks.values())
@@ -52,29 +51,3 @@ def test_a_wrong_gradient_fails_where_the_result_is_right():
     check = Check(lambda _, x: stuck(x), [X])
     assert compare(check, ["float32"])["float32"] == pytest.approx(0.5)
     assert compare(check._replace(gradient=False), ["float32"])["float32"] < 1e-6
-
-
-def test_there_is_nothing_to_send_with_one_device():
-    found = check_collectives()
-    assert found["devices"] == 1
-    assert "one device" in found["skipped"]
-
-
-def collectives(broken):
-    """`check_collectives`, with the ring of `ppermute` turned round where `broken`."""
-    if broken:
-        import jax
-
-        permute = jax.lax.ppermute
-        jax.lax.ppermute = lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs])
-    return check_collectives()
-
-
-def test_collectives_are_right_over_eight_devices():
-    found = on_devices(8, "tests.bench.test_selfcheck:collectives", False)
-    assert found == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
-
-
-def test_a_wrong_collective_is_named():
-    found = on_devices(4, "tests.bench.test_selfcheck:collectives", True)
-    assert found["failed"].startswith("These gave wrong numbers over 4 devices: ppermute of float32, ppermute of")

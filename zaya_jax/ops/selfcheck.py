@@ -1,4 +1,4 @@
-"""Self-checks of a device: each operation against double precision on the host's CPU, each collective against numpy."""
+"""Self-checks of a device: each operation, as it is done there, against double precision on the host's CPU."""
 
 import contextlib
 import functools
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
 
-from zaya_jax.ops import no_halo
-from zaya_jax.ops.attention import attention
-from zaya_jax.ops.cca_mix import MixWeights, cca_mix
-from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops import no_halo, ops_for
+from zaya_jax.ops.cca_mix import MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.orthogonalize import orthogonalize
+from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.target import Target, target_of
-from zaya_jax.parallel.mesh import make_mesh
 
 # The norm of the difference over the norm of the exact result, of outputs and gradients, the largest: a few
 # roundings of a dtype whose own relative error is at most 6e-8, or 4e-3. TF32 products, 5e-4, pass as fp32.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
 # Newton–Schulz makes a rounding of a small singular value larger by up to 3.4 in each of its five steps.
 _ORTHOGONALIZE = {"float32": 1e-3, "bfloat16": 1e-1}
+# ZAYA1-8B's heads, at a smaller width.
+EXAMPLE = ModelConfig(vocab_size=256, hidden_size=512, num_layers=1, num_query_heads=8, num_kv_heads=2, head_dim=128,
+                      num_experts=16, expert_size=128, router_size=64, max_positions=512)  # fmt: skip
 
 
 class Check(NamedTuple):
@@ -63,17 +63,24 @@ def check_operations(checks: Mapping[str, Check], dtypes: Sequence[str] = ("floa
     return found
 
 
-def compare(check: Check, dtypes: Sequence[str]) -> dict[str, float]:
-    """By dtype, the largest relative error of the operation's outputs and gradients on the default device."""
-    device, host = jax.devices()[0], jax.devices("cpu")[0]
-    ours, exact = _program(check, target_of(device)), _program(check, target_of(host))
+def compare(check: Check, dtypes: Sequence[str], target: Target | None = None) -> dict[str, float]:
+    """By dtype, the largest relative error of the operation's outputs and gradients.
+
+    Args:
+      check: the operation.
+      dtypes: to compute in.
+      target: how it is done on this process's first device; as is usual there where None.
+    """
+    device, host = jax.local_devices()[0], jax.local_devices(backend="cpu")[0]
+    target = target or target_of(device)
+    ours, exact = _program(check, target), _program(check, target_of(host))
     errors = {}
     for dtype in dtypes:
         rounded = [array.astype(jnp.dtype(dtype)) for array in check.arrays]
         # Of fp32 some GPUs would otherwise make TF32.
         precise = jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
         with precise, jax.default_device(device):
-            shapes = jax.tree.leaves(jax.eval_shape(functools.partial(check.run, target_of(device)), *rounded))
+            shapes = jax.tree.leaves(jax.eval_shape(functools.partial(check.run, target), *rounded))
             rng = np.random.default_rng(1)
             cotangents = [rng.normal(size=one.shape).astype(jnp.dtype(dtype)) for one in shapes]
             cast = [array.astype(one.dtype) for array, one in zip(cotangents, shapes, strict=True)]
@@ -109,94 +116,68 @@ def _flat(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
     return [np.asarray(array).astype(np.float64).ravel() for array in jax.device_get(arrays)]
 
 
-def operation_checks() -> dict[str, Check]:
-    """One check for each operation of `zaya_jax.ops`, with ZAYA1-8B's heads and fewer tokens, channels and experts."""
+def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
+    """One check for each operation of `zaya_jax.ops`, by name; of `attention` also one for a window, 'attention, window'.
+
+    Args:
+      model: whose heads, taps and width they have; with fewer tokens and experts, and smaller matrices.
+    """
     rng = np.random.default_rng(0)
 
     def draw(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(np.float32)
 
-    b, s, h, k, c = 2, 384, 8, 2, 128
+    b, s, h, k, c = 2, 384, model.num_query_heads, model.num_kv_heads, model.head_dim
     segments: Any = np.zeros((b, s), np.int32)
     segments[0, :100], segments[0, 100:350] = 1, 2  # two documents and padding; the other row is one document
     segments[1] = 1
     heads = [draw(b, s, h, c), draw(b, s, k, c), draw(b, s, k, c)]
-    angle = np.arange(s)[None, :, None] / 100.0 ** (np.arange(c // 4) / (c // 4))
-    rotary: Any = [np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin)]
-    t, d, f, e = 512, 256, 128, 16
-    expert: Any = rng.choice(e + 1, size=t, p=[0.3, *[0.6 / (e - 1)] * (e - 1), 0.1]).astype(
-        np.int32
-    )  # the last is skip
+    pairs = model.rotary_size // 2
+    angle = np.arange(s)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
+    rotary: Any = [np.broadcast_to(f(angle), (b, s, pairs)).astype(np.float32) for f in (np.cos, np.sin)]
+    t, d, f, e = 512, 256, 128, min(model.num_experts, 16)
+    share = [0.3, *[0.6 / max(e - 1, 1)] * (e - 1)]
+    expert: Any = rng.choice(e + 1, size=t, p=[*share, 1 - sum(share)]).astype(np.int32)  # the last is skip
     sizes: Any = np.bincount(expert, minlength=e + 1)[:e].astype(np.int32)
 
     def attend(window: int | None) -> Callable[..., jax.Array]:
-        return lambda _, q, k, v: attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments,
-                                            window=window)  # fmt: skip
+        return lambda target, q, k, v: ops_for(target).attention(
+            q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window
+        )
 
-    def mix(_: Target, u: jax.Array, current: jax.Array, delayed: jax.Array, *weights: jax.Array) -> Any:
-        halo = no_halo(u, delayed, segments, 2)
-        return cca_mix(u, current, delayed, halo, segments, (rotary[0], rotary[1]), MixWeights(*weights), None)
+    def mix(target: Target, u: jax.Array, current: jax.Array, delayed: jax.Array, *weights: jax.Array) -> Any:
+        halo = no_halo(u, delayed, segments, taps0 + taps1 - 2)
+        tables = tuple(jnp.asarray(table, jnp.promote_types(u.dtype, jnp.float32)) for table in rotary)
+        return ops_for(target).cca_mix(u, current, delayed, halo, segments, tables, MixWeights(*weights), None)
 
-    mixed = [draw(b, s, h + k, c), draw(b, s, k * c // 2), draw(b, s, k * c // 2), draw(2, h + k, c), draw(h + k, c),
-             draw(2, h + k, c, c) / c**0.5, draw(h + k, c), 1 + 0.1 * draw(k)]  # fmt: skip
+    def merge(target: Target, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
+        merged = MergeVectors(*vectors[:4])
+        exact = jnp.promote_types(stream.dtype, jnp.float32)
+        merged = MergeVectors(*(vector.astype(exact) for vector in merged))
+        return ops_for(target).residual_norm(output, stream.astype(exact), merged, vectors[4], 1e-5, output.dtype)
+
+    taps0, taps1, n = model.depthwise_kernel, model.grouped_kernel, h + k
+    mixed = [draw(b, s, n, c), draw(b, s, k * c // 2), draw(b, s, k * c // 2), draw(taps0, n, c), draw(n, c),
+             draw(taps1, n, c, c) / c**0.5, draw(n, c), 1 + 0.1 * draw(k)]  # fmt: skip
     experts = [draw(t, d), rng.uniform(0.1, 1, t).astype(np.float32), draw(e, d, 2 * f) / d**0.5,
                draw(e, f, d) / f**0.5]  # fmt: skip
+    width = model.hidden_size
+    vectors = [1 + 0.1 * draw(width), 0.1 * draw(width), 1 + 0.1 * draw(width), 0.1 * draw(width), draw(width)]
     return {
+        "residual_norm": Check(merge, [draw(64, width), draw(64, width), *vectors]),
+        "cca_mix": Check(mix, mixed),
         "attention": Check(attend(None), heads),
         "attention, window": Check(attend(100), heads),
-        "cca_mix": Check(mix, mixed),
         "grouped_matmul": Check(
             lambda target, x, w: grouped_matmul(x, w, sizes, target=target), [draw(t, d), draw(e, d, f) / d**0.5]
         ),
         "dispatch_experts": Check(
-            lambda target, x, weight, up, down: dispatch_experts(x, expert, weight, up, down, target=target), experts
+            lambda target, x, weight, up, down: ops_for(target).experts(x, expert, weight, up, down), experts
         ),
-        "rms_norm": Check(lambda _, x, weight: rms_norm(x, weight, 1e-5, x.dtype), [draw(t, d), 1 + 0.1 * draw(d)]),
+        "rms_norm": Check(lambda target, x, weight: ops_for(target).rms_norm(x, weight, 1e-5, x.dtype),
+                          [draw(t, d), 1 + 0.1 * draw(d)]),
         "orthogonalize": Check(
-            lambda _, m: orthogonalize(m, steps=5, dtype=m.dtype), [draw(3, 128, 256)], False, _ORTHOGONALIZE
+            lambda target, m: orthogonalize(m, steps=5, dtype=m.dtype, target=target), [draw(3, 128, 256)], False,
+            _ORTHOGONALIZE,
         ),
     }  # fmt: skip
-
-
-def check_collectives() -> dict[str, Any]:
-    """Do each collective over all devices of this process, with integers that every dtype holds exactly.
-
-    Returns:
-      `devices`, and the `dtypes` tried; `skipped`, a sentence, where there is one device; `failed`, a sentence,
-      where a result differs from numpy's.
-    """
-    mesh = make_mesh()
-    n = mesh.size
-    if n < 2:
-        return {"devices": n, "skipped": "There is one device, so nothing to send between devices."}
-    rows = np.random.default_rng(0).integers(0, 8, (n, 4 * n))  # sums stay below 256 for up to 36 devices
-    chunks = rows.reshape(n, n, 4)
-    expected = {
-        "psum": np.tile(rows.sum(0), (n, 1)),
-        "all_gather": np.tile(rows.reshape(-1), (n, 1)),
-        "psum_scatter": rows.sum(0).reshape(n, 4),
-        "all_to_all": chunks.swapaxes(0, 1).reshape(n, -1),
-        "ppermute": np.roll(rows, 1, 0),
-    }
-    wrong, dtypes = [], ("float32", "bfloat16", "int32")
-    for dtype in dtypes:
-        region = jax.shard_map(_collectives, mesh=mesh, in_specs=PartitionSpec("data"),
-                               out_specs=PartitionSpec("data"), check_vma=False)  # fmt: skip
-        found = jax.device_get(jax.jit(region)(rows.astype(jnp.dtype(dtype))))
-        wrong += [f"{name} of {dtype}" for name, array in expected.items() if not np.array_equal(found[name], array)]
-    result: dict[str, Any] = {"devices": n, "dtypes": list(dtypes)}
-    if wrong:
-        result["failed"] = f"These gave wrong numbers over {n} devices: {', '.join(wrong)}."
-    return result
-
-
-def _collectives(x_1s: jax.Array) -> dict[str, jax.Array]:
-    """Each collective of a device's row, as a row."""
-    n = jax.lax.axis_size("data")
-    return {
-        "psum": jax.lax.psum(x_1s, "data"),
-        "all_gather": jax.lax.all_gather(x_1s, "data", axis=1, tiled=True),
-        "psum_scatter": jax.lax.psum_scatter(x_1s, "data", scatter_dimension=1, tiled=True),
-        "all_to_all": jax.lax.all_to_all(x_1s.reshape(n, -1), "data", 0, 0, tiled=True).reshape(1, -1),
-        "ppermute": jax.lax.ppermute(x_1s, "data", [(i, (i + 1) % n) for i in range(n)]),
-    }

@@ -1,0 +1,147 @@
+"""Flash attention, backward: one kernel for the gradients of keys and values, one for those of queries.
+
+Each makes the probabilities again from the saved logarithm of the sums, and each sums in registers what it alone
+writes: no atomics, so that results do not depend on the order of programs (arXiv 2307.08691 §3.1).
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.attention_tiles import (
+    LOG2_E,
+    Rows,
+    Segments,
+    key_segments,
+    key_tile,
+    load_keys,
+    load_rows,
+    product,
+    ranges,
+    rows_of,
+    seen,
+    store_rows,
+    tile_of,
+    visit,
+)
+from pallas_kernels.launch import launch
+
+
+def attention_backward(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array,
+    lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
+    window: int | None, dtype: jax.typing.DTypeLike, platform: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Gradients of q, k and v.
+
+    Args:
+      q_bshc: as in `attention_forward`.
+      k_btkc: as in `attention_forward`.
+      v_btkc: as in `attention_forward`.
+      segments: as in `attention_forward`.
+      offset: as in `attention_forward`.
+      lse_bsh: fp32, the logarithm of each query's sum of exponentials, over all keys that it sees anywhere.
+      delta_bsh: fp32, the sum over channels of output times its gradient.
+      do_bshc: the gradient of the output, in the dtype of q.
+      window: as in `attention_forward`.
+      dtype: of the gradients; they are summed in fp32.
+      platform: of `launch`.
+
+    Returns:
+      [b, s, h, c], [b, t, k, c], [b, t, k, c].
+    """
+    b, s, h, c = q_bshc.shape
+    t, num_kv = k_btkc.shape[1:3]
+    shape = (b, s, t, h // num_kv)
+    arrays = (q_bshc, k_btkc, v_btkc, do_bshc, lse_bsh, delta_bsh, *(segments or ()))
+
+    tile = tile_of("attention_backward_keys", platform, q_bshc)
+    rows, keys = tile.sizes
+    bounds = ranges(segments, offset, shape, (rows, keys), window, of_keys=True)
+    dk, dv = launch(
+        functools.partial(_keys_kernel, shape=shape, sizes=(rows, keys), window=window),
+        offset[None], bounds, *arrays,
+        name="attention_backward_keys",
+        grid=(b * num_kv, bounds.shape[1]),
+        out_shape=(jax.ShapeDtypeStruct((b, t, num_kv, c), dtype),) * 2,
+        warps=tile.warps, stages=tile.stages, platform=platform,
+    )  # fmt: skip
+
+    tile = tile_of("attention_backward_queries", platform, q_bshc)
+    rows, keys = tile.sizes
+    bounds = ranges(segments, offset, shape, (rows, keys), window)
+    dq = launch(
+        functools.partial(_queries_kernel, shape=shape, sizes=(rows, keys), window=window),
+        offset[None], bounds, *arrays,
+        name="attention_backward_queries",
+        grid=(b * num_kv, bounds.shape[1]),
+        out_shape=jax.ShapeDtypeStruct((b, s, h, c), dtype),
+        warps=tile.warps, stages=tile.stages, platform=platform,
+    )  # fmt: skip
+    return dq, dk, dv
+
+
+def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any,
+                 delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+                 window: int | None) -> None:  # fmt: skip
+    *segments, dk_ref, dv_ref = refs
+    q_seg_ref, k_seg_ref = segments or (None, None)
+    num_kv, c = k_ref.shape[2:]
+    batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
+    index = pl.program_id(1)  # the first keys are seen by the most rows; they go first
+    keys = index * sizes[1] + jnp.arange(sizes[1], dtype=jnp.int32)
+    k = load_keys(k_ref, batch, keys, kv_head, bounded=True)
+    v = load_keys(v_ref, batch, keys, kv_head, bounded=True)
+    k_seg = key_segments(k_seg_ref, batch, keys)
+    offset, scale = offset_ref[0], c**-0.5
+
+    def step(i: Any, state: tuple[jax.Array, jax.Array], masked: bool) -> tuple[jax.Array, jax.Array]:
+        dk, dv = state
+        rows = rows_of(i, sizes[0], shape, batch, kv_head, offset, q_seg_ref if masked else None)
+        q, do = load_rows(q_ref, rows), load_rows(do_ref, rows)
+        # Keys stand first, so that no product transposes a square of scores.
+        p = jnp.exp2(product(k, q, transposed=True) * (LOG2_E * scale) - (load_rows(lse_ref, rows) * LOG2_E)[None, :])
+        if masked:
+            p = jnp.where(seen(rows, keys, k_seg, k_ref.shape[1], window, keys_first=True), p, 0.0)
+        dv = dv + product(p.astype(do.dtype), do)
+        ds = p * (product(v, do, transposed=True) - load_rows(delta_ref, rows)[None, :])
+        return dk + product(ds.astype(q.dtype), q), dv
+
+    zeros = jnp.zeros((sizes[1], c), jnp.float32)
+    dk, dv = visit(tuple(bounds_ref[batch, index, i] for i in range(4)), step, (zeros, zeros))
+    at, mask = key_tile(dk_ref, batch, keys, kv_head, bounded=True)
+    triton.store(dk_ref.at[at], (dk * scale).astype(dk_ref.dtype), mask=mask)
+    triton.store(dv_ref.at[at], dv.astype(dv_ref.dtype), mask=mask)
+
+
+def _queries_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any,
+                    delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+                    window: int | None) -> None:  # fmt: skip
+    *segments, dq_ref = refs
+    q_seg_ref, k_seg_ref = segments or (None, None)
+    num_kv, c = k_ref.shape[2:]
+    batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
+    index = pl.num_programs(1) - 1 - pl.program_id(1)  # the last rows see the most keys; they go first
+    rows: Rows = rows_of(index, sizes[0], shape, batch, kv_head, offset_ref[0], q_seg_ref)
+    q, do = load_rows(q_ref, rows), load_rows(do_ref, rows)
+    lse, delta = load_rows(lse_ref, rows) * LOG2_E, load_rows(delta_ref, rows)
+    scale = c**-0.5
+
+    def step(i: Any, dq: jax.Array, masked: bool) -> jax.Array:
+        keys = i * sizes[1] + jnp.arange(sizes[1], dtype=jnp.int32)
+        k = load_keys(k_ref, batch, keys, kv_head, bounded=masked)
+        p = jnp.exp2(product(q, k, transposed=True) * (LOG2_E * scale) - lse[:, None])
+        if masked:
+            k_seg = key_segments(k_seg_ref, batch, keys)
+            p = jnp.where(seen(rows, keys, k_seg, k_ref.shape[1], window), p, 0.0)
+        v = load_keys(v_ref, batch, keys, kv_head, bounded=masked)
+        ds = p * (product(do, v, transposed=True) - delta[:, None])
+        return dq + product(ds.astype(k.dtype), k)
+
+    bounds = tuple(bounds_ref[batch, index, i] for i in range(4))
+    dq = visit(bounds, step, jnp.zeros((sizes[0], c), jnp.float32))
+    store_rows(dq_ref, rows, dq * scale)

@@ -1,0 +1,201 @@
+"""What the kernels of attention share: tiles of rows and of keys, who sees whom, products.
+
+A row is a query and one of the `g` query heads that share a key head; row r is head r % g of query r // g. So a
+tile of rows spans few queries, keys are read once for all heads that share them, and any `g` does. Shapes: `b`
+batch, `s` queries, `t` keys, `h` query heads, `k` key heads, `c` channels, `r` rows of a tile, `n` keys of a tile.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.tiles import Tile, tile
+
+# A hidden score, and where the maximum of a row starts: above a hidden score and far below every real one. It is also
+# the logarithm of the sum of a row that sees nothing.
+HIDDEN = -1e30
+FLOOR = -1e20
+LOG2_E = 1.4426950408889634
+LN_2 = 0.6931471805599453
+WIDEST = 128  # channels that the table's tiles are made for; wider heads have smaller tiles
+
+Segments = tuple[jax.Array, jax.Array] | None  # int32 [b, s] of queries and [b, t] of keys; 0 is padding
+
+
+class Rows(NamedTuple):
+    """A tile of rows in a kernel: arrays [r], or columns or rows of a matrix where a mask is made.
+
+    Attributes:
+      batch: scalar.
+      query: index in the array of queries.
+      head: query head.
+      inside: whether the row exists.
+      position: index of the query among the keys.
+      segment: document, or None where there are none.
+    """
+
+    batch: Any
+    query: Any
+    head: Any
+    inside: Any
+    position: Any
+    segment: Any
+
+
+def tile_of(kernel: str, platform: str, q_bshc: jax.Array) -> Tile:
+    """The tile of `kernel`, smaller for wide heads."""
+    found, c = tile(kernel, platform, q_bshc.dtype), q_bshc.shape[3]
+    return found._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in found.sizes))
+
+
+def ranges(
+    segments: Segments, offset: jax.Array, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+    window: int | None, *, of_keys: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Which tiles of keys each tile of rows visits, or which tiles of rows each tile of keys.
+
+    Tiles that share no document, or that causality or the window hides, are left out at both ends. Any layout of
+    documents is right; where documents are contiguous runs nothing but the tiles of their own is visited.
+
+    Args:
+      segments: documents.
+      offset: int32 scalar, the index of the first query among the keys.
+      shape: b, s, t, g.
+      sizes: of a tile of rows and of a tile of keys.
+      window: keys that are visible, or None.
+      of_keys: tiles of rows for each tile of keys.
+
+    Returns:
+      int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited, of which [start, stop) are visible
+      as a whole and need no mask.
+    """
+    b, s, t, groups = shape
+    rows, keys = sizes
+    row = jnp.arange(pl.cdiv(s * groups, rows), dtype=jnp.int32)[:, None] * rows
+    key = jnp.arange(pl.cdiv(t, keys), dtype=jnp.int32)[None, :] * keys
+    first = offset + row // groups
+    last = offset + jnp.minimum(row + rows - 1, s * groups - 1) // groups
+    some = key <= last
+    whole = (key + keys - 1 <= first) & (key + keys <= t)
+    if window is not None:
+        some &= key + keys - 1 > first - window
+        whole &= key > last - window
+    if segments is not None:
+        query_low, query_high, query_one = _documents(jnp.repeat(segments[0], groups, axis=1), rows)
+        key_low, key_high, key_one = _documents(segments[1], keys)
+        query_low, query_high, query_one = (x[:, :, None] for x in (query_low, query_high, query_one))
+        key_low, key_high, key_one = (x[:, None, :] for x in (key_low, key_high, key_one))
+        some = some & (query_low <= key_high) & (key_low <= query_high)
+        whole = whole & query_one & key_one & (query_low == key_low)
+    if of_keys:
+        some, whole = jnp.swapaxes(some, -1, -2), jnp.swapaxes(whole, -1, -2)
+    count = some.shape[-1]
+    index = jnp.arange(count, dtype=jnp.int32)
+    high = jnp.where(some, index + 1, 0).max(-1)
+    low = jnp.minimum(jnp.where(some, index, count).min(-1), high)
+    start = jnp.minimum(jnp.where(whole & some, index, count).min(-1), high)
+    stop = jnp.where((index >= start[..., None]) & ~(whole & some), index, count).min(-1)
+    found = jnp.stack([low, start, jnp.clip(stop, start, high), high], -1)
+    return jnp.broadcast_to(found, (b, *found.shape[-2:]))
+
+
+def _documents(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each tile of `size` tokens the least and the greatest document, and whether it is of one without padding."""
+    b, length = segments.shape
+    tiles = jnp.pad(segments, ((0, 0), (0, -length % size)), mode="edge").reshape(b, -1, size)
+    limits = jnp.iinfo(jnp.int32)
+    low = jnp.where(tiles == 0, limits.max, tiles).min(-1)
+    high = jnp.where(tiles == 0, limits.min, tiles).max(-1)
+    return low, high, (low == high) & (tiles != 0).all(-1)
+
+
+def rows_of(index: Any, size: int, shape: tuple[int, int, int, int], batch: Any, kv_head: Any, offset: Any,
+            segments_ref: Any) -> Rows:  # fmt: skip
+    """Tile `index` of the rows that share a key head, in a kernel. `shape` is b, s, t, g."""
+    _, s, _, groups = shape
+    row = index * size + jnp.arange(size, dtype=jnp.int32)
+    query, inside = row // groups, row < s * groups
+    head = kv_head * groups + row % groups
+    segment = None
+    if segments_ref is not None:
+        segment = triton.load(segments_ref.at[batch, query], mask=inside, other=0)
+    return Rows(batch, query, head, inside, offset + query, segment)
+
+
+def load_rows(ref: Any, rows: Rows) -> jax.Array:
+    """[r, c] of an array [b, s, h, c], or [r] of one [b, s, h]; 0 where there is no row."""
+    at, mask = _at(ref, rows)
+    return triton.load(ref.at[at], mask=mask, other=0)
+
+
+def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
+    """Write what `load_rows` reads."""
+    at, mask = _at(ref, rows)
+    triton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
+
+
+def _at(ref: Any, rows: Rows) -> tuple[Any, Any]:
+    if len(ref.shape) == 3:
+        return (rows.batch, rows.query, rows.head), rows.inside
+    channels = jnp.arange(ref.shape[3], dtype=jnp.int32)[None, :]
+    mask = rows.inside[:, None] & (channels >= 0)
+    return (rows.batch, rows.query[:, None], rows.head[:, None], channels), mask
+
+
+def key_tile(ref: Any, batch: Any, keys: jax.Array, kv_head: Any, bounded: bool) -> tuple[Any, Any]:
+    """Where keys [n] of an array [b, t, k, c] are, and which of them exist; None where all do."""
+    channels = jnp.arange(ref.shape[3], dtype=jnp.int32)[None, :]
+    mask = (keys[:, None] < ref.shape[1]) & (channels >= 0) if bounded else None
+    return (batch, keys[:, None], kv_head, channels), mask
+
+
+def load_keys(ref: Any, batch: Any, keys: jax.Array, kv_head: Any, bounded: bool) -> jax.Array:
+    """[n, c]; 0 for a key that does not exist, where `bounded` says that there may be such."""
+    at, mask = key_tile(ref, batch, keys, kv_head, bounded)
+    return triton.load(ref.at[at], mask=mask, other=0 if bounded else None)
+
+
+def key_segments(ref: Any, batch: Any, keys: jax.Array) -> jax.Array | None:
+    """int32 [n]; 0 for a key that does not exist."""
+    if ref is None:
+        return None
+    return triton.load(ref.at[batch, keys], mask=keys < ref.shape[1], other=0)
+
+
+def seen(rows: Rows, keys: jax.Array, segments: jax.Array | None, t: int, window: int | None,
+         keys_first: bool = False) -> jax.Array:  # fmt: skip
+    """Boolean [r, n], or [n, r] with `keys_first`: which of the `t` keys a row sees."""
+
+    def row(x: jax.Array) -> jax.Array:
+        return x[None, :] if keys_first else x[:, None]
+
+    def key(x: jax.Array) -> jax.Array:
+        return x[:, None] if keys_first else x[None, :]
+
+    mask = key(keys) <= row(rows.position)
+    if window is not None:
+        mask &= key(keys) > row(rows.position - window)
+    if segments is None:
+        return mask & key(keys < t)
+    return mask & (key(segments) == row(rows.segment)) & row(rows.segment != 0)
+
+
+def product(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """a · b, or a · bᵀ, in fp32; fp32 matrices are multiplied as they are and not as TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return triton.dot(a, b, trans_b=transposed, precision=precision)
+
+
+def visit(bounds: tuple[Any, Any, Any, Any], body: Any, state: Any) -> Any:
+    """`body(index, state, masked)` for all tiles of `ranges`, those without a mask first, in one loop of their own."""
+    low, start, stop, high = bounds
+    before = start - low
+
+    def masked(i: Any, state: Any) -> Any:
+        return body(jnp.where(i < before, low + i, stop - before + i), state, True)
+
+    state = jax.lax.fori_loop(start, stop, lambda i, state: body(i, state, False), state)
+    return jax.lax.fori_loop(0, before + high - stop, masked, state)

@@ -1,0 +1,219 @@
+"""The mixing half of CCA in one kernel: from packed projections to attention-ready queries, keys and values.
+
+A program does a tile of tokens of one key head and of the query heads that it serves, one after the other, since the
+QK-mean couples them: the projections are read once. Rows before the tile are read again for the taps, from cache.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import tile
+
+
+class MixArrays(NamedTuple):
+    """What the mix is made of; n = h + k heads, x = k·c / 2, p pairs of rotated channels.
+
+    `halo_u_bwnc` and `halo_segments_bw` have max(k0 + k1 − 2, 1) rows, the last before the piece's first token.
+    Weights may be of any floating dtype except `grouped_wncc`, which has that of `u_bsnc`; cos and sin are fp32,
+    segments int32. `start_x` stands for the delayed value at the start of a document.
+    """
+
+    u_bsnc: jax.Array
+    current_bsx: jax.Array
+    delayed_bsx: jax.Array
+    halo_u_bwnc: jax.Array
+    halo_delayed_b1x: jax.Array
+    halo_segments_bw: jax.Array
+    segments_bs: jax.Array
+    cos_bsp: jax.Array
+    sin_bsp: jax.Array
+    depthwise_wnc: jax.Array
+    depthwise_bias_nc: jax.Array
+    grouped_wncc: jax.Array
+    grouped_bias_nc: jax.Array
+    temperature_k: jax.Array
+    start_x: jax.Array
+
+
+def cca_mix(x: MixArrays, *, platform: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift (zaya1.md §1.3).
+
+    Args:
+      x: the arrays; c, p and c − 2p are powers of two, the last may be 0.
+      platform: as `launch` takes it.
+
+    Returns:
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
+    """
+    b, s, n, c = x.u_bsnc.shape
+    num_kv = x.temperature_k.shape[0]
+    sizes, warps, stages = tile("cca_mix", platform, x.u_bsnc.dtype)
+    tokens, depth = sizes
+
+    def out(heads: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((b, s, heads, c), x.u_bsnc.dtype)
+
+    return launch(
+        functools.partial(_kernel, tokens=tokens, depth=min(depth, c)),
+        *x,
+        name="cca_mix",
+        grid=(num_kv, pl.cdiv(s, tokens), b),
+        out_shape=(out(n - num_kv), out(num_kv), out(num_kv)),
+        warps=warps,
+        stages=stages,
+        platform=platform,
+    )
+
+
+def _kernel(*refs: Any, tokens: int, depth: int) -> None:
+    x: Any = MixArrays(*refs[: len(MixArrays._fields)])
+    q_ref, k_ref, v_ref = refs[len(MixArrays._fields) :]
+    s, n, c = x.u_bsnc.shape[1:]
+    num_kv, pairs = x.temperature_k.shape[0], x.cos_bsp.shape[2]
+    group, batch = pl.program_id(0), pl.program_id(2)
+    served = (n - num_kv) // num_kv
+    time = pl.program_id(1) * tokens + span(0, tokens)
+    inside = (time < s)[:, None]
+
+    # Rotation pairs two ranges of channels. Registers cannot be sliced, so the ranges are apart from the product on.
+    starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
+    columns = [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
+    key_head = n - num_kv + group
+
+    def own(head: jax.Array) -> list[jax.Array]:
+        return [rows_at(x, batch, time, head, column) for column in columns]
+
+    def finish(parts: list[jax.Array], scale: jax.Array | float, ref: Any, head: jax.Array) -> None:
+        square = sum(jnp.sum(part * part, axis=1) for part in parts)
+        parts = [part * (jax.lax.rsqrt(square + 1e-12) * (c**0.5 * scale))[:, None] for part in parts]
+        at = (batch, time[:, None], columns[0][None, :])
+        cos, sin = (
+            triton.load(table.at[at], mask=filled(inside, tokens, pairs), other=0.0) for table in (x.cos_bsp, x.sin_bsp)
+        )
+        first, second = parts[:2]
+        parts[:2] = [first * cos - second * sin, second * cos + first * sin]
+        for part, column in zip(parts, columns, strict=True):
+            triton.store(ref.at[batch, time[:, None], head, column[None, :]], part.astype(ref.dtype),
+                         mask=filled(inside, *part.shape))  # fmt: skip
+
+    def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        head = group * served + i
+        mixed = _mixed(x, batch, time, head, columns, depth)
+        # Loaded after the product and for each head anew: from cache, where registers would not hold them.
+        queries, keys = own(head), own(key_head)
+        finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], 1.0, q_ref, head)
+        return tuple(total + q for total, q in zip(sums, queries, strict=True))
+
+    zero = tuple(jnp.zeros((tokens, column.size), jnp.float32) for column in columns)
+    sums = jax.lax.fori_loop(0, served, query, zero)
+    mixed = _mixed(x, batch, time, key_head, columns, depth)
+    mean = [0.5 * (q * (1 / served) + k) for q, k in zip(sums, own(key_head), strict=True)]
+    temperature = x.temperature_k[group].astype(jnp.float32)
+    finish([z + m for z, m in zip(mixed, mean, strict=True)], temperature, k_ref, group)
+    _shift_value(x, v_ref, batch, time, group)
+
+
+def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
+           depth: int) -> list[jax.Array]:  # fmt: skip
+    """Both convolutions of a head, for each range of channels out; fp32, rounded where the reference rounds."""
+
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        tap, channels = jax.lax.div(i, chunks), jax.lax.rem(i, chunks) * depth + span(0, depth)
+        row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
+        kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
+        return tuple(z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True))
+
+    dtype = x.u_bsnc.dtype
+    taps, chunks = x.grouped_wncc.shape[0], x.u_bsnc.shape[3] // depth
+    zero = tuple(jnp.zeros((time.size, column.size), jnp.float32) for column in columns)
+    sums = jax.lax.fori_loop(0, taps * chunks, step, zero)
+    biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
+    return [(z.astype(dtype) + bias[None, :]).astype(jnp.float32) for z, bias in zip(sums, biases, strict=True)]
+
+
+def _shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
+    """This token's value in the first half of all channels, the one before's in the second."""
+    s, half = x.current_bsx.shape[1:]
+    channel = span(0, v_ref.shape[3])
+    at = group * v_ref.shape[3] + channel
+    late = at >= half
+    shape = (time.size, channel.size)
+    inside = filled((time < s)[:, None], *shape)
+    current = triton.load(x.current_bsx.at[batch, time[:, None], at[None, :]], mask=inside & ~late[None, :], other=0.0)
+    before = triton.load(x.delayed_bsx.at[batch, time[:, None] - 1, (at - half)[None, :]],
+                         mask=inside & (time >= 1)[:, None] & late[None, :], other=0.0)  # fmt: skip
+    halo = triton.load(x.halo_delayed_b1x.at[batch, 0, at - half], mask=late, other=0.0)
+    start = triton.load(x.start_x.at[at - half], mask=late, other=0.0)
+    before = jnp.where((time == 0)[:, None], halo[None, :], before)
+    same = segments_at(x, batch, time - 1) == segments_at(x, batch, time)
+    before = jnp.where(same[:, None], before, start[None, :])
+    value = jnp.where(late[None, :], before, current)
+    triton.store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
+
+
+def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
+            back: jax.Array | int) -> jax.Array:  # fmt: skip
+    """The depthwise intermediate `back` rows before `time` as a token sees it, [tokens, channels] in u's dtype.
+
+    Args:
+      x: references to the arrays.
+      batch: row of the batch.
+      time: [tokens] of the piece.
+      head: of queries, then keys.
+      channels: of the head.
+      back: rows.
+    """
+    taps, here = x.depthwise_wnc.shape[0], time - back
+    segment = segments_at(x, batch, here)
+    bias = triton.load(x.depthwise_bias_nc.at[head, channels]).astype(jnp.float32)[None, :]
+    y = jnp.broadcast_to(bias, (time.size, channels.size))
+    for tap in range(taps):
+        earlier = here - (taps - 1 - tap)
+        weight = triton.load(x.depthwise_wnc.at[tap, head, channels]).astype(jnp.float32)[None, :]
+        same = segments_at(x, batch, earlier) == segment
+        y += jnp.where(same[:, None], rows_at(x, batch, earlier, head, channels) * weight, 0.0)
+    own = segments_at(x, batch, time) == segment
+    return jnp.where(own[:, None], y, bias).astype(x.u_bsnc.dtype)
+
+
+def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array) -> jax.Array:
+    """u of a head at `time`, [tokens, channels] fp32; from the halo before the piece, zero beyond both."""
+    s, before = x.u_bsnc.shape[1], x.halo_u_bwnc.shape[1]
+    shape, at, channel = (time.size, channels.size), time[:, None], channels[None, :]
+    inside = filled((at >= 0) & (at < s), *shape)
+    here = triton.load(x.u_bsnc.at[batch, at, head, channel], mask=inside, other=0.0)
+    ahead = filled((at < 0) & (at >= -before), *shape)
+    halo = triton.load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead, other=0.0)
+    return jnp.where(ahead, halo, here).astype(jnp.float32)
+
+
+def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
+    """Documents of the tokens at `time`, of any shape; from the halo before the piece, 0 beyond both."""
+    s, before = x.segments_bs.shape[1], x.halo_segments_bw.shape[1]
+    here = triton.load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < s), other=0)
+    ahead = (time < 0) & (time >= -before)
+    halo = triton.load(x.halo_segments_bw.at[batch, time + before], mask=ahead, other=0)
+    return jnp.where(ahead, halo, here)
+
+
+def product(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
+    """Matrix product over axis `contract` of each, summed in fp32; exact products of fp32, TF32 never."""
+    axes = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def span(first: int, size: int) -> jax.Array:
+    """int32 [size]: `first` and those that follow."""
+    return first + jax.lax.iota(jnp.int32, size)
+
+
+def filled(mask: jax.Array, *shape: int) -> jax.Array:
+    """`mask` in the whole shape of what is loaded or stored by it."""
+    return jnp.broadcast_to(mask, shape)

@@ -1,0 +1,282 @@
+"""Products of sorted rows with the matrix of their group: of rows, and of the gradient of the matrices.
+
+Rows stand sorted by group; rows past the sum of the sizes belong to none and meet no matrix. A program does one tile
+of one group. Which rows it has is computed before the launch, since grids are static: as many programs as any split
+into groups can need, those that a split leaves over stopping at once.
+
+Where rows are not sorted in memory, `order` says where they stand, and a tile reads or writes them there: a row is
+wider than a piece of memory that is read at once, so that a row may stand anywhere at the same price.
+
+Launches are jitted functions: jax 0.10 keeps a bare one whose results are not used, as the forward's are not in the
+backward of a rematerialised layer.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import tile
+
+TOGETHER = 8  # tiles of rows that run side by side, so that a matrix is read from memory once for all of them
+CHIPLETS = 8  # of an MI300X or MI355X, each with a cache of its own: program i runs on chiplet i mod 8
+
+
+class RowTile(NamedTuple):
+    """The rows of a program and what they meet.
+
+    Attributes:
+      rows: int32 [m] places among the sorted rows.
+      inside: bool [m]: whether the group has this row.
+      group: whose matrix they meet.
+      meets: int32: 1 where they meet a matrix, 0 for rows of no group.
+    """
+
+    rows: jax.Array
+    inside: jax.Array
+    group: jax.Array
+    meets: jax.Array
+
+
+def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
+    """Where the tiles of `block` rows stand, each within one group, those of rows of no group last.
+
+    Args:
+      sizes_e: int32 rows of each group.
+      rows: of all groups and of none.
+      block: rows of a tile.
+
+    Returns:
+      int32 [3, m]: group of each tile (from e on: none), its first row, the end of its group. Tiles left over begin
+      past their end. m is a multiple of `TOGETHER`.
+    """
+    groups = sizes_e.shape[0] + 1
+    most = (rows + groups * (block - 1)) // block
+    index = jnp.arange(-(-most // TOGETHER) * TOGETHER, dtype=jnp.int32)
+    ends = jnp.append(jnp.cumsum(sizes_e), rows).astype(jnp.int32)
+    starts = jnp.append(0, ends[:-1])
+    tiles = (ends - starts + block - 1) // block
+    last = jnp.cumsum(tiles)
+    group = (index[:, None] >= last).sum(1, dtype=jnp.int32)
+    begin = jnp.append(starts - (last - tiles) * block, rows)  # of tile 0, had its group begun with it
+    return jnp.stack([group, begin[group] + index * block, jnp.append(ends, rows)[group]]).astype(jnp.int32)
+
+
+def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTile:
+    """Tile `index` of `row_tiles`."""
+    group, first, end = tiles_ref[0, index], tiles_ref[1, index], tiles_ref[2, index]
+    rows = first + jnp.arange(block, dtype=jnp.int32)
+    return RowTile(rows, rows < end, jnp.minimum(group, groups - 1), (group < groups).astype(jnp.int32))
+
+
+def place(index: jax.Array, rows: int, columns: int, platform: str) -> tuple[jax.Array, jax.Array]:
+    """Which of `rows` × `columns` tiles program `index` does.
+
+    `TOGETHER` tiles of rows go through all columns before the next do: programs that run at a time share rows and
+    columns in about equal parts. On AMD those of one chiplet are neighbours.
+    """
+    together = math.gcd(TOGETHER, rows)
+    each = together * columns
+    block, inside = jax.lax.div(index, each), jax.lax.rem(index, each)
+    if platform == "rocm" and each % CHIPLETS == 0:
+        inside = jax.lax.rem(inside, CHIPLETS) * (each // CHIPLETS) + jax.lax.div(inside, CHIPLETS)
+    return block * together + jax.lax.rem(inside, together), jax.lax.div(inside, together)
+
+
+def span(index: Any, size: int, end: int, halves: int = 1) -> tuple[jax.Array, jax.Array | None]:
+    """The places of piece `index` of `size`, and which are before `end`; None where pieces fit and all are.
+
+    A program that does several `halves` may do some that lie past the end.
+    """
+    places = index * size + jnp.arange(size, dtype=jnp.int32)
+    return places, None if end % (halves * size) == 0 else places < end
+
+
+def both(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
+    """bool [m, n] that is true where `first` [m] and `second` [n] are; None is true everywhere."""
+    if first is None:
+        return None if second is None else second[None, :]
+    return first[:, None] if second is None else first[:, None] & second[None, :]
+
+
+def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
+    """`ref[index]`, zero where `mask` is not true."""
+    if mask is None:
+        return triton.load(ref.at[index])
+    return triton.load(ref.at[index], mask=mask, other=0)
+
+
+def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """The product of two tiles along these axes, fp32; that of fp32 tiles is not done in TF32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        a, b, (((contracted[0],), (contracted[1],)), ((), ())), precision, preferred_element_type=jnp.float32
+    )
+
+
+def rows_times_matrix(
+    x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
+    depth: int, transpose: bool = False,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """fp32 `x[rows] @ w[group][:, columns]` for each of `columns`.
+
+    Args:
+      x_ref: [t, p].
+      rows: places in it, of which all must be inside it.
+      w_ref: [e, p, q], with `transpose` [e, q, p].
+      own: the rows' tile.
+      columns: places among q, and which are inside it.
+      depth: of the piece of p that is multiplied at a time.
+      transpose: multiply with `w[group].T`.
+    """
+    p = x_ref.shape[1]
+
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        inner, exists = span(i, depth, p)
+        x = load(x_ref, rows[:, None], inner[None, :], mask=both(None, exists))
+        found = []
+        for (column, fits), total in zip(columns, sums, strict=True):
+            if transpose:
+                w = load(w_ref, own.group, column[:, None], inner[None, :], mask=both(fits, exists))
+            else:
+                w = load(w_ref, own.group, inner[:, None], column[None, :], mask=both(exists, fits))
+            found.append(total + dot(x, w, (1, 1 if transpose else 0)))
+        return tuple(found)
+
+    zeros = tuple(jnp.zeros((rows.shape[0], column.shape[0]), jnp.float32) for column, _ in columns)
+    return jax.lax.fori_loop(0, own.meets * pl.cdiv(p, depth), step, zeros)
+
+
+def _product_kernel(
+    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool, platform: str
+) -> None:  # fmt: skip
+    m, n, depth = sizes
+    *moved, out_ref = refs
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), platform)
+    own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
+    column, fits = span(column_index, n, out_ref.shape[1])
+    rows = jnp.where(own.inside, own.rows, 0)
+    (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
+    there = own.rows
+    if moved:
+        # The rows of others go past the end, or an emulated store would meet them where rows of this tile go.
+        there = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
+    for scale_ref in moved[1:]:
+        out = out * triton.load(scale_ref.at[there], mask=own.inside, other=0)[:, None]
+    triton.store(out_ref.at[there[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
+
+
+@functools.partial(jax.jit, static_argnames=("transpose", "platform"))
+def grouped_product(
+    x_tp: jax.Array,
+    w_epq: jax.Array,
+    sizes_e: jax.Array,
+    *,
+    transpose: bool = False,
+    order_t: jax.Array | None = None,
+    scale_t: jax.Array | None = None,
+    platform: str,
+) -> jax.Array:
+    """`x_tp[rows of e] @ w_epq[e]` for every group e.
+
+    Args:
+      x_tp: rows sorted by group, bf16 or fp32.
+      w_epq: one matrix a group, of the same dtype.
+      sizes_e: int32 rows of each group; their sum is at most t.
+      transpose: multiply with the transposed matrices, x being [t, q].
+      order_t: int32 permutation: row i of the product is written to row `order_t[i]`.
+      scale_t: fp32 factors of the rows as written; given with `order_t`.
+      platform: see `launch`.
+
+    Returns:
+      [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
+    """
+    chosen = tile("grouped_product", platform, x_tp.dtype)
+    m, n, _ = chosen.sizes
+    t, width = x_tp.shape[0], w_epq.shape[1 if transpose else 2]
+    tiles = row_tiles(sizes_e, t, m)
+    moved = [array for array in (order_t, scale_t) if array is not None]
+    return launch(
+        functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, platform=platform),
+        tiles, x_tp, w_epq, *moved,
+        name="grouped_product_transposed" if transpose else "grouped_product",
+        grid=(tiles.shape[1] * pl.cdiv(width, n),),
+        out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
+        warps=chosen.warps, stages=chosen.stages, platform=platform,
+    )  # fmt: skip
+
+
+def _outer_kernel(
+    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, platform: str
+) -> None:
+    m, n, depth = sizes
+    out_ref = refs[-1]
+    p, q = out_ref.shape[1:]
+    down, across = pl.cdiv(p, m), pl.cdiv(q, n)
+    program = pl.program_id(0)
+    group = jax.lax.div(program, down * across)
+    row_index, column_index = place(jax.lax.rem(program, down * across), down, across, platform)
+    x_column, x_fits = span(row_index, m, p)
+    y_column, y_fits = span(column_index, n, q)
+    first, end = bounds_ref[0, group], bounds_ref[1, group]
+
+    def step(i: jax.Array, total: jax.Array) -> jax.Array:
+        rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
+        inside = rows < end
+        there = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
+        x_rows, y_rows = there if moved == "x" else rows, there if moved == "y" else rows
+        # Rows of others are left out of both, since what they hold need not be finite. x is read transposed: AMD's
+        # compiler turns such a tile on its way to shared memory, but not one that is transposed once read.
+        x = load(x_ref, x_rows[None, :], x_column[:, None], mask=both(x_fits, inside))
+        y = load(y_ref, y_rows[:, None], y_column[None, :], mask=both(inside, y_fits))
+        return total + dot(x, y, (1, 0))
+
+    steps = jax.lax.div(end - first + (depth - 1), depth)
+    out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
+    here = out_ref.at[group, x_column[:, None], y_column[None, :]]
+    triton.store(here, out.astype(out_ref.dtype), mask=both(x_fits, y_fits))
+
+
+@functools.partial(jax.jit, static_argnames=("moved", "dtype", "platform"))
+def grouped_outer(
+    x_tp: jax.Array,
+    y_tq: jax.Array,
+    sizes_e: jax.Array,
+    *,
+    order_t: jax.Array | None = None,
+    moved: str = "",
+    dtype: jax.typing.DTypeLike,
+    platform: str,
+) -> jax.Array:
+    """`x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
+
+    Args:
+      x_tp: rows sorted by group, bf16 or fp32.
+      y_tq: likewise, of the same dtype.
+      sizes_e: int32 rows of each group; their sum is at most t.
+      order_t: int32 permutation: row i of what is `moved` stands in its row `order_t[i]`.
+      moved: 'x', 'y', or '' for neither.
+      dtype: of the result; sums are fp32.
+      platform: see `launch`.
+
+    Returns:
+      [e, p, q], zero for empty groups.
+    """
+    chosen = tile("grouped_outer", platform, x_tp.dtype)
+    m, n, _ = chosen.sizes
+    e, p, q = sizes_e.shape[0], x_tp.shape[1], y_tq.shape[1]
+    ends = jnp.cumsum(sizes_e)
+    return launch(
+        functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, platform=platform),
+        jnp.stack([ends - sizes_e, ends]).astype(jnp.int32), x_tp, y_tq, *([] if order_t is None else [order_t]),
+        name="grouped_outer",
+        grid=(e * pl.cdiv(p, m) * pl.cdiv(q, n),),
+        out_shape=jax.ShapeDtypeStruct((e, p, q), dtype),
+        warps=chosen.warps, stages=chosen.stages, platform=platform,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""The grouped product with gate and up matrices and SwiGLU behind it, in one launch each way.
+
+The forward writes gate and up only where a backward will read them. The backward's is the gradient through the product
+that follows SwiGLU: its tile of the hidden gradient is turned into that of gate and up before it leaves the
+registers, and SwiGLU done again on the way for the gradient of the matrices, so that no pass over
+the hidden rows stands on its own.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.grouped_matmul import both, load, place, row_tile, row_tiles, rows_times_matrix, span
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import tile
+
+HALVES = 2  # in which the backward ends its tile, one after the other, or its registers would not suffice
+
+
+def _forward_kernel(
+    tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, *kept: Any, sizes: tuple[int, ...],
+    platform: str,
+) -> None:  # fmt: skip
+    m, n, depth = sizes
+    f = hidden_ref.shape[1]
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), platform)
+    own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
+    column, fits = span(column_index, n, f)
+    rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
+    gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
+    # Rounded before SwiGLU, which the backward does again from what was kept.
+    gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
+    mask = both(own.inside, fits)
+    for gate_up_ref in kept:
+        triton.store(gate_up_ref.at[own.rows[:, None], column[None, :]], gate, mask=mask)
+        triton.store(gate_up_ref.at[own.rows[:, None], f + column[None, :]], up, mask=mask)
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    hidden = gate * _sigmoid(gate) * up
+    triton.store(hidden_ref.at[own.rows[:, None], column[None, :]], hidden.astype(hidden_ref.dtype), mask=mask)
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1 / (1 + jnp.exp(-x))
+
+
+@functools.partial(jax.jit, static_argnames=("keep", "platform"))
+def grouped_swiglu(
+    x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, platform: str
+) -> tuple[jax.Array, ...]:
+    """SwiGLU of the product of sorted rows with the gate and up matrices of their group.
+
+    Args:
+      x_td: rows in any order, bf16 or fp32.
+      order_t: int32 permutation that sorts them by group.
+      gate_up_edf: [e, d, 2f], gate then up, of the same dtype.
+      sizes_e: int32 rows of each group; their sum is at most t.
+      keep: return gate and up as well.
+      platform: see `launch`.
+
+    Returns:
+      hidden [t, f], and with `keep` gate and up [t, 2f]: of the sorted rows, in the dtype of `x_td`, sums in fp32;
+      zero in rows past the groups.
+    """
+    chosen = tile("grouped_swiglu", platform, x_td.dtype)
+    m, n, _ = chosen.sizes
+    t, f = x_td.shape[0], gate_up_edf.shape[2] // 2
+    tiles = row_tiles(sizes_e, t, m)
+    widths = (f, 2 * f) if keep else (f,)
+    return launch(
+        functools.partial(_forward_kernel, sizes=chosen.sizes, platform=platform),
+        tiles, order_t, x_td, gate_up_edf,
+        name="grouped_swiglu",
+        grid=(tiles.shape[1] * pl.cdiv(f, n),),
+        out_shape=tuple(jax.ShapeDtypeStruct((t, width), x_td.dtype) for width in widths),
+        warps=chosen.warps, stages=chosen.stages, platform=platform,
+    )  # fmt: skip
+
+
+def _backward_kernel(
+    tiles_ref: Any, order_ref: Any, scale_ref: Any, dout_ref: Any, down_ref: Any, gate_up_ref: Any, dgate_up_ref: Any,
+    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], platform: str,
+) -> None:  # fmt: skip
+    m, n, depth = sizes
+    f = hidden_ref.shape[1]
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], platform)
+    own = row_tile(tiles_ref, row_index, m, down_ref.shape[0])
+    columns = [span(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
+    rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
+    parts = rows_times_matrix(dout_ref, rows, down_ref, own, columns, depth, transpose=True)
+
+    here = own.rows[:, None]
+    scale = triton.load(scale_ref.at[rows], mask=own.inside, other=0)[:, None]
+    dscale = jnp.zeros(m, jnp.float32)
+    for dhidden, (column, fits) in zip(parts, columns, strict=True):
+        mask = both(own.inside, fits)
+        gate = load(gate_up_ref, here, column[None, :], mask=mask).astype(jnp.float32)
+        up = load(gate_up_ref, here, f + column[None, :], mask=mask).astype(jnp.float32)
+        sigmoid = _sigmoid(gate)
+        silu = gate * sigmoid
+        hidden = silu * up
+        scaled = dhidden * scale
+        results = hidden * scale, scaled * up * (sigmoid + silu * (1 - sigmoid)), scaled * silu
+        dscale += (dhidden * hidden).sum(1)
+        for ref, first, result in zip((hidden_ref, dgate_up_ref, dgate_up_ref), (0, 0, f), results, strict=True):
+            triton.store(ref.at[here, first + column[None, :]], result.astype(ref.dtype), mask=mask)
+    triton.store(dscale_ref.at[column_index, own.rows], dscale, mask=own.inside)
+
+
+@functools.partial(jax.jit, static_argnames="platform")
+def grouped_swiglu_backward(
+    dout_td: jax.Array,
+    order_t: jax.Array,
+    scale_t: jax.Array,
+    down_efd: jax.Array,
+    gate_up_tf: jax.Array,
+    sizes_e: jax.Array,
+    *,
+    platform: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """From the gradient of `scale_t · (hidden @ down)` to that of gate and up.
+
+    Args:
+      dout_td: rows in any order, bf16 or fp32.
+      order_t: int32 permutation that sorts them by group.
+      scale_t: fp32 factors of the rows of `dout_td`.
+      down_efd: [e, f, d], of the same dtype.
+      gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
+      sizes_e: int32 rows of each group; their sum is at most t.
+      platform: see `launch`.
+
+    Returns:
+      The gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with `dout_td` is the
+      gradient of `down_efd`; the gradient of scale, fp32 [t]: all of the sorted rows.
+    """
+    chosen = tile("grouped_swiglu_backward", platform, dout_td.dtype)
+    m, n, _ = chosen.sizes
+    t, f = gate_up_tf.shape[0], down_efd.shape[1]
+    tiles = row_tiles(sizes_e, t, m)
+    columns = pl.cdiv(f, HALVES * n)
+    like = dout_td.dtype
+    dgate_up, hidden, dscale = launch(
+        functools.partial(_backward_kernel, sizes=chosen.sizes, platform=platform),
+        tiles, order_t, scale_t, dout_td, down_efd, gate_up_tf,
+        name="grouped_swiglu_backward",
+        grid=(tiles.shape[1] * columns,),
+        out_shape=(
+            jax.ShapeDtypeStruct((t, 2 * f), like),
+            jax.ShapeDtypeStruct((t, f), like),
+            jax.ShapeDtypeStruct((columns, t), jnp.float32),
+        ),
+        warps=chosen.warps, stages=chosen.stages, platform=platform,
+    )  # fmt: skip
+    return dgate_up, hidden, dscale.sum(0)

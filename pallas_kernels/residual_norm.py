@@ -1,0 +1,277 @@
+"""Residual scaling and RMSNorm in one pass over the rows, and the gradients of both in another.
+
+Rows are padded to a power of two of lanes within the kernels, in registers only. The forward pass reads a sublayer's
+output and the stream and writes the new stream and its norm. The backward pass reads output and stream again: the
+gradients of both scales need them, and the new stream and its root mean square follow from them without a byte more.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import tile
+
+WIDEST = 8192  # lanes; what a program of 1,024 threads holds in registers
+
+
+class Cut(NamedTuple):
+    """How the rows of an array are shared out.
+
+    Attributes:
+      parts: that the columns are cut into, each a program's own.
+      programs: that the rows are cut into.
+      steps: that a program takes, one after another.
+      rows: of a step; program p begins at row p · steps · rows.
+      lanes: a part's columns, padded to a power of two.
+      warps: of a program.
+    """
+
+    parts: int
+    programs: int
+    steps: int
+    rows: int
+    lanes: int
+    warps: int
+
+
+def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, platform: str) -> Cut:
+    """One step a program: neighbours share the vectors through the cache."""
+    (elements,), warps, _ = tile("residual_norm", platform, dtype)
+    lanes = pl.next_power_of_2(width)
+    rows = max(elements // lanes, 1)
+    return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, warps * max(lanes // elements, 1))
+
+
+def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, platform: str) -> Cut:
+    """Few programs of many rows: each writes a partial sum of every parameter's gradient."""
+    (elements, programs, fewest, widest), warps, _ = tile("residual_norm_backward", platform, dtype)
+    lanes = min(pl.next_power_of_2(width), widest)
+    rows = max(elements // lanes, 1)
+    steps = pl.cdiv(max(pl.cdiv(tokens, programs), fewest), rows)
+    cut = pl.cdiv(width, lanes), pl.cdiv(tokens, steps * rows)
+    return Cut(*cut, steps, rows, lanes, warps * max(lanes // elements, 1))
+
+
+def residual_norm_forward(
+    output_td: jax.Array,
+    stream_td: jax.Array,
+    vectors_d: tuple[jax.Array, ...],
+    weight_d: jax.Array,
+    *,
+    eps: float,
+    dtype: jax.typing.DTypeLike,
+    platform: str,
+) -> tuple[jax.Array, jax.Array]:
+    """The new stream and its norm.
+
+    Args:
+      output_td: of a sublayer, bf16 or fp32.
+      stream_td: fp32.
+      vectors_d: scale and bias of the output, scale and bias of the stream; empty for a plain sum.
+      weight_d: of the norm.
+      eps: added to the mean square.
+      dtype: of the norm, bf16 or fp32.
+      platform: as `launch` has it.
+
+    Returns:
+      The new stream [t, d], fp32, and its norm [t, d] in `dtype`.
+    """
+    tokens, width = output_td.shape
+    cut = forward_cut(tokens, width, dtype, platform)
+    return launch(
+        functools.partial(_forward_kernel, cut=cut, eps=eps),
+        output_td, stream_td, *vectors_d, weight_d,
+        name="residual_norm_forward",
+        grid=(cut.programs,),
+        out_shape=(_like(stream_td, stream_td.dtype), _like(stream_td, dtype)),
+        warps=cut.warps,
+        platform=platform,
+    )  # fmt: skip
+
+
+def residual_norm_backward(
+    output_td: jax.Array,
+    stream_td: jax.Array,
+    vectors_d: tuple[jax.Array, ...],
+    weight_d: jax.Array,
+    d_new_td: jax.Array,
+    d_normed_td: jax.Array,
+    *,
+    eps: float,
+    platform: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of what `residual_norm_forward` takes.
+
+    Args:
+      output_td: as it was given.
+      stream_td: as it was given.
+      vectors_d: as they were given.
+      weight_d: as it was given.
+      d_new_td: gradient of the new stream, fp32.
+      d_normed_td: gradient of the norm, in its dtype.
+      eps: as it was given.
+      platform: as `launch` has it.
+
+    Returns:
+      Gradients of `output_td` and `stream_td` in their dtypes, and those of the parameters, fp32 [5, d]: of the
+      norm's weight and of each of `vectors_d` in order; [1, d] for a plain sum.
+    """
+    tokens, width = output_td.shape
+    cut = backward_cut(tokens, width, d_normed_td.dtype, platform)
+    sums = 4 if vectors_d else 1
+    partial = jax.ShapeDtypeStruct((cut.programs, sums, width), jnp.float32)
+    d_output, d_stream, partial_psd = launch(
+        functools.partial(_backward_kernel, cut=cut, eps=eps),
+        output_td, stream_td, *vectors_d, weight_d, d_new_td, d_normed_td,
+        name="residual_norm_backward",
+        grid=(cut.parts, cut.programs),
+        out_shape=(_like(output_td, output_td.dtype), _like(stream_td, stream_td.dtype), partial),
+        warps=cut.warps,
+        platform=platform,
+    )  # fmt: skip
+    sums_sd = partial_psd.sum(0)
+    if vectors_d:
+        # The gradient of a bias is that of its whole term, times the scale.
+        d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
+        output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in vectors_d)
+        sums_sd = jnp.stack([d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
+    return d_output, d_stream, sums_sd
+
+
+def _like(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, dtype)
+
+
+class _Place(NamedTuple):
+    """Where a step's elements stand, and which of them are of the array; all broadcast to [rows, lanes]."""
+
+    row: jax.Array
+    column: jax.Array
+    inside: jax.Array
+
+    def load(self, ref: Any) -> jax.Array:
+        """The elements of `ref` in fp32, zero outside."""
+        return triton.load(ref.at[self.row, self.column], mask=self.inside, other=0).astype(jnp.float32)
+
+    def vector(self, ref: Any) -> jax.Array:
+        """fp32 [1, lanes], zero outside."""
+        return triton.load(ref.at[self.column], mask=self.column < ref.shape[0], other=0).astype(jnp.float32)
+
+    def store(self, ref: Any, value: jax.Array) -> None:
+        """Write those of `value` that are of the array."""
+        triton.store(ref.at[self.row, self.column], value.astype(ref.dtype), mask=self.inside)
+
+
+def _place(step: jax.Array, part: jax.Array | int, cut: Cut, shape: tuple[int, int]) -> _Place:
+    row = (step * cut.rows + jnp.arange(cut.rows, dtype=jnp.int32))[:, None]
+    column = (part * cut.lanes + jnp.arange(cut.lanes, dtype=jnp.int32))[None, :]
+    return _Place(row, column, (row < shape[0]) & (column < shape[1]))
+
+
+def _terms(output: jax.Array, stream: jax.Array, vectors: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Both terms before they are scaled, and the new stream."""
+    if not vectors:
+        return output, stream, output + stream
+    output_scale, output_bias, stream_scale, stream_bias = vectors
+    output, stream = output + output_bias, stream + stream_bias
+    return output, stream, output * output_scale + stream * stream_scale
+
+
+def _rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`x` with no more digits than `dtype` has, in fp32."""
+    return x.astype(dtype).astype(jnp.float32)
+
+
+def _mean(x: jax.Array, width: int) -> jax.Array:
+    """Of each row, whose lanes outside are zero."""
+    return x.sum(1, keepdims=True) / width
+
+
+class _Part(NamedTuple):
+    """What the backward pass reads of a row in a part of the columns, fp32.
+
+    Attributes:
+      place: where.
+      output: before its scale, as is `stream`.
+      stream: the old one.
+      vectors: of that part.
+      exact: the new stream, rounded to the norm's dtype.
+      d_new: gradient of the new stream.
+      d_normed: gradient of the norm.
+      weighted: `d_normed` times the norm's weight.
+      square: this part's share of the mean of `exact`².
+      along: this part's share of the mean of `weighted` · `exact`.
+    """
+
+    place: _Place
+    output: jax.Array
+    stream: jax.Array
+    vectors: list[jax.Array]
+    exact: jax.Array
+    d_new: jax.Array
+    d_normed: jax.Array
+    weighted: jax.Array
+    square: jax.Array
+    along: jax.Array
+
+
+def _forward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:
+    *vector_refs, weight_ref, new_ref, normed_ref = refs
+    dtype = normed_ref.dtype
+    place = _place(pl.program_id(0), 0, cut, output_ref.shape)
+    vectors = [place.vector(ref) for ref in vector_refs]
+    _, _, new = _terms(place.load(output_ref), place.load(stream_ref), vectors)
+    place.store(new_ref, new)
+    exact = _rounded(new, dtype)
+    root = jax.lax.rsqrt(_mean(exact * exact, output_ref.shape[1]) + eps)
+    place.store(normed_ref, _rounded(place.vector(weight_ref), dtype) * _rounded(exact * root, dtype))
+
+
+def _backward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:
+    *vector_refs, weight_ref, d_new_ref, d_normed_ref, d_output_ref, d_stream_ref, partial_ref = refs
+    width = output_ref.shape[1]
+    dtype = d_normed_ref.dtype
+    own, program = pl.program_id(0), pl.program_id(1)
+
+    def read(number: jax.Array, part: jax.Array) -> _Part:
+        place = _place(program * cut.steps + number, part, cut, output_ref.shape)
+        refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # loaded before any sum is waited for
+        output, stream, d_new, d_normed = (place.load(ref) for ref in refs)
+        vectors = [place.vector(ref) for ref in vector_refs]
+        output, stream, new = _terms(output, stream, vectors)
+        exact = _rounded(new, dtype)
+        weighted = _rounded(d_normed * _rounded(place.vector(weight_ref), dtype), dtype)
+        return _Part(place, output, stream, vectors, exact, d_new, d_normed, weighted,
+                     _mean(exact * exact, width), _mean(weighted * exact, width))  # fmt: skip
+
+    def step(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        def add(k: jax.Array, means: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            other = read(number, (own + k) % cut.parts)
+            return means[0] + other.square, means[1] + other.along
+
+        none = jnp.zeros((cut.rows, 1), jnp.float32)
+        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none))
+        part = read(number, own)
+        root = jax.lax.rsqrt(square + part.square + eps)
+        normed = part.exact * root
+        d_sum = part.d_new + root * (part.weighted - normed * ((along + part.along) * root))
+        terms = (part.d_normed * _rounded(normed, dtype),)
+        if part.vectors:
+            terms = (*terms, d_sum * part.output, d_sum * part.stream, d_sum)
+            part.place.store(d_output_ref, d_sum * part.vectors[0])
+            part.place.store(d_stream_ref, d_sum * part.vectors[2])
+        else:
+            part.place.store(d_output_ref, d_sum)
+            part.place.store(d_stream_ref, d_sum)
+        return tuple(total + term for total, term in zip(sums, terms, strict=True))
+
+    nothing = jnp.zeros((cut.rows, cut.lanes), jnp.float32)
+    sums = jax.lax.fori_loop(0, cut.steps, step, (nothing,) * partial_ref.shape[1])
+    column = _place(program, own, cut, output_ref.shape).column
+    for index, total in enumerate(sums):
+        triton.store(partial_ref.at[program, index, column], total.sum(0, keepdims=True), mask=column < width)

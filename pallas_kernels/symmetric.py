@@ -1,0 +1,115 @@
+"""Products that are symmetric: one program for each tile on or above the diagonal, which it stores twice.
+
+Both kernels sum A Aᵀ over chunks of A's columns, for a tile of rows i and a tile of rows j ≥ i. They differ in what
+they make of the sum: the Gram matrix itself, or Newton–Schulz' polynomial of it.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import Tile, tile
+
+
+def gram(x_npq: jax.Array, *, platform: str) -> tuple[jax.Array, jax.Array]:
+    """G = X Xᵀ of each matrix, as the polynomial wants it.
+
+    Args:
+      x_npq: n matrices, bf16 or fp32.
+      platform: as `launch` takes it.
+
+    Returns:
+      G, [n, p, p] in the dtype of X and exactly symmetric; and its tiles on and above the diagonal before they were
+      rounded, fp32 [n, tiles, rows, rows] in the order of `upper_tiles`, zeros where they reach past the matrix.
+    """
+    (n, p, _), cut = x_npq.shape, _tile(x_npq, platform)
+    exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
+    low, kept = _symmetric(_gram_epilogue, x_npq, (), (exact,), "gram", platform)
+    return low, kept
+
+
+def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, platform: str) -> jax.Array:
+    """b G + c G² of each symmetric matrix, exactly symmetric.
+
+    Args:
+      low_npp: G as `gram` rounded it, of which the square is taken.
+      exact: its tiles before.
+      coefficients: b and c, fp32 [2].
+      platform: as `launch` takes it.
+
+    Returns:
+      [n, p, p] in the dtype of `low_npp`.
+    """
+    return _symmetric(_polynomial_epilogue, low_npp, (exact, coefficients), (), "gram_polynomial", platform)[0]
+
+
+def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column, int32, of each tile on or above the diagonal of a p × p matrix."""
+    first, second = np.triu_indices(pl.cdiv(p, cut.sizes[0]))
+    return first.astype(np.int32), second.astype(np.int32)
+
+
+def _tile(x: jax.Array, platform: str) -> Tile:
+    return tile("symmetric", platform, x.dtype)
+
+
+def _symmetric(
+    epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
+    further: tuple[jax.ShapeDtypeStruct, ...], name: str, platform: str,
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`epilogue` of every upper tile of X Xᵀ, and what it stores `further`."""
+    (n, p, q), cut = x_npq.shape, _tile(x_npq, platform)
+    rows, columns = upper_tiles(p, cut)
+    return launch(
+        functools.partial(_kernel, epilogue, len(operands), (p, q), cut),
+        x_npq, jnp.asarray(rows), jnp.asarray(columns), *operands,
+        name=name, grid=(len(rows), n), out_shape=(jax.ShapeDtypeStruct((n, p, p), x_npq.dtype), *further),
+        warps=cut.warps, stages=cut.stages, platform=platform,
+    )  # fmt: skip
+
+
+def _kernel(
+    epilogue: Callable[..., jax.Array], operands: int, shape: tuple[int, int], cut: Tile,
+    x, rows_of, columns_of, *rest,
+) -> None:  # fmt: skip
+    (p, q), (size, depth) = shape, cut.sizes
+    place, matrix = pl.program_id(0), pl.program_id(1)
+    i, j = rows_of[place], columns_of[place]
+    rows, columns = (block * size + jnp.arange(size, dtype=jnp.int32) for block in (i, j))
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # not TF32
+
+    def chunk(number: jax.Array, total: jax.Array) -> jax.Array:
+        inner = number * depth + jnp.arange(depth, dtype=jnp.int32)
+
+        def block(outer: jax.Array) -> jax.Array:
+            mask = (outer < p)[:, None] & (inner < q)[None, :]
+            return triton.load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask, other=0)
+
+        return total + jax.lax.dot_general(
+            block(rows), block(columns), (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32
+        )
+
+    total = jax.lax.fori_loop(0, pl.cdiv(q, depth), chunk, jnp.zeros((size, size), jnp.float32))
+    out, further = rest[operands], rest[operands + 1 :]
+    value = epilogue(total, matrix, place, *rest[:operands], *further).astype(out.dtype)
+    # The two halves of a tile on the diagonal are sums in an order of their own each: one is made the other's mirror.
+    value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
+    triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
+                 mask=(rows < p)[:, None] & (columns < p)[None, :])  # fmt: skip
+    triton.store(out.at[matrix, columns[:, None], rows[None, :]], value.T,
+                 mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
+
+
+def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, exact) -> jax.Array:
+    exact[matrix, place] = total
+    return total
+
+
+def _polynomial_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, exact, coefficients) -> jax.Array:
+    return coefficients[0] * exact[matrix, place] + coefficients[1] * total

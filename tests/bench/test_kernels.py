@@ -1,0 +1,190 @@
+import contextlib
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from zaya_jax.bench import __main__ as command
+from zaya_jax.bench import aside
+from zaya_jax.bench import kernels as bench
+from zaya_jax.bench.aside import Passes
+from zaya_jax.bench.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.errors import InputError
+from zaya_jax.ops.target import Target
+
+LIMITS = {"copy": 4e12, "dense": 800e12}
+
+
+def a_case(aim, *, flops=4e12, size=40e9):
+    return Case("attention", None, (), (), False, flops, size, aim)
+
+
+def timed(*seconds, calls=10):
+    return Passes([calls * one for one in seconds], [calls] * len(seconds))
+
+
+def test_the_speed_is_that_of_the_median_call():
+    passes = {"kernel": timed(0.02, 0.05, 0.01), "reference": timed(0.06, 0.06, 0.07), "peer": timed(0.01, 0.01, 0.03)}
+    found = bench.row(a_case(None), passes, {}, LIMITS, "NVIDIA H200")
+    assert found["median_seconds"] == {"kernel": 0.02, "reference": 0.06, "peer": 0.01}
+    assert (found["reference"], found["peer"]) == (3.0, 0.5)
+    assert (found["bytes_per_second"], found["flops_per_second"]) == (2e12, 200e12)
+    assert found["seconds"]["kernel"] == [0.02, 0.05, 0.01]
+    assert "aim" not in found
+
+
+@pytest.mark.parametrize(
+    ("of", "reached"), [("copy", 0.5), ("dense", 0.25), ("roofline", 0.5), ("tflops", 200), ("reference", 3.0)]
+)
+def test_an_aim_is_reached_or_not_on_the_device_that_it_is_for(of, reached):
+    passes = {"kernel": timed(0.02), "reference": timed(0.06)}
+    for least, device, met in ((reached, "NVIDIA H200", True), (1.01 * reached, "NVIDIA H200", False),
+                               (reached, "NVIDIA H100", None)):  # fmt: skip
+        found = bench.row(a_case(Aim(of, least)), passes, {}, LIMITS, device)["aim"]
+        assert found == {"of": of, "least": least, "reached": pytest.approx(reached), "met": met}
+
+
+def test_the_roofline_is_what_takes_longer():
+    bound_by_products = a_case(Aim("roofline", 0.5), flops=16e12, size=1e9)
+    assert bench.reach(bound_by_products, bound_by_products.aim, 0.04, {}, LIMITS) == pytest.approx(0.5)
+
+
+def test_a_side_that_is_missing_is_told():
+    found = bench.row(
+        a_case(Aim("reference", 1.5)), {"kernel": timed(0.02)}, {"reference": "It broke."}, LIMITS, "H200"
+    )
+    assert found["aim"]["reached"] is None
+    assert found["aim"]["met"] is False
+    assert "no reference: It broke." in bench.sentence(found)
+    nothing = bench.row(a_case(None), {"peer": timed(0.02)}, {"kernel": "It broke."}, LIMITS, "H200")
+    assert bench.sentence(nothing) == "no kernel: It broke."
+
+
+def test_a_row_is_a_sentence():
+    passes = {"kernel": timed(0.02), "reference": timed(0.06), "peer": timed(0.03)}
+    found = bench.row(a_case(Aim("copy", 0.8)), passes, {}, LIMITS, "NVIDIA H200")
+    assert bench.sentence(found) == (
+        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3 times XLA; 1.5 times PyTorch; copy 0.5 (aim 0.8, missed)"
+    )
+
+
+def test_a_pass_has_as_many_calls_as_it_takes_and_one_wait(monkeypatch):
+    now, calls, waits = [0.0], [], []
+
+    def call():
+        calls.append(1)
+        now[0] += 0.003
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    one_pass = bench.repeated(call, lambda: waits.append(len(calls)), 8)
+    calls.clear(), waits.clear()
+    number = one_pass()
+    assert number == 8 * len(calls)
+    assert waits == [len(calls)]
+    assert bench.PASS <= 0.003 * len(calls) <= 2.1 * bench.PASS
+
+
+def test_calls_of_one_program_are_all_done(monkeypatch):
+    programs = []
+    monkeypatch.setattr(bench, "repeated", lambda call, wait, counts: programs.append(counts) or call)
+    monkeypatch.setattr(bench.jax, "jit", lambda run: programs.append(jax.make_jaxpr(run)) or (lambda sets: sets))
+    x = jnp.ones((8, 8))
+    bench.queued(jnp.dot, (x, x), 3)()
+    traced, counts = programs
+    sets = [(jnp.copy(x), jnp.copy(x)) for _ in range(3)]
+    equations = traced(sets).eqns
+    assert [equation.primitive.name for equation in equations] == ["dot_general"] * 3
+    assert len({variable for equation in equations for variable in equation.invars}) == 6
+    assert counts == 3
+
+
+@pytest.mark.parametrize(("short", "calls"), [(2**28, 8), (8, 1)])
+def test_short_calls_are_many_of_one_program(monkeypatch, short, calls):
+    found = []
+    monkeypatch.setattr(bench, "SHORT", short)
+    monkeypatch.setattr(bench, "queued", lambda function, arguments, calls: found.append(calls))
+    bench.our_side("symmetric", SMALL, "bfloat16", False, False)
+    bench.our_side("symmetric", SMALL, "bfloat16", False, True)
+    assert found == [calls, 1]
+
+
+def in_this_process(make, *arguments):
+    return contextlib.nullcontext(make(*arguments))
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """Sides that take no time to make: the kernel a second, the reference three, PyTorch is not there."""
+    now, made = [0.0], []
+
+    def side(seconds):
+        def step():
+            now[0] += seconds
+            return 1
+
+        return step
+
+    def ours(name, sizes, dtype, kernel, emulated):
+        made.append((name, sizes, dtype, kernel, emulated))
+        return side(1.0 if kernel else 3.0)
+
+    def peer(*_):
+        raise InputError("The peer needs PyTorch.")
+
+    monkeypatch.setattr(aside.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(aside.time, "sleep", lambda _: None)
+    monkeypatch.setattr(bench, "aside", in_this_process)
+    monkeypatch.setattr(bench, "our_side", ours)
+    monkeypatch.setattr(bench, "peer_side", peer)
+    monkeypatch.setattr(bench, "roofline", lambda kind, size: side(1e-3))
+    return made
+
+
+def test_without_a_gpu_all_cases_are_emulated_at_small_size(sides, tmp_path, capsys):
+    path = tmp_path / "kernels.json"
+    assert command.main(["kernels", "--repeats", "3", "--output", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["emulated"] is True
+    assert found["results"].keys() == cases(SMALL, "bfloat16").keys()
+    assert {(sizes, emulated) for _, sizes, _, _, emulated in sides} == {(SMALL, True)}
+    norm = found["results"]["residual_norm"]
+    assert norm["median_seconds"] == {"kernel": 1.0, "reference": 3.0}
+    assert norm["missing"] == {"peer": "The peer needs PyTorch."}
+    assert norm["aim"]["met"] is None
+    assert found["results"]["cca_mix"]["missing"] == {"peer": "PyTorch has no counterpart."}
+    assert found["rooflines"] == pytest.approx({"copy": 2 * 2**20 / 1e-3, "dense": 2 * 128**3 / 1e-3}, rel=1e-3)
+    assert "the times say nothing of a GPU" in capsys.readouterr().out
+
+
+def test_on_a_gpu_they_have_the_8b_s_sizes(sides, monkeypatch):
+    monkeypatch.setattr(bench, "current_target", lambda: Target("cuda", "NVIDIA H200"))
+    found = bench.bench_kernels(["residual_norm"], 1, None)
+    assert found["results"].keys() == {"residual_norm"}
+    assert not found["emulated"]
+    assert {(sizes, emulated) for _, sizes, _, _, emulated in sides} == {(bench.EIGHT_B, False)}
+    assert found["results"]["residual_norm"]["aim"]["met"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [(["--only", "attention", "norm"], "no case 'norm'"), (["--repeats", "0"], "--repeats is 0")],
+)
+def test_what_cannot_be_measured_is_told_before_measuring(sides, capsys, arguments, match):
+    assert command.main(["kernels", *arguments]) == 2
+    assert match in capsys.readouterr().err
+    assert not sides
+
+
+def test_a_side_that_breaks_says_why(monkeypatch):
+    monkeypatch.setattr(bench, "program", lambda *_: 1 / 0)
+    with pytest.raises(InputError, match="ZeroDivisionError: division by zero"):
+        bench.our_side("symmetric", SMALL, "bfloat16", True, True)
+
+
+@pytest.mark.soak
+def test_everything_runs_on_a_cpu(tmp_path, monkeypatch):
+    found = bench.bench_kernels([], 1, str(tmp_path / "kernels.json"))
+    for name, row in found["results"].items():
+        assert {"kernel", "reference"} <= row["median_seconds"].keys(), (name, row["missing"])

@@ -1,0 +1,9 @@
+"""The options of XLA under which the quick run compiles."""
+
+# Most of a test's time is compilation. LLVM's optimizations are left out, and fusions are emitted without MLIR, which
+# takes half the time of what remains; that is an extra option, as jaxlib 0.12 no longer has it, and other options that
+# are unknown end the process.
+CHEAP = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+)

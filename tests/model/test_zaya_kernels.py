@@ -1,0 +1,111 @@
+"""The whole model by kernels: emulated, what the references compute; lowered for GPUs, where each kernel stands."""
+
+import functools
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import abstract_model, assert_trees_close, jit, random_model
+from tests.kernel_helpers import TARGETS
+from zaya_jax.bench.codegen import kernels_of, lower
+from zaya_jax.config import ModelConfig
+from zaya_jax.model import tree
+from zaya_jax.model.cache import init_cache
+from zaya_jax.model.zaya import logits
+from zaya_jax.ops import LOCAL, ops_for
+from zaya_jax.ops.target import Target
+
+SHAPES = ModelConfig(
+    vocab_size=37, hidden_size=48, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=64, num_experts=3,
+    expert_size=24, router_size=16, max_positions=64, rope_base=1.0e4, layer_pattern=("full", "sliding"),
+    sliding_window=5, sliding_rope_base=500.0,
+)  # fmt: skip
+EMULATED = Target("interpret", "any")
+DOCUMENTS = [[1] * 9 + [2] + [3] * 8 + [0] * 3, [1] * 21]
+LENGTH = 21
+
+
+def batch():
+    tokens = np.random.default_rng(0).integers(0, SHAPES.vocab_size, (2, LENGTH)).astype(np.int32)
+    return tokens, np.array(DOCUMENTS, np.int32)
+
+
+def values(seed):
+    model = random_model(SHAPES, seed)
+    return tree.parameters(model), tree.balancing_biases(model)
+
+
+def loss(params, biases, tokens, segments, ops, remat="dots"):
+    model = tree.with_values(abstract_model(SHAPES), {**params, **biases})
+    out = model(tokens, segments, ops=ops, remat=remat)
+    weights = jnp.cos(jnp.arange(out.hidden_bsd.size, dtype=out.hidden_bsd.dtype)).reshape(out.hidden_bsd.shape)
+    return (out.hidden_bsd * weights * (segments != 0)[..., None]).sum(), out.stats.expert_counts_le
+
+
+def test_forward_and_backward_are_those_of_the_references():
+    params, biases = values(0)
+    found = [
+        jit(jax.value_and_grad(functools.partial(loss, ops=ops), has_aux=True))(params, biases, *batch())
+        for ops in (LOCAL, ops_for(EMULATED))
+    ]
+    ((one, counts), wanted), ((other, counts_there), grads) = found
+    np.testing.assert_array_equal(counts_there, counts)
+    np.testing.assert_allclose(other, one, rtol=1e-5)
+    assert_trees_close(grads, wanted, 2e-4)
+
+
+@pytest.mark.soak
+def test_tokens_one_by_one_are_those_of_a_whole_sequence():
+    model = random_model(SHAPES, 1)
+    tokens, ops = batch()[0], ops_for(EMULATED)
+    whole = jit(lambda tokens: logits(model, tokens))(tokens)
+
+    @jit
+    def step(tokens, cache):
+        out = model(tokens, cache=cache, ops=ops)
+        return out.hidden_bsd @ model.embedding[...].T, out.cache
+
+    found, cache = step(tokens[:, :8], init_cache(SHAPES, 2, LENGTH, model.dtype))
+    parts = [found]
+    for at in range(8, LENGTH):
+        found, cache = step(tokens[:, at : at + 1], cache)
+        parts.append(found)
+    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+def shapes():
+    params, biases = jax.eval_shape(lambda: values(0))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params), biases
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twice(platform):
+    """Products and attention, which `remat` keeps, are not done again; norms, merges and the mix are."""
+    gradient = jax.grad(functools.partial(loss, ops=ops_for(TARGETS[platform])), has_aux=True)
+    tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
+    lowered = lower(gradient, *shapes(), tokens, segments, target=TARGETS[platform])
+    found = Counter(kernel.name for kernel in kernels_of(lowered))
+    layers = SHAPES.num_layers  # both stand in the body of the scan: a period is two layers
+    once = ("attention", "attention_backward_keys", "attention_backward_queries", "residual_norm_backward",
+            "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
+    assert {name: found[name] for name in once} == dict.fromkeys(once, layers)
+    assert found["cca_mix"] == found["residual_norm_forward"] == 2 * layers
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_a_decode_step_has_the_kernel_for_few_queries(platform):
+    empty, ops = abstract_model(SHAPES), ops_for(TARGETS[platform])
+    params, biases = shapes()
+    cache = jax.eval_shape(lambda: init_cache(SHAPES, 2, LENGTH, jnp.bfloat16))
+
+    def step(params, biases, tokens, cache):
+        return tree.with_values(empty, {**params, **biases})(tokens, cache=cache, ops=ops)
+
+    token = jax.ShapeDtypeStruct((2, 1), jnp.int32)
+    lowered = lower(step, params, biases, token, cache, target=TARGETS[platform])
+    found = Counter(kernel.name for kernel in kernels_of(lowered))
+    assert "attention" not in found
+    assert found["attention_decode"] == found["cca_mix"] == found["residual_norm_forward"] == SHAPES.num_layers

@@ -1,0 +1,170 @@
+"""The mix's kernels: interpreted against the reference in float64, lowered, compiled for three GPUs, refused."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import jit, packed_rows, seeds
+from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
+from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
+from zaya_jax.ops.cca_mix_kernel import cca_mix_kernel
+
+KERNELS = ["cca_mix", "cca_mix_backward", "cca_mix_backward_projections", "cca_mix_backward_grouped"]
+# (rows, tokens, query heads, key heads, channels, pairs, k0, k1); tiles are of 16 tokens and 16 channels.
+SIZES = {
+    "released": (2, 37, 4, 2, 16, 4, 2, 2),
+    "decode": (2, 1, 2, 1, 16, 8, 2, 2),
+    "one": (1, 18, 2, 2, 16, 4, 1, 1),
+    "long": (1, 35, 3, 1, 32, 16, 4, 3),
+    "chunks": (1, 16, 2, 1, 64, 16, 3, 1),
+    "heads": (1, 20, 3, 3, 16, 8, 1, 3),
+}
+TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradient's norm
+
+
+def draw(name, seed, segments):
+    """Everything that is differentiated, and what is not; `segments` has the halo's before the piece's."""
+    b, s, h, k, c, pairs, k0, k1 = SIZES[name]
+    rng = np.random.default_rng(seed)
+
+    def normal(*sizes):
+        return rng.normal(0, 1, sizes).astype(np.float32)
+
+    n, x, before = h + k, k * c // 2, max(k0 + k1 - 2, 1)
+    weights = MixWeights(normal(k0, n, c), normal(n, c), normal(k1, n, c, c) / c**0.5, normal(n, c), normal(k))
+    real = 1 if seed % 3 else 0  # a halo, or none
+    halo = Halo(normal(b, k0 + k1 - 2, n, c) * real, segments[:, :before] * real, normal(b, 1, x) * real)
+    angle = rng.uniform(0, 6, (b, s, pairs)).astype(np.float32)
+    given_ = (normal(b, s, n, c), normal(b, s, x), normal(b, s, x), halo.u_bwnc, halo.delayed_b1x, weights, normal(x))
+    rest = (halo.segments_bw, segments[:, before:], (np.cos(angle), np.sin(angle)))
+    return given_, rest, (normal(b, s, h, c), normal(b, s, k, c), normal(b, s, k, c))
+
+
+def both(mix, dtype, given_, rest, cotangents):
+    """Results and gradients of all that is differentiated, of the mix in `dtype`, parameters kept as they are."""
+
+    def call(u, current, delayed, halo_u, halo_delayed, weights, start):
+        u, current, delayed, halo_u = (x.astype(dtype) for x in (u, current, delayed, halo_u))
+        halo = Halo(halo_u, rest[0], halo_delayed.astype(dtype))
+        return mix(u, current, delayed, halo, rest[1], rest[2], weights, start)
+
+    out, back = jax.vjp(call, *given_)
+    return out, back(tuple(g.astype(y.dtype) for g, y in zip(cotangents, out, strict=True)))
+
+
+@functools.cache
+def ours(dtype):
+    return jit(functools.partial(both, functools.partial(cca_mix_kernel, platform="interpret"), dtype))
+
+
+@functools.cache
+def expected():
+    return jit(functools.partial(both, cca_mix, jnp.float64))
+
+
+def check(name, seed, segments, dtype):
+    inputs = jax.tree.map(jnp.asarray, draw(name, seed, segments))
+    got = ours(dtype)(*inputs)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), inputs)
+        wanted = jax.tree.map(np.asarray, expected()(*exact))
+    for (path, y), x in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        norm = max(np.linalg.norm(x), 1e-3 * x.size**0.5)
+        error = np.linalg.norm(np.asarray(y, np.float64) - x)
+        assert error <= TOLERANCE[dtype] * norm, (jax.tree_util.keystr(path), error / norm)
+
+
+def rows(name):
+    b, s, _, _, _, _, k0, k1 = SIZES[name]
+    return packed_rows(b, s + max(k0 + k1 - 2, 1))
+
+
+@settings(max_examples=6)
+@given(data=st.data(), seed=seeds())
+def test_equals_the_reference(data, seed):
+    check("released", seed, data.draw(rows("released")), jnp.float32)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", SIZES)
+@settings(max_examples=30)
+@given(data=st.data(), seed=seeds())
+def test_equals_the_reference_widely(name, dtype, data, seed):
+    check(name, seed, data.draw(rows(name)), dtype)
+
+
+def test_one_token_takes_its_halo_in_bfloat16():
+    check("decode", 1, np.array([[0, 7, 7], [3, 3, 3]], np.int32), jnp.bfloat16)
+
+
+def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
+    b, s, h, k = 1, 4096, 8, 2
+    n, x, before = h + k, k * c // 2, k0 + k1 - 2
+    f32, i32 = (functools.partial(shape, dtype=kind) for kind in (jnp.float32, jnp.int32))
+    halo = Halo(shape(b, before, n, c, dtype=dtype), i32(b, max(before, 1)), shape(b, 1, x, dtype=dtype))
+    weights = MixWeights(f32(k0, n, c), f32(n, c), f32(k1, n, c, c), f32(n, c), f32(k))
+    halves = [shape(b, s, x, dtype=dtype) for _ in range(2)]
+    return (shape(b, s, n, c, dtype=dtype), *halves, halo, i32(b, s), (f32(b, s, pairs), f32(b, s, pairs)), weights)
+
+
+def trained(u, current, delayed, halo, segments, rotary, weights, *, platform):
+    """The gradient as the model takes it: the mix computed again in the backward pass."""
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def mix(u, current, delayed, weights):
+        return cca_mix_kernel(u, current, delayed, halo, segments, rotary, weights, None, platform=platform)
+
+    def loss(*given_):
+        return sum(x.astype(jnp.float32).sum() for x in mix(*given_))
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(u, current, delayed, weights)
+
+
+@pytest.mark.parametrize(("platform", "dtype"), [("cuda", jnp.bfloat16), ("rocm", jnp.float32)])
+def test_lowers(platform, dtype):
+    """Once forward although it is recomputed: nothing that the backward kernels take comes from the forward one."""
+    assert lowered_kernels(trained, *shapes(dtype), platform=platform) == KERNELS
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("sizes", [{}, {"pairs": 64}, {"k0": 4, "k1": 3}, {"c": 64, "pairs": 16}])
+def test_lowers_widely(platform, dtype, sizes):
+    assert lowered_kernels(trained, *shapes(dtype, **sizes), platform=platform) == KERNELS
+
+
+@pytest.mark.parametrize(("gpu", "dtype"), [("gfx942", jnp.bfloat16)])
+def test_compiles(gpu, dtype):
+    check_machine_code(trained, *shapes(dtype), gpu=gpu)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("gpu", ["gfx942", "gfx950", "sm_90"])
+def test_compiles_widely(gpu, dtype):
+    check_machine_code(trained, *shapes(dtype), gpu=gpu)
+
+
+@pytest.mark.parametrize(("dtype", "sizes", "words"), [
+    (jnp.float16, {}, "bfloat16 or all of float32"),
+    (jnp.bfloat16, {"c": 96}, "power of two of channels"),
+    (jnp.bfloat16, {"pairs": 8}, "128 channels with 8 pairs"),
+    (jnp.bfloat16, {"pairs": 0}, "with 0 pairs"),
+    (jnp.bfloat16, {"k0": 8, "k1": 4}, "8 and 4 taps"),
+])  # fmt: skip
+def test_refuses(dtype, sizes, words):
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(functools.partial(trained, platform="cuda"), *shapes(dtype, **sizes))
+
+
+def test_refuses_projections_of_two_dtypes():
+    u, current, *rest = shapes(jnp.bfloat16)
+    with pytest.raises(ValueError, match="float32"):
+        jax.eval_shape(functools.partial(trained, platform="rocm"), u, shape(*current.shape, dtype=jnp.float32), *rest)

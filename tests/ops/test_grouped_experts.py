@@ -1,0 +1,213 @@
+"""Experts in fused launches, emulated, against dispatch in float64; lowered, alone and rematerialised; and compiled."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import jit, seeds
+from tests.kernel_helpers import TARGETS, check_machine_code, lowered_kernels, shape
+from zaya_jax.bench.codegen import lower
+from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.ops.grouped_experts import grouped_experts
+from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.target import Target
+
+# The largest error of a result over the largest of its values. Between a token and its output in bf16 stand four
+# roundings: of gate and up, of hidden, of the output, and of what the reference is given.
+WITHIN = {"float32": 1e-5, "bfloat16": 2**-6}
+# Tokens, width, expert width, experts: ragged tiles of rows and of width, and an odd number of tiles of expert width.
+SHAPE = (37, 20, 48, 3)
+FORWARD = ["grouped_swiglu", "grouped_product"]
+BACKWARD = ["grouped_swiglu_backward", "grouped_outer", "grouped_outer", "grouped_product_transposed"]
+
+
+@functools.cache
+def compiled(platform):
+    function = functools.partial(dispatch_experts, target=Target(platform, "any"))
+
+    def call(h, expert, weight, gate_up, down, cotangent):
+        out, back = jax.vjp(lambda h, w, g, d: function(h, expert, w, g, d), h, weight, gate_up, down)
+        return out, *back(cotangent)
+
+    return jit(call)
+
+
+def draw(dims, dtype, seed):
+    t, d, f, e = dims
+    rng = np.random.default_rng(seed)
+    sizes = ((t, d), (e, d, 2 * f), (e, f, d), (t, d))
+    h, gate_up, down, cotangent = (jnp.asarray(rng.normal(size=size) / size[-2] ** 0.5, dtype) for size in sizes)
+    return h, jnp.asarray(rng.uniform(0.1, 1, t), jnp.float32), gate_up, down, cotangent
+
+
+def choices(tokens, experts):
+    """Classes of the tokens, of a few allowed ones: so experts stay empty, get all, or all is skipped."""
+    allowed = st.lists(st.integers(0, experts + 1), min_size=1, max_size=3)
+    return st.tuples(allowed, seeds()).map(
+        lambda drawn: np.random.default_rng(drawn[1]).choice(drawn[0], tokens).astype(np.int32)
+    )
+
+
+def in_float64(expert, h, weight, gate_up, down, cotangent):
+    with jax.enable_x64(True):
+        h, weight, gate_up, down, cotangent = (
+            jnp.asarray(np.asarray(array, np.float64)) for array in (h, weight, gate_up, down, cotangent)
+        )
+        found = compiled("cpu")(h, jnp.asarray(expert), weight, gate_up, down, cotangent)
+        return [np.asarray(array) for array in found]
+
+
+def check(dims, dtype, expert, seed):
+    h, weight, gate_up, down, cotangent = draw(dims, dtype, seed)
+    ours = compiled("interpret")(h, expert, weight, gate_up, down, cotangent)
+    wants = in_float64(expert, h, weight, gate_up, down, cotangent)
+    scales = [np.abs(want).max() for want in wants]
+    # The gradient of a weight is a sum that may cancel, and is one number where there is one token.
+    scales[2] = (np.abs(np.asarray(cotangent, np.float64) * wants[0]).sum(1) / np.asarray(weight)).max()
+    dtypes = [dtype, dtype, "float32", dtype, dtype]
+    for array, want, scale, kind in zip(ours, wants, scales, dtypes, strict=True):
+        assert array.dtype == kind
+        error = np.abs(np.asarray(array, np.float64) - want).max()
+        assert error <= WITHIN[dtype] * max(scale, 1e-30), (error, scale)
+    out, dh, dweight, dgate_up, ddown = (np.asarray(array) for array in ours)
+    none = expert >= dims[3]
+    assert not out[none].any()
+    assert not dh[none].any()
+    assert not dweight[none].any()
+    for e in set(range(dims[3])) - set(expert.tolist()):
+        assert not dgate_up[e].any()
+        assert not ddown[e].any()
+
+
+@settings(max_examples=4)
+@example(expert=(np.arange(37) % 5).astype(np.int32), seed=0)
+@given(expert=choices(SHAPE[0], SHAPE[3]), seed=seeds())
+def test_equals_dispatch_in_double_precision(expert, seed):
+    check(SHAPE, "float32", expert, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", WITHIN)
+@pytest.mark.parametrize(
+    "dims", [SHAPE, (37, 16, 20, 3), (1, 8, 8, 1), (32, 32, 64, 4), (65, 24, 40, 5), (200, 64, 48, 16)]
+)
+def test_other_shapes(dims, dtype):
+    @settings(max_examples=8)
+    @given(expert=choices(dims[0], dims[3]), seed=seeds())
+    def run(expert, seed):
+        check(dims, dtype, expert, seed)
+
+    run()
+
+
+def of_8b(dtype, tokens=16_384):
+    """Tokens, classes, weights, gate and up, down, and the gradient of the output."""
+    return (shape(tokens, 2048, dtype=dtype), shape(tokens, dtype=jnp.int32), shape(tokens, dtype=jnp.float32),
+            shape(16, 2048, 4096, dtype=dtype), shape(16, 2048, 2048, dtype=dtype),
+            shape(tokens, 2048, dtype=dtype))  # fmt: skip
+
+
+def gradient(h, expert, weight, gate_up, down, cotangent, *, platform, policy=None):
+    experts = functools.partial(dispatch_experts, target=TARGETS[platform])
+
+    def layer(h, weight, gate_up, down):
+        # An output that the gradient needs, as that of a layer whose merge has a scale to train.
+        return experts(h, expert, weight, gate_up, down).astype(jnp.float32) ** 2
+
+    layer = layer if policy is None else jax.checkpoint(layer, policy=policy)
+    out, back = jax.vjp(layer, h, weight, gate_up, down)
+    return out, back(cotangent.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_two_launches_forward_and_four_backward(platform):
+    assert lowered_kernels(gradient, *of_8b(jnp.bfloat16), platform=platform) == FORWARD + BACKWARD
+
+
+def operations(policy):
+    """How often the gradient of a layer under `policy` sorts, and does each launch, in the order of the first."""
+    function = functools.partial(gradient, platform="rocm", policy=policy)
+    found = list(_walk(jax.make_jaxpr(function)(*of_8b(jnp.bfloat16)).jaxpr))
+    launches = [str(equation.params["name"]) for equation in found if equation.primitive.name == "pallas_call"]
+    sorts = sum(equation.primitive.name == "sort" for equation in found)
+    return sorts, {name: launches.count(name) for name in launches}
+
+
+def _walk(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+                if hasattr(inner, "eqns"):
+                    yield from _walk(getattr(inner, "jaxpr", inner))
+
+
+ONCE = {name: BACKWARD.count(name) for name in BACKWARD}
+
+
+def test_a_policy_that_keeps_products_does_none_again():
+    keep = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    assert operations(keep) == (1, {**dict.fromkeys(FORWARD, 1), **ONCE})
+
+
+def test_a_policy_that_keeps_nothing_does_the_forward_again():
+    assert operations(jax.checkpoint_policies.nothing_saveable) == (2, {**dict.fromkeys(FORWARD, 2), **ONCE})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+@pytest.mark.parametrize("tokens", [1, 100, 4096, 262_144])
+def test_lowers_in_fp32_and_for_other_numbers_of_tokens(platform, tokens):
+    for dtype in (jnp.bfloat16, jnp.float32):
+        assert lowered_kernels(gradient, *of_8b(dtype, tokens), platform=platform) == FORWARD + BACKWARD
+
+
+def test_without_a_gradient_gate_and_up_are_not_written():
+    def forward(h, expert, weight, gate_up, down, platform):
+        return dispatch_experts(h, expert, weight, gate_up, down, target=TARGETS[platform])
+
+    *arrays, _ = of_8b(jnp.bfloat16)
+    text = lower(functools.partial(forward, platform="cuda"), *arrays, target=TARGETS["cuda"]).as_text()
+    assert "16384x4096" not in text
+
+
+def test_machine_code():
+    check_machine_code(gradient, *of_8b(jnp.bfloat16), gpu="gfx942")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", WITHIN)
+@pytest.mark.parametrize("gpu", ["gfx942", "gfx950", "sm_90"])
+def test_machine_code_of_every_gpu(gpu, dtype):
+    check_machine_code(gradient, *of_8b(jnp.dtype(dtype)), gpu=gpu)
+
+
+def refused(h=(8, 4), order=(8,), sizes=(2,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 4), dtypes=("float32",) * 3):
+    jax.eval_shape(
+        functools.partial(grouped_experts, platform="interpret"), shape(*h, dtype=dtypes[0]),
+        shape(*order, dtype="int32"), shape(*sizes, dtype="int32"), shape(*weight, dtype="float32"),
+        shape(*gate_up, dtype=dtypes[1]), shape(*down, dtype=dtypes[2]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"dtypes": ("float16",) * 3}, "bfloat16 or float32.*not float16"),
+        ({"dtypes": ("bfloat16", "bfloat16", "float32")}, "of one dtype, not bfloat16, bfloat16, float32"),
+        ({"gate_up": (2, 4, 6)}, r"\[e, d, 2f\].*not \(2, 4, 6\)"),
+        ({"down": (2, 6, 5)}, r"\[e, f, d\].*\(2, 6, 5\)"),
+        ({"sizes": (3,)}, r"sizes \[e\].*\(3,\)"),
+        ({"order": (7,)}, "Each of 8 tokens has a place"),
+        ({"weight": (8, 1)}, "Each of 8 tokens has a place and a weight"),
+    ],
+)
+def test_refusals(given, message):
+    refused()
+    with pytest.raises(ValueError, match=message):
+        refused(**given)

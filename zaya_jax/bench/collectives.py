@@ -1,0 +1,54 @@
+"""Self-checks of the devices together: each collective against numpy."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zaya_jax.parallel.mesh import make_mesh
+
+
+def check_collectives() -> dict[str, Any]:
+    """Do each collective over all devices of this process, with integers that every dtype holds exactly.
+
+    Returns:
+      `devices`, and the `dtypes` tried; `skipped`, a sentence, where there is one device; `failed`, a sentence,
+      where a result differs from numpy's.
+    """
+    mesh = make_mesh()
+    n = mesh.size
+    if n < 2:
+        return {"devices": n, "skipped": "There is one device, so nothing to send between devices."}
+    rows = np.random.default_rng(0).integers(0, 8, (n, 4 * n))  # sums stay below 256 for up to 36 devices
+    chunks = rows.reshape(n, n, 4)
+    expected = {
+        "psum": np.tile(rows.sum(0), (n, 1)),
+        "all_gather": np.tile(rows.reshape(-1), (n, 1)),
+        "psum_scatter": rows.sum(0).reshape(n, 4),
+        "all_to_all": chunks.swapaxes(0, 1).reshape(n, -1),
+        "ppermute": np.roll(rows, 1, 0),
+    }
+    wrong, dtypes = [], ("float32", "bfloat16", "int32")
+    for dtype in dtypes:
+        region = jax.shard_map(_collectives, mesh=mesh, in_specs=PartitionSpec("data"),
+                               out_specs=PartitionSpec("data"), check_vma=False)  # fmt: skip
+        found = jax.device_get(jax.jit(region)(rows.astype(jnp.dtype(dtype))))
+        wrong += [f"{name} of {dtype}" for name, array in expected.items() if not np.array_equal(found[name], array)]
+    result: dict[str, Any] = {"devices": n, "dtypes": list(dtypes)}
+    if wrong:
+        result["failed"] = f"These gave wrong numbers over {n} devices: {', '.join(wrong)}."
+    return result
+
+
+def _collectives(x_1s: jax.Array) -> dict[str, jax.Array]:
+    """Each collective of a device's row, as a row."""
+    n = jax.lax.axis_size("data")
+    return {
+        "psum": jax.lax.psum(x_1s, "data"),
+        "all_gather": jax.lax.all_gather(x_1s, "data", axis=1, tiled=True),
+        "psum_scatter": jax.lax.psum_scatter(x_1s, "data", scatter_dimension=1, tiled=True),
+        "all_to_all": jax.lax.all_to_all(x_1s.reshape(n, -1), "data", 0, 0, tiled=True).reshape(1, -1),
+        "ppermute": jax.lax.ppermute(x_1s, "data", [(i, (i + 1) % n) for i in range(n)]),
+    }

@@ -1,0 +1,282 @@
+"""Bytes that kernels move, counted from what they do: their programs are walked through, one after another.
+
+What a kernel loads and stores where depends on integers alone: on the numbers of its programs, on loops and on the
+arrays of integers that it is given. Those are computed here as the device would; floats are shapes without values,
+so that a kernel of the 8B's size is walked through on a laptop.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+LINE = 128  # bytes that memory gives at once
+CACHE = 32 * 2**20  # bytes; less than the last cache of each GPU has (H200 50 MiB, MI300X 256 MiB)
+
+
+class Traffic(NamedTuple):
+    """Bytes of one launch.
+
+    Attributes:
+      name: of the kernel.
+      programs: of its grid.
+      requested: by loads and stores of all programs; caches may have served them.
+      moved: between memory and a cache of `CACHE` bytes that is emptied whenever it is full. Never less than a cache
+        of that size that forgets what was used longest ago would move (Flush-When-Full and LRU: Sleator and Tarjan
+        1985), if programs ran in their order.
+      least: each array read or written once.
+    """
+
+    name: str
+    programs: int
+    requested: int
+    moved: int
+    least: int
+
+
+class Unknown(NamedTuple):
+    """An array whose values do not matter."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def kernel_bytes(function: Callable[..., Any], *arguments: Any) -> list[Traffic]:
+    """The traffic of each kernel that `function` launches, in order.
+
+    Args:
+      function: of arrays.
+      arguments: pytrees of `jax.ShapeDtypeStruct`s, and of arrays where integers decide what is loaded.
+
+    Raises:
+      ValueError: a kernel's addresses or loops depend on values that are not given, or it reaches beyond an array.
+    """
+    leaves, tree = jax.tree.flatten(arguments)
+    closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*leaves)
+    walk = _Walk()
+    walk.run(closed.jaxpr, closed.consts, [_value(leaf) for leaf in leaves])
+    return walk.found
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct) or not np.issubdtype(leaf.dtype, np.integer):
+        return Unknown(tuple(leaf.shape), leaf.dtype)
+    return np.asarray(leaf)
+
+
+def _known(values: Sequence[Any]) -> bool:
+    return not any(isinstance(value, Unknown | _Array) for value in values)
+
+
+class _Array:
+    """An array that a kernel was given the whole of, and which of its lines are in the cache."""
+
+    def __init__(self, value: Any, counter: "_Counter") -> None:
+        self.value, self.counter = value, counter
+        self.itemsize = np.dtype(value.dtype).itemsize
+        self.present = np.zeros(math.prod(value.shape) * self.itemsize // LINE + 1, bool)
+
+    def touch(self, indices: Sequence[Any], mask: Any) -> Any:
+        """Load or store the elements of these indices, where the mask is true; their values where they are known."""
+        if not _known([*indices, *([] if mask is None else [mask])]):
+            raise ValueError("A kernel's addresses depend on values that are not known.")
+        flat = np.zeros((), np.int64)
+        for index, size in zip(indices, self.value.shape, strict=True):
+            flat = flat * size + np.asarray(index, np.int64)
+        chosen = flat.ravel() if mask is None else np.broadcast_to(flat, mask.shape)[mask]
+        self.counter.requested += chosen.size * self.itemsize
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < math.prod(self.value.shape):
+            raise ValueError(f"A kernel reaches beyond an array of shape {self.value.shape}.")
+        lines = chosen * self.itemsize // LINE
+        new = np.unique(lines[~self.present[lines]])
+        self.present[new] = True
+        self.counter.add(new.size * LINE)
+        if isinstance(self.value, Unknown):
+            return Unknown(flat.shape if mask is None else mask.shape, self.value.dtype)
+        found = self.value.reshape(-1)[np.clip(flat, 0, self.value.size - 1)]
+        return found if mask is None else np.where(mask, found, 0).astype(found.dtype)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.arrays: list[_Array] = []
+        self.requested = self.moved = self.held = 0
+
+    def add(self, size: int) -> None:
+        self.moved += size
+        self.held += size
+        if self.held > CACHE:
+            self.held = 0
+            for array in self.arrays:
+                array.present[:] = False
+
+
+class _Walk:
+    """Through a function, and into the kernels that it launches."""
+
+    def __init__(self) -> None:
+        self.found: list[Traffic] = []
+        self.grid: tuple[int, ...] = ()
+        self.place: tuple[int, ...] = ()
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """The outputs of `jaxpr`."""
+        values: dict[Any, Any] = dict(zip(jaxpr.constvars, (_constant(c) for c in consts), strict=True))
+        values.update(zip(jaxpr.invars, arguments, strict=True))
+
+        def read(atom: Any) -> Any:
+            return np.asarray(atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for equation in jaxpr.eqns:
+            results = self.apply(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def apply(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """The outputs of one operation."""
+        name, params = equation.primitive.name, equation.params
+        if special := _SPECIAL.get(name):
+            return special(self, equation, inputs)
+        if name in ("program_id", "num_programs"):
+            return [np.int32((self.place if name == "program_id" else self.grid)[params["axis"]])]
+        if name in _CALLS:
+            inner = params[_CALLS[name]]
+            closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+            return self.run(closed.jaxpr, closed.consts, inputs)
+        if any(isinstance(param, ClosedJaxpr | Jaxpr) and _launches(param) for param in params.values()):
+            raise ValueError(f"What {name} launches is not known.")
+        outs = [out.aval for out in equation.outvars]
+        if _known(inputs) and not any(np.issubdtype(out.dtype, np.floating) for out in outs):
+            if quick := _QUICK.get(name):
+                return [np.asarray(quick(equation, *inputs)).astype(outs[0].dtype)]
+            found = equation.primitive.bind(*inputs, **params)
+            return [np.asarray(one) for one in (found if equation.primitive.multiple_results else [found])]
+        return [Unknown(tuple(out.shape), out.dtype) for out in outs]
+
+    def launch(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """Walk through every program of a kernel."""
+        params, counter = equation.params, _Counter()
+        outs = [Unknown(tuple(out.aval.shape), out.aval.dtype) for out in equation.outvars]
+        counter.arrays = [_Array(value, counter) for value in (*inputs, *outs)]
+        self.grid = tuple(params["grid_mapping"].grid)
+        for number in range(math.prod(self.grid)):
+            # The first axis varies fastest.
+            self.place = tuple(int(i) for i in np.unravel_index(number, self.grid[::-1]))[::-1]
+            self.run(params["jaxpr"], (), counter.arrays)
+        least = sum(math.prod(array.value.shape) * array.itemsize for array in counter.arrays)
+        name = str(params["name"] or params["jaxpr"].debug_info.func_name)
+        self.found.append(Traffic(name, math.prod(self.grid), counter.requested, counter.moved, least))
+        return outs
+
+    def repeat(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """A loop of a known length; what it takes and gives by slices has one axis more than in its body."""
+        closed, length = equation.params["jaxpr"], equation.params["length"]
+        count = sum(
+            _same_shape(inner, outer) for inner, outer in zip(closed.jaxpr.outvars, equation.outvars, strict=True)
+        )
+        sliced = sum(not _same_shape(inner, value) for inner, value in zip(closed.jaxpr.invars, inputs, strict=True))
+        first = len(inputs) - sliced - count
+        consts, carry, stacked = inputs[:first], inputs[first : first + count], inputs[first + count :]
+        for number in range(length):
+            slices = [Unknown(x.shape[1:], x.dtype) if isinstance(x, Unknown) else x[number] for x in stacked]
+            carry = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *slices])[:count]
+        return [*carry, *(Unknown(tuple(out.aval.shape), out.aval.dtype) for out in equation.outvars[count:])]
+
+    def loop(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """A loop while something holds."""
+        params = equation.params
+        first, second = params["cond_nconsts"], params["body_nconsts"]
+        test, body, carry = inputs[:first], inputs[first : first + second], inputs[first + second :]
+        while True:
+            (more,) = self.run(params["cond_jaxpr"].jaxpr, params["cond_jaxpr"].consts, [*test, *carry])
+            if not _known([more]):
+                raise ValueError("A loop's end depends on values that are not known.")
+            if not more:
+                return carry
+            carry = self.run(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, [*body, *carry])
+
+    def load(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """A load, or a store, whose result, what stood there, is not looked at."""
+        params, stored = equation.params, equation.primitive.name in ("swap", "masked_swap")
+        if "args_tree" in params:
+            array, transforms, *others = jax.tree.unflatten(params["args_tree"], inputs)
+            mask = others[1 if stored else 0]
+        else:  # a reference that is indexed as an array
+            array, *rest = inputs
+            transforms, mask = jax.tree.unflatten(params["tree"], rest[1:] if stored else rest), None
+        (indexer,) = transforms or (None,)
+        indices, shape = _indices(indexer, array.value.shape)
+        mask = None if mask is None else np.broadcast_to(mask, np.broadcast_shapes(np.shape(mask), shape))
+        found = array.touch(indices, mask)
+        return [found for _ in equation.outvars]
+
+
+# Operations that do what is in another function, and the parameter that holds it.
+_CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
+_SPECIAL: dict[str, Callable[[_Walk, Any, list[Any]], list[Any]]] = {
+    "pallas_call": _Walk.launch,
+    "scan": _Walk.repeat,
+    "while": _Walk.loop,
+    "get": _Walk.load,
+    "swap": _Walk.load,
+    "masked_load": _Walk.load,
+    "masked_swap": _Walk.load,
+}
+
+
+def _indices(indexer: Any, shape: tuple[int, ...]) -> tuple[list[Any], tuple[int, ...]]:
+    """Indices that broadcast against each other, and their common shape; what is sliced stands behind the rest."""
+    entries: list[Any] = [slice(0, size) for size in shape] if indexer is None else list(indexer.indices)
+    slices = sum(hasattr(entry, "start") for entry in entries)
+    found = []
+    for entry in entries:
+        if not hasattr(entry, "start"):
+            if isinstance(entry, Unknown):
+                raise ValueError("A kernel's addresses depend on values that are not known.")
+            found.append(np.reshape(entry, (*np.shape(entry), *(1,) * slices)) if np.ndim(entry) else entry)
+            continue
+        size = entry.stop if isinstance(entry, slice) else entry.size
+        behind = sum(hasattr(other, "start") for other in entries[len(found) + 1 :])
+        found.append((np.asarray(entry.start) + np.arange(size)).reshape(-1, *(1,) * behind))
+    return found, np.broadcast_shapes(*(np.shape(one) for one in found))
+
+
+def _same_shape(variable: Any, other: Any) -> bool:
+    shape = other.value.shape if isinstance(other, _Array) else getattr(other, "aval", other).shape
+    return variable.aval.shape == shape
+
+
+def _launches(function: Any) -> bool:
+    return "pallas_call" in str(function)
+
+
+def _constant(value: Any) -> Any:
+    return Unknown(np.shape(value), value.dtype) if np.issubdtype(value.dtype, np.floating) else np.asarray(value)
+
+
+def _broadcast(equation: Any, x: np.ndarray) -> np.ndarray:
+    shape, axes = equation.params["shape"], equation.params["broadcast_dimensions"]
+    inner = [1] * len(shape)
+    for axis, size in zip(axes, np.shape(x), strict=True):
+        inner[axis] = size
+    return np.broadcast_to(np.reshape(x, inner), shape)
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *arrays: function(*arrays)
+
+
+# Those operations that kernels do most with integers; the others are left to jax, which takes its time for each.
+_QUICK: Mapping[str, Callable[..., Any]] = {
+    "add": _plain(np.add), "sub": _plain(np.subtract), "mul": _plain(np.multiply), "lt": _plain(np.less),
+    "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal), "eq": _plain(np.equal),
+    "ne": _plain(np.not_equal), "and": _plain(np.bitwise_and), "or": _plain(np.bitwise_or),
+    "not": _plain(np.invert), "min": _plain(np.minimum), "max": _plain(np.maximum),
+    "select_n": lambda _, which, no, yes: np.where(which, yes, no),
+    "convert_element_type": _plain(np.asarray),
+    "broadcast_in_dim": _broadcast,
+    "broadcast_to": lambda equation, x: np.broadcast_to(x, equation.params["shape"]),
+}  # fmt: skip

@@ -1,0 +1,143 @@
+"""PyTorch's counterparts of the kernels, at the sizes of `kernel_cases`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from zaya_jax.bench.kernel_cases import STEPS, Sizes
+from zaya_jax.errors import InputError
+
+Call = Callable[[], Any]
+
+
+def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, Call]:
+    """A function that does a case of `kernel_cases.cases` in PyTorch, and one that waits until all calls are done.
+
+    On a GPU norms are compiled by `torch.compile` and attention is the flash kernel of
+    `scaled_dot_product_attention`; on a CPU both are what PyTorch does by itself.
+
+    Args:
+      name: of the case, one of `PEERS`.
+      sizes: of the arrays.
+      dtype: 'float32' or 'bfloat16'.
+      device: 'cpu' or 'cuda', which is ROCm's name too.
+
+    Raises:
+      InputError: PyTorch is not installed.
+    """
+    try:  # imported by name, since no part of the package may need it
+        torch: Any = importlib.import_module("torch")
+    except ImportError as error:
+        raise InputError("The peer needs PyTorch: pip install -e '.[parity]'.") from error
+    torch.manual_seed(0)
+    make, backward = PEERS[name], name.endswith(" backward")
+    with torch.device(device):
+        function, arrays = make(torch, sizes, getattr(torch, dtype), device == "cuda")
+        call = _pulled(torch, function, arrays) if backward else _without_gradient(torch, function, arrays)
+    return call, torch.cuda.synchronize if device == "cuda" else _nothing
+
+
+def _nothing() -> None:
+    """A CPU's calls are done when they return."""
+
+
+def _without_gradient(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
+    def call() -> Any:
+        with torch.no_grad():
+            return function(*arrays)
+
+    return call
+
+
+def _pulled(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
+    for array in arrays:
+        array.requires_grad_()
+    # What is compiled would otherwise give the memory of what it kept to its gradients, and could be called once.
+    importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore
+    outputs = function(*arrays)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    cotangents = [torch.randn_like(output) for output in outputs]
+    return lambda: torch.autograd.grad(outputs, arrays, cotangents, retain_graph=True)
+
+
+def _residual_norm(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    shape = (sizes.tokens, sizes.width)
+
+    def function(output: Any, stream: Any, scale: Any, bias: Any, stream_scale: Any, stream_bias: Any,
+                 weight: Any) -> tuple[Any, Any]:  # fmt: skip
+        new = (output.float() + bias) * scale + (stream + stream_bias) * stream_scale
+        return new, torch.nn.functional.rms_norm(new.to(dtype), shape[1:], weight.to(dtype), 1e-5)
+
+    arrays = [torch.randn(shape, dtype=dtype), torch.randn(shape), *(torch.randn(sizes.width) for _ in range(5))]
+    return torch.compile(function) if gpu else function, arrays
+
+
+def _attention(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    rows, length = sizes.tokens // sizes.sequence, sizes.sequence
+    return _attend(torch, gpu, causal=True), _heads(torch, sizes, dtype, rows, length, length)
+
+
+def _decode(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    rows, keys = sizes.decoded
+    return _attend(torch, gpu, causal=False), _heads(torch, sizes, dtype, rows, 1, keys)
+
+
+def _attend(torch: Any, gpu: bool, *, causal: bool) -> Callable[..., Any]:
+    attend = torch.nn.functional.scaled_dot_product_attention
+    backends: Any = importlib.import_module("torch.nn.attention")
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        if not gpu:
+            return attend(q, k, v, is_causal=causal, enable_gqa=True)
+        with backends.sdpa_kernel(backends.SDPBackend.FLASH_ATTENTION):
+            return attend(q, k, v, is_causal=causal, enable_gqa=True)
+
+    return function
+
+
+def _heads(torch: Any, sizes: Sizes, dtype: Any, rows: int, queries: int, keys: int) -> list[Any]:
+    """Queries, keys and values [b, h, s, c]."""
+    heads = ((sizes.query_heads, queries), (sizes.kv_heads, keys), (sizes.kv_heads, keys))
+    return [torch.randn(rows, *one, sizes.channels, dtype=dtype) for one in heads]
+
+
+def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    del gpu
+    e, d, q = sizes.experts, sizes.width, 2 * sizes.expert_width
+    ends = torch.arange(1, e + 1, dtype=torch.int32) * sizes.per_expert
+    arrays = [torch.randn(e * sizes.per_expert, d, dtype=dtype), torch.randn(e, d, q, dtype=dtype)]
+    return lambda x, w: torch._grouped_mm(x, w, offs=ends), arrays
+
+
+def _symmetric(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    del gpu
+
+    def function(x: Any) -> Any:
+        gram = x @ x.mT
+        return torch.baddbmm(gram, gram, gram, beta=0.5, alpha=0.5)
+
+    return function, [torch.randn(*sizes.matrices, dtype=dtype)]
+
+
+def _muon(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+    del dtype, gpu  # its iterates are bf16 whatever the parameters are
+    n, p, q = sizes.matrices
+    matrices = [torch.nn.Parameter(torch.randn(q, p)) for _ in range(n)]
+    for matrix in matrices:
+        matrix.grad = torch.randn(q, p)
+    optimizer = torch.optim.Muon(matrices, lr=6e-4, weight_decay=0.1, momentum=0.95, ns_steps=STEPS,
+                                 adjust_lr_fn="match_rms_adamw")  # fmt: skip
+    return optimizer.step, []
+
+
+PEERS: dict[str, Callable[..., tuple[Callable[..., Any], list[Any]]]] = {
+    "residual_norm": _residual_norm,
+    "residual_norm backward": _residual_norm,
+    "attention": _attention,
+    "attention backward": _attention,
+    "attention of a decode": _decode,
+    "grouped_matmul": _grouped,
+    "grouped_matmul backward": _grouped,
+    "symmetric": _symmetric,
+    "muon": _muon,
+}

@@ -1,0 +1,249 @@
+"""Each kernel against XLA's compilation of its reference, against PyTorch, and against what the device can do.
+
+Each side has a process of its own, and they take turns. A pass is many calls, queued before one wait, so that it is
+the device that is timed and not the way to it.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.bench.aside import Passes, aside, interleave
+from zaya_jax.bench.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.bench.kernel_peers import PEERS, peer_call
+from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.errors import InputError
+from zaya_jax.ops.target import Target, current_target
+
+PASS = 0.1  # seconds that a pass takes at least, where that is fewer calls than `MOST`
+MOST = 1000
+TOGETHER = 8  # calls of one program, so that a short kernel does not wait for the next program's start
+SHORT = 2**28  # bytes of a call's arrays, below which it is short
+COPIED = 2**30  # bytes
+SIDE = 8192  # of the square matrices whose product is the dense rate
+
+
+def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
+    """Time all cases, or those named, on this process's first device; print a line for each.
+
+    On a CPU kernels are emulated, at small size: that shows that everything runs, and its times say nothing of a GPU.
+
+    Args:
+      only: names of cases; all where empty.
+      repeats: timed passes of each side.
+      output: a JSON file, written after each case.
+
+    Returns:
+      What was written: the measured `rooflines`, and `results` by case (`row`).
+
+    Raises:
+      InputError: there is no case of a name, or the result cannot be written.
+    """
+    check_request(repeats, output)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
+    target = current_target()
+    emulated = target.platform == "cpu"
+    sizes, dtype = (SMALL, "bfloat16") if emulated else (EIGHT_B, "bfloat16")
+    chosen = cases(sizes, dtype)
+    if wrong := [name for name in only if name not in chosen]:
+        raise InputError(f"There is no case {wrong[0]!r}; there are {', '.join(chosen)}.")
+    result = describe_run("kernels", str(sizes), "XLA's compilation of the references, and PyTorch",
+                          ("zaya-jax", "jax", "jaxlib", "torch", "triton"))  # fmt: skip
+    result["hardware"]["device"], result["emulated"] = target.device_kind, emulated
+    if emulated:
+        print("There is no GPU here: kernels are emulated at small size, and the times say nothing of a GPU.")
+    limits = rooflines(emulated, repeats)
+    print(f"{target.device_kind}: copies {limits['copy'] / 1e9:,.0f} GB/s, dense bf16 products "
+          f"{limits['dense'] / 1e12:,.3g} TFLOP/s.", flush=True)  # fmt: skip
+    result["rooflines"] = {name: float(f"{value:.4g}") for name, value in limits.items()}
+    result["results"] = {}
+    for name in only or chosen:
+        passes, missing = time_sides(name, sizes, dtype, emulated, repeats)
+        result["results"][name] = row(chosen[name], passes, missing, limits, target.device_kind)
+        print(f"{name}: {sentence(result['results'][name])}", flush=True)
+        write_result(result, output)
+    return result
+
+
+def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
+    """'copy', bytes/s read and written, and 'dense', FLOP/s of bf16 products, as XLA does both; medians."""
+    copied, side = (2**20, 128) if emulated else (COPIED, SIDE)
+    with aside(roofline, "copy", copied) as copy, aside(roofline, "dense", side) as dense:
+        passes = interleave({"copy": copy, "dense": dense}, repeats)
+    work = {"copy": 2.0 * copied, "dense": 2.0 * side**3}
+    return {name: work[name] / statistics.median(per_call(timed)) for name, timed in passes.items()}
+
+
+def roofline(kind: str, size: int) -> Callable[[], int]:
+    """A pass of copies of `size` bytes, or of products of square bf16 matrices with `size` rows."""
+    if kind == "copy":
+        return queued(lambda x: x + 1, (jnp.zeros(size // 4, jnp.float32),), 1)
+    square = jnp.zeros((size, size), jnp.bfloat16)
+    return queued(lambda x, y: x @ y, (square, square), 1)
+
+
+def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int) -> tuple[dict, dict[str, str]]:
+    """The passes of 'kernel', 'reference' and 'peer', and why one of them is missing, a sentence each."""
+    makers: dict[str, tuple[Any, ...]] = {
+        side: (our_side, name, sizes, dtype, side == "kernel", emulated) for side in ("kernel", "reference")
+    }
+    missing = {}
+    if name in PEERS:
+        makers["peer"] = (peer_side, name, sizes, dtype, "cpu" if emulated else "cuda")
+    else:
+        missing["peer"] = "PyTorch has no counterpart."
+    with contextlib.ExitStack() as stack:
+        steps = {}
+        for side, (make, *arguments) in makers.items():
+            try:
+                steps[side] = stack.enter_context(aside(make, *arguments))
+            except (InputError, RuntimeError) as error:
+                missing[side] = str(error)
+        return interleave(steps, repeats), missing
+
+
+def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) -> Callable[[], int]:
+    """A pass of a case by its kernel or by its reference.
+
+    Raises:
+      InputError: it does not compile or run.
+    """
+    case, target = cases(sizes, dtype)[name], current_target()
+    if emulated:
+        target = Target("interpret", target.device_kind)
+    if not kernel:
+        target = dataclasses.replace(target, without=(case.operation,))
+    try:
+        function, arguments = program(case, target)
+        short = not emulated and sum(leaf.nbytes for leaf in jax.tree.leaves(arguments)) < SHORT
+        return queued(function, arguments, TOGETHER if short else 1)
+    except Exception as error:  # not every error can be sent to another process
+        raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
+
+
+def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], int]:
+    """A pass of a case by PyTorch.
+
+    Raises:
+      InputError: PyTorch is not installed, or cannot do it.
+    """
+    try:
+        return repeated(*peer_call(name, sizes, dtype, device), 1)
+    except InputError:
+        raise
+    except Exception as error:  # not every error can be sent to another process
+        raise InputError(f"{type(error).__name__}: {str(error)[:500]}") from error
+
+
+def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], int]:
+    """A pass of `function`, of which `calls` are one program.
+
+    Each of those has arrays of its own: of the same arrays the compiler would make the same results but once, and the
+    second call would find them in the cache.
+    """
+    sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(calls - 1))]
+    run, last = jax.jit(lambda sets: [function(*one) for one in sets]), []
+
+    def call() -> None:
+        last[:] = [run(sets)]
+
+    return repeated(call, lambda: jax.block_until_ready(last), calls)
+
+
+def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
+    """A pass of so many calls that it takes `PASS` seconds; it returns their number, each counting as `counts`."""
+
+    def some(number: int) -> float:
+        start = time.perf_counter()
+        for _ in range(number):
+            call()
+        wait()
+        return time.perf_counter() - start
+
+    some(1)  # compiles
+    number = 1
+    while number < MOST and (seconds := some(number)) < PASS:
+        number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
+
+    def one_pass() -> int:
+        some(number)
+        return number * counts
+
+    return one_pass
+
+
+def per_call(passes: Passes) -> list[float]:
+    """Seconds of one call, of each pass."""
+    return [seconds / calls for seconds, calls in zip(*passes, strict=True)]
+
+
+def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Mapping[str, float],
+        device: str) -> dict[str, Any]:  # fmt: skip
+    """What a case's passes say.
+
+    Returns:
+      `seconds` of a call, every pass, and their medians; `reference` and `peer`, times the kernel's speed over
+      theirs; `bytes_per_second` and `flops_per_second` of the kernel; `aim`, what of it is reached, and whether that
+      is enough, None on other devices than it is for; `missing`.
+    """
+    seconds = {side: per_call(timed) for side, timed in passes.items()}
+    medians = {side: statistics.median(times) for side, times in seconds.items()}
+    found: dict[str, Any] = {
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "median_seconds": {side: float(f"{time:.4g}") for side, time in medians.items()},
+        "seconds": {side: [float(f"{one:.4g}") for one in times] for side, times in seconds.items()},
+        "missing": dict(missing),
+    }
+    if "kernel" not in medians:
+        return found
+    kernel = medians.pop("kernel")
+    found |= {side: float(f"{time / kernel:.3g}") for side, time in medians.items()}
+    found["bytes_per_second"] = float(f"{case.bytes / kernel:.4g}")
+    found["flops_per_second"] = float(f"{case.flops / kernel:.4g}")
+    if case.aim:
+        reached = reach(case, case.aim, kernel, medians, limits)
+        met = reached is not None and reached >= case.aim.least if "H200" in device else None
+        found["aim"] = {"of": case.aim.of, "least": case.aim.least, "met": met,
+                        "reached": None if reached is None else float(f"{reached:.3g}")}  # fmt: skip
+    return found
+
+
+def reach(
+    case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Mapping[str, float]
+) -> float | None:
+    """How much of `aim.of` a call in `kernel` seconds is; None where the reference was not timed."""
+    match aim.of:
+        case "copy":
+            return case.bytes / kernel / limits["copy"]
+        case "dense":
+            return case.flops / kernel / limits["dense"]
+        case "roofline":
+            return max(case.bytes / limits["copy"], case.flops / limits["dense"]) / kernel
+        case "tflops":
+            return case.flops / kernel / 1e12
+        case "reference":
+            return others["reference"] / kernel if "reference" in others else None
+
+
+def sentence(found: Mapping[str, Any]) -> str:
+    """A row for a person."""
+    missing = [f"no {side}: {why}" for side, why in found["missing"].items()]
+    if "kernel" not in found["median_seconds"]:
+        return "; ".join(missing)
+    said = [f"{found['median_seconds']['kernel'] * 1e3:.4g} ms, {found['bytes_per_second'] / 1e9:,.0f} GB/s, "
+            f"{found['flops_per_second'] / 1e12:.3g} TFLOP/s"]  # fmt: skip
+    names = {"reference": "XLA", "peer": "PyTorch"}
+    said += [f"{found[side]:.3g} times {name}" for side, name in names.items() if side in found]
+    if aim := found.get("aim"):
+        verdict = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
+        said.append(f"{aim['of']} {aim['reached']} (aim {aim['least']:g}, {verdict})")
+    return "; ".join([*said, *missing])

@@ -1,0 +1,300 @@
+"""A whole optimizer step against `transformers`, each side alone on one device, which both would not fit together.
+
+Ours is the program that `zaya_jax.main` trains with: gradients of micro-batches added up, clipping, Muon, AdamW,
+balancing. Of it the optimizer's part is timed once more alone, since devices share it when there are several.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import psutil
+
+from zaya_jax.bench.aside import aside
+from zaya_jax.bench.peer import check_peer, time_peer
+from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.bench.step import default_config
+from zaya_jax.config import BatchConfig, Config
+from zaya_jax.config.checks import require
+from zaya_jax.config.hardware import peak_of
+from zaya_jax.config.presets import apply_preset, preset_of
+from zaya_jax.config.stages import stages
+from zaya_jax.errors import InputError
+from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.ops.target import target_of
+from zaya_jax.train.base import NO_BASE
+from zaya_jax.train.beginning import begin
+from zaya_jax.train.compiled import abstract_state, step_key, trace_step
+from zaya_jax.train.state import layout_of, make_blueprint, mesh_of
+
+SHARED = (8, 1024)  # devices that would share the optimizer's work
+_GB = 1e9
+
+
+def default_whole_config() -> Config:
+    """`step.default_config` with steps of sixteen sequences, four at a time."""
+    config = default_config()
+    batch = BatchConfig(tokens=16 * config.data.context, micro=4)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
+
+
+def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
+    """Time both sides, print tokens/s, MFU and memory, and write them to `output` where given, after each side.
+
+    Newton–Schulz counts as time, not as operations.
+
+    Args:
+      config: its first step is done, on random tokens and one device.
+      repeats: timed steps of each side, after one to warm up.
+      output: a JSON file.
+
+    Raises:
+      InputError: the step or its peer does not fit the device, the peer is not installed, or `config` has adapters.
+    """
+    check_request(repeats, output)
+    check_peer()
+    require(config.lora is None, "lora", "a section", "left out, since the peer trains all parameters")
+    dtype, first = config.train.compute_dtype, stages(config)[0]
+    require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
+    batch, context = first.sequences, first.context
+    tokens_bs = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, context + 1))
+    result = describe_run(
+        "whole optimizer step",
+        f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers, {dtype}, "
+        f"{batch} x {context} tokens a step",
+        f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, moved by torch.optim.AdamW(fused=True)",
+        ("zaya-jax", "jax", "jaxlib", "flax", "optax", "torch", "transformers"),
+    )  # fmt: skip
+    waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
+    with _as_training_sets_it(config), aside(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
+        found = ask()
+    kind, platform, tokens = found.pop("device"), found.pop("platform"), batch * context
+    flops = tokens * training_flops_per_token(config.model, context)
+    ours = our_figures(found, tokens, flops, kind)
+    result["hardware"]["device"], result["results"] = kind, {"ours": ours}
+    write_result(result, output)
+    _say_ours(ours)
+
+    device = "cpu" if platform == "cpu" else "cuda"
+    with aside(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
+        found = ask()
+    peer = found | _speed(statistics.median(found["seconds"]["step"]), tokens, flops, kind)
+    ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
+    result["results"] |= {"peer": peer, "ratio": round(ratio, 3)}
+    write_result(result, output)
+    again = "computed again" if peer["checkpointing"] else "kept"
+    print(f"transformers: {_speeds_in_words(peer)}, {peer['micro_batch']} sequences at a time, activations {again}"
+          f"{_memory_in_words(peer)}\nratio {ratio:.2f}", flush=True)  # fmt: skip
+    return result
+
+
+@contextlib.contextmanager
+def _as_training_sets_it(config: Config) -> Iterator[None]:
+    """Processes that start meanwhile have the environment of `zaya_jax.main`."""
+    before = dict(os.environ)
+    apply_preset(preset_of(config))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# --- our side, in its own process ------------------------------------------------------------------------------
+
+
+class Programs(NamedTuple):
+    """The compiled step, and the optimizer's part of it, with and without Newton–Schulz."""
+
+    step: Any
+    optimizer: Any
+    without_newton_schulz: Any
+
+    @property
+    def bytes(self) -> int:
+        """Of the device, that the largest takes."""
+        return max(_bytes(program) for program in self)
+
+
+def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
+    """Seconds of steps on the same rows, and of the optimizer's part, losses, and memory.
+
+    Raises:
+      InputError: the device has less memory than the programs take.
+    """
+    for platform in ("cuda", "rocm"):  # the peer has one device too
+        jax.config.update(f"jax_{platform}_visible_devices", "0")
+    stage, device = stages(config)[0], jax.devices()[0]
+    programs = compile_programs(config)
+    check_memory(config, programs.bytes, memory_limit(device), lambda config: compile_programs(config).bytes)
+    layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
+    rows = {
+        "tokens": tokens_bs[:, :-1].astype(np.int32), "targets": tokens_bs[:, 1:].astype(np.int32),
+        "segment_ids": np.ones((stage.sequences, stage.context), np.int32),
+        "positions": np.tile(np.arange(stage.context, dtype=np.int32), (stage.sequences, 1)),
+        "loss_mask": np.ones((stage.sequences, stage.context), bool),
+    }  # fmt: skip
+    batch, held = layout.place(rows, step_key(config, stage).micro_batches), begin(config, NO_BASE)
+    losses = []
+
+    def step() -> None:
+        nonlocal held
+        held, metrics = programs.step(held, batch, {})
+        losses.append(float(metrics["loss"]))
+
+    seconds = {"step": timed(step, repeats)}
+    peak = peak_memory(device, programs.step)  # before the optimizer alone, whose gradients lie beside the state
+    params, opt_state = held.params, held.opt_state
+    del held  # donated by what follows
+    gradients = jax.tree.map(jnp.copy, params)
+
+    def move(program: Any) -> None:
+        nonlocal params, opt_state
+        params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
+
+    seconds["optimizer"] = timed(functools.partial(move, programs.optimizer), repeats)
+    seconds["without_newton_schulz"] = timed(functools.partial(move, programs.without_newton_schulz), repeats)
+    return {
+        "device": device.device_kind,
+        "platform": target_of(device).platform,
+        "micro_batch": config.batch_of(config.phases[0]).micro or stage.sequences,
+        "remat": config.remat_of(config.phases[0]),
+        "seconds": {name: [round(second, 4) for second in each] for name, each in seconds.items()},
+        "losses": [round(loss, 4) for loss in losses],
+        **peak,
+    }
+
+
+def compile_programs(config: Config) -> Programs:
+    """The programs of the first stage, for the first device; nothing is allocated."""
+    state, blueprint = abstract_state(config, 0), make_blueprint(config)
+    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), blueprint.optimizer
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def compiled(on_matrices: Any) -> Any:
+        def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
+            updates, opt_state = optimizer.update(
+                gradients, opt_state, params, on_matrices=on_matrices, target=layout.target
+            )
+            return jax.tree.map(jnp.add, params, updates), opt_state
+
+        return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
+
+    step = trace_step(config, stages(config)[0]).lower().compile()
+    return Programs(step, compiled(layout.on_matrices), compiled(lambda name, m, function: m))
+
+
+def timed(work: Callable[[], None], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls, after one to warm up."""
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def memory_limit(device: Any) -> int:
+    """Bytes that XLA may take of `device`; of a CPU, what the machine has free."""
+    return (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().available
+
+
+def peak_memory(device: Any, program: Any) -> dict[str, Any]:
+    """The most bytes there were at a time as `device` counts them, else what `program` takes, and who says so."""
+    counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    if counted is None:
+        return {"peak_bytes": _bytes(program), "peak_bytes_by": "the compiled program"}
+    return {"peak_bytes": counted, "peak_bytes_by": "the device"}
+
+
+def check_memory(config: Config, needed: int, limit: int, needed_by: Callable[[Config], int]) -> None:
+    """Raise `InputError`, naming a depth that fits, where `needed` bytes are more than the `limit`.
+
+    Args:
+      config: what needs so much.
+      needed: bytes.
+      limit: bytes.
+      needed_by: bytes that another configuration needs: by those of half the depth, each layer takes the same.
+    """
+    if needed <= limit:
+        return
+    layers, period = config.model.num_layers, len(config.model.period)
+    told = f"A step of {layers} layers takes {needed / _GB:.1f} GB, but this device gives {limit / _GB:.1f} GB"
+    half, fitting = layers // 2 // period * period, 0
+    if half:
+        less = needed_by(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=half)))
+        fitting = int(layers - (needed - limit) / ((needed - less) / (layers - half))) // period * period
+    if fitting < period:
+        raise InputError(f"{told}: a smaller vocabulary, width or train.batch.micro is needed to fit.")
+    raise InputError(f"{told}: model.num_layers={fitting} would fit.")
+
+
+def _bytes(program: Any) -> int:
+    """What a compiled program takes of its device; donated arguments are outputs too."""
+    needs = program.memory_analysis()
+    kept = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
+    return kept + needs.temp_size_in_bytes
+
+
+# --- what follows from it --------------------------------------------------------------------------------------
+
+
+def our_figures(found: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
+    """What `time_ours` found, with speeds, the optimizer's share, and both where devices share the optimizer's work.
+
+    Args:
+      found: with the `seconds` of the step, of the optimizer alone, and of it without Newton–Schulz.
+      tokens: of a step.
+      flops: of a step, the optimizer's not counted.
+      kind: of device.
+    """
+    step, optimizer, rest = (statistics.median(seconds) for seconds in found["seconds"].values())
+    shared = {}
+    for n in SHARED:
+        seconds = step - optimizer + optimizer / n
+        shared[f"1/{n}"] = _speed(seconds, tokens, flops, kind) | {"optimizer_share": round(optimizer / n / seconds, 5)}
+    return {
+        **found,
+        **_speed(step, tokens, flops, kind),
+        "optimizer_share": round(optimizer / step, 4),
+        "newton_schulz_share": round((optimizer - rest) / step, 4),
+        "with_part_of_the_optimizer": shared,
+    }
+
+
+def _speed(seconds: float, tokens: int, flops: float, kind: str) -> dict[str, Any]:
+    peak = peak_of(kind)
+    return {
+        "tokens_per_second": round(tokens / seconds, 1),
+        "tflops_per_second": float(f"{flops / seconds / 1e12:.4g}"),
+        "mfu": None if peak is None else round(flops / seconds / peak, 4),
+    }
+
+
+def _say_ours(ours: dict[str, Any]) -> None:
+    print(f"ours: {_speeds_in_words(ours)}, {ours['micro_batch']} sequences at a time, remat {ours['remat']}"
+          f"{_memory_in_words(ours)} by {ours['peak_bytes_by']}")  # fmt: skip
+    print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, Newton–Schulz alone "
+          f"{ours['newton_schulz_share']:.1%}")  # fmt: skip
+    for part, shared in ours["with_part_of_the_optimizer"].items():
+        print(f"with {part} of the optimizer's time: {_speeds_in_words(shared)}, optimizer "
+              f"{shared['optimizer_share']:.1%}", flush=True)  # fmt: skip
+
+
+def _speeds_in_words(found: dict[str, Any]) -> str:
+    mfu = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
+    return f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops_per_second']:.3g} TFLOP/s{mfu}"
+
+
+def _memory_in_words(found: dict[str, Any]) -> str:
+    return "" if found["peak_bytes"] is None else f", {found['peak_bytes'] / _GB:.1f} GB at most"
