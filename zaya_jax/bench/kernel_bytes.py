@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
@@ -62,9 +63,7 @@ def kernel_bytes(function: Callable[..., Any], *arguments: Any) -> list[Traffic]
 
 
 def _value(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct) or not np.issubdtype(leaf.dtype, np.integer):
-        return Unknown(tuple(leaf.shape), leaf.dtype)
-    return np.asarray(leaf)
+    return _unknown(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) or _is_float(leaf) else np.asarray(leaf)
 
 
 def _known(values: Sequence[Any]) -> bool:
@@ -121,6 +120,7 @@ class _Walk:
         self.found: list[Traffic] = []
         self.grid: tuple[int, ...] = ()
         self.place: tuple[int, ...] = ()
+        self.plans: dict[Jaxpr, list[tuple[Any, Any]]] = {}
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
         """The outputs of `jaxpr`."""
@@ -130,14 +130,35 @@ class _Walk:
         def read(atom: Any) -> Any:
             return np.asarray(atom.val) if isinstance(atom, Literal) else values[atom]
 
-        for equation in jaxpr.eqns:
-            results = self.apply(equation, [read(atom) for atom in equation.invars])
-            values.update(zip(equation.outvars, results, strict=True))
+        for equation, names in self.plan(jaxpr):
+            if equation is None:
+                values.update(names)
+            else:
+                results = self.apply(equation, names, [read(atom) for atom in equation.invars])
+                values.update(zip(equation.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def apply(self, equation: Any, inputs: list[Any]) -> list[Any]:
+    def plan(self, jaxpr: Jaxpr) -> list[tuple[Any, Any]]:
+        """Each operation and its name, and in place of what only makes floats, None and those floats, unknown."""
+        if jaxpr in self.plans:
+            return self.plans[jaxpr]
+        found: list[tuple[Any, Any]] = []
+        for equation in jaxpr.eqns:
+            name, outs = equation.primitive.name, equation.outvars
+            if name in _SPECIAL or name in _CALLS or not all(_is_float(out.aval) for out in outs):
+                found.append((equation, name))
+                continue
+            if any(isinstance(param, ClosedJaxpr | Jaxpr) and _launches(param) for param in equation.params.values()):
+                raise ValueError(f"What {name} launches is not known.")
+            if not found or found[-1][0] is not None:
+                found.append((None, {}))
+            found[-1][1].update({out: _unknown(out.aval) for out in outs})
+        self.plans[jaxpr] = found
+        return found
+
+    def apply(self, equation: Any, name: str, inputs: list[Any]) -> list[Any]:
         """The outputs of one operation."""
-        name, params = equation.primitive.name, equation.params
+        params = equation.params
         if special := _SPECIAL.get(name):
             return special(self, equation, inputs)
         if name in ("program_id", "num_programs"):
@@ -146,20 +167,17 @@ class _Walk:
             inner = params[_CALLS[name]]
             closed = inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
             return self.run(closed.jaxpr, closed.consts, inputs)
-        if any(isinstance(param, ClosedJaxpr | Jaxpr) and _launches(param) for param in params.values()):
-            raise ValueError(f"What {name} launches is not known.")
-        outs = [out.aval for out in equation.outvars]
-        if _known(inputs) and not any(np.issubdtype(out.dtype, np.floating) for out in outs):
-            if quick := _QUICK.get(name):
-                return [np.asarray(quick(equation, *inputs)).astype(outs[0].dtype)]
-            found = equation.primitive.bind(*inputs, **params)
-            return [np.asarray(one) for one in (found if equation.primitive.multiple_results else [found])]
-        return [Unknown(tuple(out.shape), out.dtype) for out in outs]
+        if not _known(inputs):
+            return [_unknown(out.aval) for out in equation.outvars]
+        if quick := _QUICK.get(name):
+            return [np.asarray(quick(equation, *inputs)).astype(equation.outvars[0].aval.dtype, copy=False)]
+        found = equation.primitive.bind(*inputs, **params)
+        return [np.asarray(one) for one in (found if equation.primitive.multiple_results else [found])]
 
     def launch(self, equation: Any, inputs: list[Any]) -> list[Any]:
         """Walk through every program of a kernel."""
         params, counter = equation.params, _Counter()
-        outs = [Unknown(tuple(out.aval.shape), out.aval.dtype) for out in equation.outvars]
+        outs = [_unknown(out.aval) for out in equation.outvars]
         counter.arrays = [_Array(value, counter) for value in (*inputs, *outs)]
         self.grid = tuple(params["grid_mapping"].grid)
         for number in range(math.prod(self.grid)):
@@ -183,7 +201,7 @@ class _Walk:
         for number in range(length):
             slices = [Unknown(x.shape[1:], x.dtype) if isinstance(x, Unknown) else x[number] for x in stacked]
             carry = self.run(closed.jaxpr, closed.consts, [*consts, *carry, *slices])[:count]
-        return [*carry, *(Unknown(tuple(out.aval.shape), out.aval.dtype) for out in equation.outvars[count:])]
+        return [*carry, *(_unknown(out.aval) for out in equation.outvars[count:])]
 
     def loop(self, equation: Any, inputs: list[Any]) -> list[Any]:
         """A loop while something holds."""
@@ -254,7 +272,15 @@ def _launches(function: Any) -> bool:
 
 
 def _constant(value: Any) -> Any:
-    return Unknown(np.shape(value), value.dtype) if np.issubdtype(value.dtype, np.floating) else np.asarray(value)
+    return _unknown(value) if _is_float(value) else np.asarray(value)
+
+
+def _is_float(array: Any) -> bool:
+    return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.floating)
+
+
+def _unknown(array: Any) -> Unknown:
+    return Unknown(tuple(array.shape), array.dtype)
 
 
 def _broadcast(equation: Any, x: np.ndarray) -> np.ndarray:

@@ -82,7 +82,7 @@ _KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
 
 
 def ops_for(target: Target) -> Ops:
-    """`LOCAL` by the kernels there are for `target`, and compiled for it whatever the first device of the process is."""
+    """`LOCAL` compiled for `target`, whatever the first device of the process is, by the kernels there are for it."""
     found: dict[str, Callable[..., Any]] = {"experts": functools.partial(dispatch_experts, target=target)}
     for operation, kernels in _KERNELS.items():
         if platform := target.kernel(operation):

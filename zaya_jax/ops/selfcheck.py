@@ -117,7 +117,7 @@ def _flat(arrays: Sequence[jax.Array]) -> list[np.ndarray]:
 
 
 def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
-    """One check for each operation of `zaya_jax.ops`, by name; of `attention` also one for a window, 'attention, window'.
+    """One check for each operation of `zaya_jax.ops`, by name; 'attention, window' is a second one of `attention`.
 
     Args:
       model: whose heads, taps and width they have; with fewer tokens and experts, and smaller matrices.
