@@ -78,13 +78,13 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     "decode": {  # keys, programs
-        "cuda": {2: Tile((64, 512), 4, 2), 4: Tile((32, 512), 4, 2)},
+        "cuda": {2: Tile((64, 512), 4, 2), 4: Tile((32, 512), 8, 2)},
         "rocm": {2: Tile((64, 1024), 4), 4: Tile((32, 1024), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     # CCA mix: tokens, channels of a step of the product; tokens, columns of the gradient of the grouped convolution.
     "cca_mix": {
-        "cuda": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
+        "cuda": {2: Tile((32, 64), 4), 4: Tile((16, 32), 8)},
         "rocm": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },

@@ -16,6 +16,19 @@ def shape(*sizes, dtype):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+def equations(function, *arrays):
+    """Of the traced function, and in place of calls those of the functions that it calls."""
+
+    def inside(jaxpr):
+        for one in jaxpr.eqns:
+            if one.primitive.name in ("jit", "pjit"):
+                yield from inside(one.params["jaxpr"].jaxpr)
+            else:
+                yield one
+
+    yield from inside(jax.make_jaxpr(function)(*arrays).jaxpr)
+
+
 def lowered_kernels(function, *arrays, platform):
     """The names of the kernels of `function(*arrays, platform=platform)`, in order, lowered for the platform."""
     lowered = lower(functools.partial(function, platform=platform), *arrays, target=TARGETS[platform])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import PLATFORMS
 from tests.helpers import jit, seeds
-from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
+from tests.kernel_helpers import check_machine_code, equations, lowered_kernels, shape
 from zaya_jax.ops.names import PRODUCT
 from zaya_jax.ops.residual_norm import MergeVectors, residual_norm
 from zaya_jax.ops.residual_norm_kernel import residual_norm_kernel
@@ -214,7 +214,7 @@ def size(*trees):
 def moved(function, *arrays):
     """Bytes of the arrays that the kernel reads and writes, each once, and of the partial sums read again."""
     total = 0
-    for equation in jax.make_jaxpr(function)(*arrays).eqns:
+    for equation in equations(function, *arrays):
         if equation.primitive.name == "pallas_call":
             total += size([v.aval for v in (*equation.invars, *equation.outvars)])
         elif equation.primitive.name == "reduce_sum":

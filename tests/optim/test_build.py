@@ -137,7 +137,8 @@ def test_muon_moves_matrices_and_splits_what_it_is_told_to(which):
 
 def test_gate_and_up_apart_are_another_update():
     joint, split = follow(CONFIGS["default"]), follow(CONFIGS["split"])
-    changed = {name for name in joint if not np.array_equal(joint[name], split[name])}
+    # Two programs may round apart; another update is another by far more.
+    changed = {name for name in joint if not np.allclose(joint[name], split[name], rtol=1e-5, atol=1e-6)}
     assert changed == {"blocks.0.mixture.experts.gate_up"}
 
 

@@ -23,13 +23,20 @@ class OrbaxSave:
         Raises:
           ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
         """
-        with _context(), _quiet():
-            self._response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
+        self._quiet = _Quiet()  # until the end: threads of Orbax's tell of errors whenever they meet them
+        try:
+            with _context():
+                self._response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
+        except BaseException:
+            self._quiet.end()
+            raise
 
     def wait(self) -> None:
         """Until this process's arrays are durable; raises what writing them did."""
-        with _quiet():
+        try:
             self._response.result()
+        finally:
+            self._quiet.end()
 
 
 def _context() -> ocp.Context:
@@ -52,12 +59,13 @@ def _in_chunks(key: Any, value: Any) -> Any:
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
 
 
-class _quiet:
-    """Orbax tells of errors in the log too, which are told in a sentence of ours."""
+class _Quiet:
+    """From when it is made to its end Orbax tells nothing in the log: errors are told in a sentence of ours."""
 
-    def __enter__(self) -> None:
+    def __init__(self) -> None:
         self._level = logging.getLogger("absl").level
         logging.getLogger("absl").setLevel(logging.CRITICAL)
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Let the log be as it was."""
         logging.getLogger("absl").setLevel(self._level)
