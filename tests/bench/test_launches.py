@@ -5,7 +5,7 @@ import pytest
 from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import launches as bench
 from zaya_jax.bench.kernel_bytes import Traffic
-from zaya_jax.bench.kernel_cases import SMALL, cases
+from zaya_jax.bench.kernel_cases import EIGHT_B, SMALL, cases
 from zaya_jax.bench.launches import LAYER, REFERENCES, TARGET, bench_launches, layer_launches, operation_bytes, told
 from zaya_jax.bench.stablehlo import Launches
 
@@ -78,5 +78,7 @@ def test_the_result_holds_layer_operations_and_kernels(monkeypatch, tmp_path, ca
 
 @pytest.mark.soak
 def test_small_sizes_can_be_counted(tmp_path):
-    found = bench_launches(str(tmp_path / "launches.json"), SMALL)
+    sizes = EIGHT_B._replace(tokens=64, sequence=64, mixed=32, width=256, experts=2, per_expert=32, expert_width=256,
+                             matrices=(1, 256, 128), decoded=(1, 128))  # fmt: skip
+    found = bench_launches(str(tmp_path / "launches.json"), sizes)
     assert found["operations"].keys() == cases(SMALL, "bfloat16").keys()

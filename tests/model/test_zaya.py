@@ -34,7 +34,6 @@ from zaya_jax.ops import LOCAL
 
 ROWS, LENGTH = 6, 20
 DIFFERENTIATED = ("plain", "biased", "sliding", *ABLATIONS)
-every_variant = pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
 # Where a variant takes long: those that look back differently, the others in `make soak`.
 some_variants = pytest.mark.parametrize(
     "variant", [pytest.param(one, marks=[] if one in ("sliding", "gqa") else pytest.mark.soak)
@@ -266,7 +265,7 @@ def test_the_scan_is_a_loop_over_the_blocks(variant):
     np.testing.assert_array_equal(scanned_counts, counts)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("full", marks=pytest.mark.soak)])
 def test_recomputation_changes_nothing(remat):
     config = tiny_config("plain")
     values = random_values(config)
@@ -278,7 +277,7 @@ def test_recomputation_changes_nothing(remat):
     assert_trees_close(again[1], plain[1], rtol=1e-5)
 
 
-@every_variant
+@some_variants
 @settings(max_examples=5)
 @given(data=st.data(), seed=seeds())
 def test_decoding_is_the_whole_sequence_at_every_position(variant, data, seed):
