@@ -1,6 +1,7 @@
 """Documents go in, shards come out: all of them, the same ones however the work is shared."""
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -233,3 +234,19 @@ def test_a_tokenizer_of_another_file_is_not_remembered(tmp_path, tokenizer):
         check_same(make_texts(20), read_back(tmp_path / "out"))
         for file in (tmp_path / "out").iterdir():
             file.unlink()
+
+
+def test_ctrl_c_while_the_tokenizer_is_copied_leaves_nothing_behind(tmp_path, tokenizer, given_texts, monkeypatch):
+    copy = shutil.copyfile
+
+    def interrupted(source, target):
+        copy(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1)
+    assert not list((tmp_path / "out").glob("*.partial"))
+    prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1)
+    check_nothing_else(tmp_path / "out")

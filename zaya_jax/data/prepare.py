@@ -370,8 +370,11 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
                                      "on with the same, or choose another --output.")  # fmt: skip
             return False
         part = partial_name(output / TOKENIZER)
-        shutil.copyfile(tokenizer, part)
-        part.replace(output / TOKENIZER)
+        try:
+            shutil.copyfile(tokenizer, part)
+            part.replace(output / TOKENIZER)
+        finally:
+            part.unlink(missing_ok=True)
         write_atomically(output / PLAN, json.dumps(plan, indent=1) + "\n")
     return False
 
