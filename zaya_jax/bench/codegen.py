@@ -133,9 +133,6 @@ def _walk(operation: Any, functions: Mapping[str, Any]) -> Iterator[Any]:
 def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:
     """Compile `kernel` for `gpu` with the `triton` package.
 
-    Triton's own first passes, which fold sums into products, are left out, so that registers are counted rather too
-    high than too low.
-
     Raises:
       ModuleNotFoundError: the package is not installed (extra `test`).
     """
@@ -143,10 +140,11 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:
     from triton.backends.compiler import GPUTarget
 
     target = GPUTarget(gpu.backend, gpu.architecture, gpu.warp)
+    options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
     with tempfile.TemporaryDirectory() as folder:
         source = pathlib.Path(folder) / "kernel.ttir"
         source.write_text(_text(kernel.bytecode))
-        options = {"num_warps": kernel.warps, "num_stages": kernel.stages}
+        source.write_text(_simplified(source, target, options))
         compiled = triton.compile(str(source), target=target, options=options)
     if gpu.backend == "hip":
         text = compiled.asm["amdgcn"]
@@ -155,6 +153,23 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:
     else:
         registers, spills = _assembled(compiled.asm["ptx"], gpu)
     return MachineCode(registers, compiled.metadata.shared, spills)
+
+
+def _simplified(source: pathlib.Path, target: Any, options: Mapping[str, int]) -> str:
+    """Triton's text of a kernel after the compiler's first stage, which `triton.compile` leaves out for a file."""
+    from triton._C.libtriton import ir
+    from triton.backends.compiler import Language
+    from triton.compiler.compiler import make_backend
+
+    backend: Any = make_backend(target)  # its declared methods have fewer arguments than those of any vendor
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(str(source), context)
+    module.context = context
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, backend.parse_options(dict(options)), Language.TRITON)
+    return str(stages["ttir"](module, {}))
 
 
 def _text(bytecode: bytes) -> str:
