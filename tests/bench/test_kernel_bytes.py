@@ -82,6 +82,18 @@ def test_loops_turn_as_often_as_the_integers_say():
     assert found.moved == (5 + 4 + 1) * LINE  # the numbers are a line
 
 
+def test_a_branch_that_is_not_taken_moves_nothing():
+    def some(x_ref, out_ref):
+        first = pl.program_id(0) * TILE
+
+        @pl.when(first >= 3 * TILE)
+        def _():
+            row, column = rows(first)
+            triton.store(out_ref.at[row, column], triton.load(x_ref.at[row, column]))
+
+    assert run(some, X).moved == 2 * TILE * LINE
+
+
 def test_integers_are_computed_on_the_way_to_a_kernel():
     def function(x, sizes):
         starts = jnp.cumsum(sizes) - sizes
@@ -123,7 +135,12 @@ def test_what_depends_on_floats_is_told():
         row, column = rows(x_ref[0, 0].astype(jnp.int32))
         triton.store(out_ref.at[row, column], jnp.zeros((TILE, 32), jnp.float32))
 
-    for kernel in (looped, placed):
+    def chosen(x_ref, out_ref):
+        @pl.when(x_ref[0, 0] > 0)
+        def _():
+            out_ref[0, 0] = 0.0
+
+    for kernel in (looped, placed, chosen):
         with pytest.raises(ValueError, match="depend"):
             run(kernel, X)
 

@@ -216,6 +216,15 @@ class _Walk:
                 return carry
             carry = self.run(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, [*body, *carry])
 
+    def branch(self, equation: Any, inputs: list[Any]) -> list[Any]:
+        """One of several functions, by a number or by whether something holds."""
+        which, *operands = inputs
+        if not _known([which]):
+            raise ValueError("Which branch is taken depends on values that are not known.")
+        branches = equation.params["branches"]
+        closed = branches[min(max(int(which), 0), len(branches) - 1)]
+        return self.run(closed.jaxpr, closed.consts, operands)
+
     def load(self, equation: Any, inputs: list[Any]) -> list[Any]:
         """A load, or a store, whose result, what stood there, is not looked at."""
         params, stored = equation.params, equation.primitive.name in ("swap", "masked_swap")
@@ -238,6 +247,7 @@ _SPECIAL: dict[str, Callable[[_Walk, Any, list[Any]], list[Any]]] = {
     "pallas_call": _Walk.launch,
     "scan": _Walk.repeat,
     "while": _Walk.loop,
+    "cond": _Walk.branch,
     "get": _Walk.load,
     "swap": _Walk.load,
     "masked_load": _Walk.load,
