@@ -21,7 +21,6 @@ from pallas_kernels.attention_tiles import (
     key_segments,
     load_keys,
     load_rows,
-    product,
     ranges,
     rows_of,
     seen,
@@ -30,6 +29,7 @@ from pallas_kernels.attention_tiles import (
     visit,
 )
 from pallas_kernels.launch import launch
+from pallas_kernels.product import product
 
 
 def attention_forward(
@@ -97,7 +97,7 @@ def attend(rows: Rows, q: jax.Array, k_ref: Any, v_ref: Any, k_seg_ref: Any, kv_
     top, total, acc = state
     keys = index * size + jnp.arange(size, dtype=jnp.int32)
     k = load_keys(k_ref, rows.batch, keys, kv_head, bounded=masked)
-    scores = product(q, k, transposed=True) * (LOG2_E * q.shape[1] ** -0.5)
+    scores = product(q, k, (1, 1)) * (LOG2_E * q.shape[1] ** -0.5)
     if masked:
         segments = key_segments(k_seg_ref, rows.batch, keys)
         scores = jnp.where(seen(rows, keys, segments, k_ref.shape[1], window), scores, HIDDEN)

@@ -20,7 +20,6 @@ from pallas_kernels.attention_tiles import (
     key_tile,
     load_keys,
     load_rows,
-    product,
     ranges,
     rows_of,
     seen,
@@ -29,6 +28,7 @@ from pallas_kernels.attention_tiles import (
     visit,
 )
 from pallas_kernels.launch import launch
+from pallas_kernels.product import product
 
 
 def attention_backward(
@@ -104,11 +104,11 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref
         rows = rows_of(i, sizes[0], shape, batch, kv_head, offset, q_seg_ref if masked else None)
         q, do = load_rows(q_ref, rows), load_rows(do_ref, rows)
         # Keys stand first, so that no product transposes a square of scores.
-        p = jnp.exp2(product(k, q, transposed=True) * (LOG2_E * scale) - (load_rows(lse_ref, rows) * LOG2_E)[None, :])
+        p = jnp.exp2(product(k, q, (1, 1)) * (LOG2_E * scale) - (load_rows(lse_ref, rows) * LOG2_E)[None, :])
         if masked:
             p = jnp.where(seen(rows, keys, k_seg, k_ref.shape[1], window, keys_first=True), p, 0.0)
         dv = dv + product(p.astype(do.dtype), do)
-        ds = p * (product(v, do, transposed=True) - load_rows(delta_ref, rows)[None, :])
+        ds = p * (product(v, do, (1, 1)) - load_rows(delta_ref, rows)[None, :])
         return dk + product(ds.astype(q.dtype), q), dv
 
     zeros = jnp.zeros((sizes[1], c), jnp.float32)
@@ -134,12 +134,12 @@ def _queries_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_
     def step(i: Any, dq: jax.Array, masked: bool) -> jax.Array:
         keys = i * sizes[1] + jnp.arange(sizes[1], dtype=jnp.int32)
         k = load_keys(k_ref, batch, keys, kv_head, bounded=masked)
-        p = jnp.exp2(product(q, k, transposed=True) * (LOG2_E * scale) - lse[:, None])
+        p = jnp.exp2(product(q, k, (1, 1)) * (LOG2_E * scale) - lse[:, None])
         if masked:
             k_seg = key_segments(k_seg_ref, batch, keys)
             p = jnp.where(seen(rows, keys, k_seg, k_ref.shape[1], window), p, 0.0)
         v = load_keys(v_ref, batch, keys, kv_head, bounded=masked)
-        ds = p * (product(do, v, transposed=True) - delta[:, None])
+        ds = p * (product(do, v, (1, 1)) - delta[:, None])
         return dq + product(ds.astype(k.dtype), k)
 
     bounds = tuple(bounds_ref[batch, index, i] for i in range(4))

@@ -183,12 +183,6 @@ def seen(rows: Rows, keys: jax.Array, segments: jax.Array | None, t: int, window
     return mask & (key(segments) == row(rows.segment)) & row(rows.segment != 0)
 
 
-def product(a: jax.Array, b: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """a · b, or a · bᵀ, in fp32; fp32 matrices are multiplied as they are and not as TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return triton.dot(a, b, trans_b=transposed, precision=precision)
-
-
 def visit(bounds: tuple[Any, Any, Any, Any], body: Any, state: Any) -> Any:
     """`body(index, state, masked)` for all tiles of `ranges`, those without a mask first, in one loop of their own."""
     low, start, stop, high = bounds

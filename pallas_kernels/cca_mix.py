@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
+from pallas_kernels.product import product
 from pallas_kernels.tiles import tile
 
 
@@ -201,12 +202,6 @@ def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
     ahead = (time < 0) & (time >= -before)
     halo = triton.load(x.halo_segments_bw.at[batch, time + before], mask=ahead, other=0)
     return jnp.where(ahead, halo, here)
-
-
-def product(a: jax.Array, b: jax.Array, contract: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Matrix product over axis `contract` of each, summed in fp32; exact products of fp32, TF32 never."""
-    axes = (((contract[0],), (contract[1],)), ((), ()))
-    return jax.lax.dot_general(a, b, axes, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def span(first: int, size: int) -> jax.Array:

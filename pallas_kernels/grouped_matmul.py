@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
+from pallas_kernels.product import product
 from pallas_kernels.tiles import tile
 
 TOGETHER = 8  # tiles of rows that run side by side, so that a matrix is read from memory once for all of them
@@ -89,7 +90,7 @@ def place(index: jax.Array, rows: int, columns: int, platform: str) -> tuple[jax
     return block * together + jax.lax.rem(inside, together), jax.lax.div(inside, together)
 
 
-def span(index: Any, size: int, end: int, halves: int = 1) -> tuple[jax.Array, jax.Array | None]:
+def piece(index: Any, size: int, end: int, halves: int = 1) -> tuple[jax.Array, jax.Array | None]:
     """The places of piece `index` of `size`, and which are before `end`; None where pieces fit and all are.
 
     A program that does several `halves` may do some that lie past the end.
@@ -112,14 +113,6 @@ def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
     return triton.load(ref.at[index], mask=mask, other=0)
 
 
-def dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
-    """The product of two tiles along these axes, fp32; that of fp32 tiles is not done in TF32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    return jax.lax.dot_general(
-        a, b, (((contracted[0],), (contracted[1],)), ((), ())), precision, preferred_element_type=jnp.float32
-    )
-
-
 def rows_times_matrix(
     x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
     depth: int, transpose: bool = False,
@@ -138,7 +131,7 @@ def rows_times_matrix(
     p = x_ref.shape[1]
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        inner, exists = span(i, depth, p)
+        inner, exists = piece(i, depth, p)
         x = load(x_ref, rows[:, None], inner[None, :], mask=both(None, exists))
         found = []
         for (column, fits), total in zip(columns, sums, strict=True):
@@ -146,7 +139,7 @@ def rows_times_matrix(
                 w = load(w_ref, own.group, column[:, None], inner[None, :], mask=both(fits, exists))
             else:
                 w = load(w_ref, own.group, inner[:, None], column[None, :], mask=both(exists, fits))
-            found.append(total + dot(x, w, (1, 1 if transpose else 0)))
+            found.append(total + product(x, w, (1, 1 if transpose else 0)))
         return tuple(found)
 
     zeros = tuple(jnp.zeros((rows.shape[0], column.shape[0]), jnp.float32) for column, _ in columns)
@@ -160,7 +153,7 @@ def _product_kernel(
     *moved, out_ref = refs
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), platform)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
-    column, fits = span(column_index, n, out_ref.shape[1])
+    column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     there = own.rows
@@ -172,7 +165,6 @@ def _product_kernel(
     triton.store(out_ref.at[there[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
-@functools.partial(jax.jit, static_argnames=("transpose", "platform"))
 def grouped_product(
     x_tp: jax.Array,
     w_epq: jax.Array,
@@ -222,8 +214,8 @@ def _outer_kernel(
     program = pl.program_id(0)
     group = jax.lax.div(program, down * across)
     row_index, column_index = place(jax.lax.rem(program, down * across), down, across, platform)
-    x_column, x_fits = span(row_index, m, p)
-    y_column, y_fits = span(column_index, n, q)
+    x_column, x_fits = piece(row_index, m, p)
+    y_column, y_fits = piece(column_index, n, q)
     first, end = bounds_ref[0, group], bounds_ref[1, group]
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
@@ -235,7 +227,7 @@ def _outer_kernel(
         # compiler turns such a tile on its way to shared memory, but not one that is transposed once read.
         x = load(x_ref, x_rows[None, :], x_column[:, None], mask=both(x_fits, inside))
         y = load(y_ref, y_rows[:, None], y_column[None, :], mask=both(inside, y_fits))
-        return total + dot(x, y, (1, 0))
+        return total + product(x, y)
 
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
@@ -243,7 +235,6 @@ def _outer_kernel(
     triton.store(here, out.astype(out_ref.dtype), mask=both(x_fits, y_fits))
 
 
-@functools.partial(jax.jit, static_argnames=("moved", "dtype", "platform"))
 def grouped_outer(
     x_tp: jax.Array,
     y_tq: jax.Array,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.grouped_matmul import both, load, place, row_tile, row_tiles, rows_times_matrix, span
+from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, row_tiles, rows_times_matrix
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
@@ -29,7 +29,7 @@ def _forward_kernel(
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), platform)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
-    column, fits = span(column_index, n, f)
+    column, fits = piece(column_index, n, f)
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
     gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
     # Rounded before SwiGLU, which the backward does again from what was kept.
@@ -47,7 +47,6 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
-@functools.partial(jax.jit, static_argnames=("keep", "platform"))
 def grouped_swiglu(
     x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, platform: str
 ) -> tuple[jax.Array, ...]:
@@ -88,7 +87,7 @@ def _backward_kernel(
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], platform)
     own = row_tile(tiles_ref, row_index, m, down_ref.shape[0])
-    columns = [span(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
+    columns = [piece(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
     parts = rows_times_matrix(dout_ref, rows, down_ref, own, columns, depth, transpose=True)
 
@@ -110,7 +109,6 @@ def _backward_kernel(
     triton.store(dscale_ref.at[column_index, own.rows], dscale, mask=own.inside)
 
 
-@functools.partial(jax.jit, static_argnames="platform")
 def grouped_swiglu_backward(
     dout_td: jax.Array,
     order_t: jax.Array,

@@ -82,26 +82,17 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "rocm": {2: Tile((64, 1024), 4), 4: Tile((32, 1024), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # CCA mix: tokens, channels of a step of the product; tokens, columns of the gradient of the grouped convolution.
+    # CCA mix: tokens, channels of a step of a product.
     "cca_mix": {
         "cuda": {2: Tile((32, 64), 4), 4: Tile((16, 32), 8)},
         "rocm": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
+    # Tokens of a tile and channels of a step of a product; the same where tokens are summed over, and taps at a time.
     "cca_mix_backward": {
-        "cuda": {2: Tile((32, 64), 8), 4: Tile((16, 32), 4)},
-        "rocm": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
-    },
-    "cca_mix_backward_projections": {
-        "cuda": {2: Tile((64, 64), 8), 4: Tile((16, 32), 8)},
-        "rocm": {2: Tile((64, 64), 8), 4: Tile((16, 32), 4)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
-    },
-    "cca_mix_backward_grouped": {
-        "cuda": {2: Tile((64, 64), 4), 4: Tile((32, 64), 4)},
-        "rocm": {2: Tile((64, 64), 4), 4: Tile((32, 64), 4)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
+        "cuda": {2: Tile((32, 128, 16, 128, 2), 8), 4: Tile((16, 32, 16, 32, 1), 8)},
+        "rocm": {2: Tile((32, 64, 32, 128, 2), 4), 4: Tile((16, 32, 16, 32, 2), 4)},
+        "interpret": {2: Tile((16, 16, 16, 32, 2), 1), 4: Tile((16, 16, 16, 32, 2), 1)},
     },
 }
 

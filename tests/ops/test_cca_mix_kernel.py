@@ -14,7 +14,7 @@ from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
 from zaya_jax.ops.cca_mix_kernel import cca_mix_kernel
 
-KERNELS = ["cca_mix", "cca_mix_backward", "cca_mix_backward_projections", "cca_mix_backward_grouped"]
+KERNELS = ["cca_mix", "cca_mix_backward"]
 # (rows, tokens, query heads, key heads, channels, pairs, k0, k1); tiles are of 16 tokens and 16 channels.
 SIZES = {
     "released": (2, 37, 4, 2, 16, 4, 2, 2),

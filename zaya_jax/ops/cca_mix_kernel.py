@@ -25,7 +25,7 @@ def cca_mix_kernel(
     *,
     platform: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`ops.cca_mix.cca_mix`, whose arguments and results these are, by one kernel; its gradient by three.
+    """`ops.cca_mix.cca_mix`, whose arguments and results these are, by one kernel; its gradient by another.
 
     Nothing is kept for the gradient but what is given. The rotary tables have none: they are made of positions.
 

@@ -1,0 +1,125 @@
+"""The CCA mix of one head on the way back: what both kinds of programs of its gradient compute again.
+
+Registers can be neither sliced nor shifted: a range of channels is a sum over ranges of which one counts, and rows are
+moved by products with ones and zeros, which are exact.
+"""
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton
+
+from pallas_kernels.cca_mix import filled, rows_at, span, tap_row
+from pallas_kernels.product import product
+
+
+class Head(NamedTuple):
+    """A head of queries or of keys.
+
+    Attributes:
+      number: of queries, then keys.
+      among: number among its kind.
+      gradient: reference to the gradient of its kind.
+      first: of the heads with which it is averaged: a query's key, a key's queries.
+      others: number of these.
+      scale: that it is multiplied by once normed.
+    """
+
+    number: jax.Array
+    among: jax.Array
+    gradient: Any
+    first: jax.Array
+    others: int
+    scale: jax.Array | float
+
+
+def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: int, *,
+                  unroll: bool = False) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Gradient of what the convolutions make of a head, the forward pass computed again up to there.
+
+    Args:
+      x: references to the arrays of `MixArrays`.
+      head: which.
+      batch: row of the batch.
+      time: [tokens] of the piece.
+      depth: channels of a step of the product.
+      unroll: its steps, so that in a loop over times the kernel can be loaded before the loop.
+
+    Returns:
+      [tokens, c] in u's dtype, zero outside of the piece; and [tokens] fp32: the normed head along its gradient, whose
+      sum is the gradient of a key's temperature.
+    """
+    c = x.u_bsnc.shape[3]
+
+    def own(number: jax.Array) -> jax.Array:
+        return rows_at(x, batch, time, number, span(0, c))
+
+    mixed = _convolved(x, batch, time, head.number, depth, unroll)
+    others = own(head.first)
+    if head.others > 1:
+        others = jax.lax.fori_loop(1, head.others, lambda i, total: total + own(head.first + i), others)
+    mixed += 0.5 * (own(head.number) + others * (1 / head.others))
+    g = _turned_back(x, head, batch, time)
+    inverse = jax.lax.rsqrt(jnp.sum(mixed * mixed, axis=1) + 1e-12)
+    along = jnp.sum(mixed * g, axis=1)
+    gradient = (g - mixed * (along * inverse * inverse)[:, None]) * (inverse * (c**0.5 * head.scale))[:, None]
+    return gradient.astype(x.u_bsnc.dtype), along * inverse * c**0.5
+
+
+def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, depth: int, unroll: bool) -> jax.Array:
+    """Both convolutions of a head, [tokens, c] fp32, rounded as in the forward pass."""
+    dtype, c = x.u_bsnc.dtype, x.u_bsnc.shape[3]
+    taps, chunks, out = x.grouped_wncc.shape[0], c // depth, span(0, c)
+
+    def step(z: jax.Array, tap: jax.Array | int, chunk: jax.Array | int) -> jax.Array:
+        channels = chunk * depth + span(0, depth)
+        row = tap_row(x, batch, time, head, channels, taps - 1 - tap)
+        return z + product(row, triton.load(x.grouped_wncc.at[tap, head, channels[:, None], out[None, :]]))
+
+    z = jnp.zeros((time.size, c), jnp.float32)
+    if unroll:
+        for tap, chunk in itertools.product(range(taps), range(chunks)):
+            z = step(z, tap, chunk)
+    else:
+        div, rem = jax.lax.div, jax.lax.rem
+        z = jax.lax.fori_loop(0, taps * chunks, lambda i, z: step(z, div(i, chunks), rem(i, chunks)), z)
+    bias = triton.load(x.grouped_bias_nc.at[head, out]).astype(dtype)
+    return (z.astype(dtype) + bias[None, :]).astype(jnp.float32)
+
+
+def channels_of(x: jax.Array, number: jax.Array, depth: int) -> jax.Array:
+    """Range `number` of `depth` channels of x [tokens, c]."""
+    tokens, c = x.shape
+    if depth == c:
+        return x
+    chosen = (span(0, c // depth) == number)[None, :, None]
+    parts = x.reshape(tokens, c // depth, depth)
+    return jnp.sum(jnp.where(chosen, parts, jnp.zeros_like(parts)), axis=1, dtype=jnp.float32).astype(x.dtype)
+
+
+def _turned_back(x: Any, head: Head, batch: jax.Array, time: jax.Array) -> jax.Array:
+    """Gradient of a head before the rotation, [tokens, c] fp32, zero outside of the piece.
+
+    The other channel of each pair is a second load, since registers cannot be permuted.
+    """
+    s, c, pairs = x.u_bsnc.shape[1], x.u_bsnc.shape[3], x.cos_bsp.shape[2]
+    inside, channel = inside_of(time, s, c), span(0, c)
+    first, second = channel < pairs, (channel >= pairs) & (channel < 2 * pairs)
+
+    def load(source: Any, shift: int, among: jax.Array, *heads: jax.Array) -> jax.Array:
+        at = source.at[(batch, time[:, None], *heads, channel[None, :] + shift)]
+        return triton.load(at, mask=inside & among[None, :], other=0.0).astype(jnp.float32)
+
+    def both(table: Any) -> jax.Array:
+        return load(table, 0, first) + load(table, -pairs, second)
+
+    g = load(head.gradient, 0, channel >= 0, head.among)
+    other = load(head.gradient, pairs, first, head.among) - load(head.gradient, -pairs, second, head.among)
+    return g * (both(x.cos_bsp) + jnp.where(channel >= 2 * pairs, 1.0, 0.0)[None, :]) + other * both(x.sin_bsp)
+
+
+def inside_of(time: jax.Array, length: int, c: int) -> jax.Array:
+    """Which of [tokens, c] are rows of an array of that length."""
+    return filled(((time >= 0) & (time < length))[:, None], time.size, c)
