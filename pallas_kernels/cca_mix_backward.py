@@ -24,8 +24,8 @@ from pallas_kernels.product import product
 from pallas_kernels.tiles import tile
 
 # One fp32 part of the grouped gradient is written for so many tokens, but no more parts than that in all: at the sizes
-# of the 8B a part is 1.3 MB, everything read and written of these tokens 11 MB.
-TOKENS_OF_PART = 1280
+# of the 8B a part is 1.3 MB, what is read and written of these tokens 18 MB.
+TOKENS_OF_PART = 2048
 MOST_PARTS = 16
 
 
@@ -56,6 +56,7 @@ class _Out(NamedTuple):
     depthwise_iwnc: jax.Array
     temperature_ik: jax.Array
     start_ix: jax.Array
+    depthwise_bias_jnc: jax.Array
     grouped_jwncc: jax.Array
     grouped_bias_jnc: jax.Array
 
@@ -102,7 +103,8 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         return jax.ShapeDtypeStruct((count, *like.shape), jnp.float32)
 
     alike = x.u_bsnc, x.current_bsx, x.delayed_bsx, x.halo_u_bwnc, x.halo_delayed_b1x
-    of_tiles, of_parts = (x.depthwise_wnc, x.temperature_k, x.start_x), (x.grouped_wncc, x.grouped_bias_nc)
+    of_tiles = x.depthwise_wnc, x.temperature_k, x.start_x
+    of_parts = x.depthwise_bias_nc, x.grouped_wncc, x.grouped_bias_nc
     out = _Out(*launch(
         functools.partial(_kernel, sizes=(tokens, min(depth, c)), tiles=tiles,
                           summed=(tokens_summed, min(depth_summed, c), min(taps, x.grouped_wncc.shape[0]))),
@@ -115,13 +117,11 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         stages=cut.stages,
         platform=platform,
     ))  # fmt: skip
-    bias = out.grouped_bias_jnc.sum(0)
-    # A bias of the depthwise convolution reaches every token by all taps, whatever the limits of documents.
-    kernel = x.grouped_wncc.astype(jnp.float32)
-    depthwise_bias = jnp.einsum("wnxc,nc->nx", kernel, bias, precision=jax.lax.Precision.HIGHEST)
+    # Few and large: added up element by element, so that XLA casts the sum in the same pass.
+    grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))
     return MixGradients(
-        *out[:5], out.depthwise_iwnc.sum(0), depthwise_bias, out.grouped_jwncc.sum(0), bias, out.temperature_ik.sum(0),
-        out.start_ix.sum(0),
+        *out[:5], out.depthwise_iwnc.sum(0), out.depthwise_bias_jnc.sum(0), grouped,
+        out.grouped_bias_jnc.sum(0), out.temperature_ik.sum(0), out.start_ix.sum(0),
     )  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def _store(ref: Any, at: tuple[jax.Array, ...], value: jax.Array, mask: jax.Arra
 
 def _sum_grouped(given: _Given, out: Any, head: Head, first: jax.Array, part: jax.Array, tokens: int, depth: int,
                  count: int) -> None:  # fmt: skip
-    """Gradients of some taps of the grouped convolution of a head and of its bias, summed over a part of the tokens."""
+    """Gradients of some taps of the grouped convolution of a head and of both biases, over a part of the tokens."""
     x = given.x
     b, s, _, c = x.u_bsnc.shape
     last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
@@ -279,3 +279,9 @@ def _sum_grouped(given: _Given, out: Any, head: Head, first: jax.Array, part: ja
     for tap, total in zip(taps, grouped, strict=True):
         triton.store(out.grouped_jwncc.at[part, tap, head.number, channels[:, None], channels[None, :]], total)
     triton.store(out.grouped_bias_jnc.at[part, head.number, channels], bias)
+    # A bias of the depthwise convolution reaches every token by all taps, whatever the limits of documents.
+    through = jnp.zeros((c,), jnp.float32)
+    for tap in range(last + 1):
+        kernel = triton.load(x.grouped_wncc.at[tap, head.number, channels[:, None], channels[None, :]])
+        through += jnp.sum(kernel.astype(jnp.float32) * bias[None, :], axis=1)
+    triton.store(out.depthwise_bias_jnc.at[part, head.number, channels], through)

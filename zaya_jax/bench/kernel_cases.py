@@ -186,7 +186,9 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     b, n = sizes.tokens // s, h + k
     half = _array(b, s, k * c // 2, dtype=dtype)
     mixed = (_array(b, s, n, c, dtype=dtype), half, half)
-    weights = [_array(*shape, dtype=jnp.float32) for shape in ((TAPS, n, c), (n, c), (TAPS, n, c, c), (n, c), (k,))]
+    taps, kernel = (_array(TAPS, n, c, *more, dtype=dtype) for more in ((), (c,)))
+    bias, temperature = (_array(*shape, dtype=jnp.float32) for shape in ((n, c), (k,)))
+    weights = [taps, bias, kernel, bias, temperature]
     angle = np.arange(s)[:, None] / 10000.0 ** (np.arange(c // 4) / (c // 4))
     tables = tuple(np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin))
     segments = np.ones((b, s), np.int32)
