@@ -17,11 +17,12 @@ from pallas_kernels.launch import launch
 from pallas_kernels.tiles import Tile, tile
 
 
-def gram(x_npq: jax.Array, *, platform: str) -> tuple[jax.Array, jax.Array]:
-    """G = X Xᵀ of each matrix, as the polynomial wants it.
+def gram(x_npq: jax.Array, scale_n: jax.Array, *, platform: str) -> tuple[jax.Array, jax.Array]:
+    """G = s² X Xᵀ of each matrix, as the polynomial wants it.
 
     Args:
       x_npq: n matrices, bf16 or fp32.
+      scale_n: s of each, fp32.
       platform: as `launch` takes it.
 
     Returns:
@@ -30,7 +31,7 @@ def gram(x_npq: jax.Array, *, platform: str) -> tuple[jax.Array, jax.Array]:
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, platform)
     exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
-    low, kept = _symmetric(_gram_epilogue, x_npq, (), (exact,), "gram", platform)
+    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", platform)
     return low, kept
 
 
@@ -106,9 +107,10 @@ def _kernel(
                  mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
 
 
-def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, exact) -> jax.Array:
-    exact[matrix, place] = total
-    return total
+def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale, exact) -> jax.Array:
+    value = total * scale[matrix] * scale[matrix]  # the square of a scale may be out of fp32's range
+    exact[matrix, place] = value
+    return value
 
 
 def _polynomial_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, exact, coefficients) -> jax.Array:

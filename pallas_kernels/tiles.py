@@ -40,6 +40,11 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "rocm": {2: Tile((128, 64), 4, 2), 4: Tile((64, 32), 4, 2)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
+    "momentum": {  # elements of a program
+        "cuda": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
+        "rocm": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
+        "interpret": {2: Tile((64,), 1), 4: Tile((64,), 1)},
+    },
     # Grouped products: rows, columns, depth of a piece; of SwiGLU columns of gate and of up, or of a half, each.
     "grouped_product": {
         "cuda": {2: Tile((128, 128, 64), 8, 3), 4: Tile((64, 64, 32), 8, 2)},

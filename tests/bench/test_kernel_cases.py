@@ -22,8 +22,9 @@ KERNELS = {
     "experts": ["grouped_swiglu", "grouped_product"],
     "experts backward": ["grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
                          "grouped_outer", "grouped_product_transposed"],
+    "momentum": ["momentum"],
     "symmetric": ["gram", "gram_polynomial"],
-    "muon": ["gram", "gram_polynomial"],
+    "muon": ["momentum", "gram", "gram_polynomial"],
 }  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def test_experts_get_as_many_tokens_each_in_no_order():
 )
 def test_a_case_is_done_by_its_kernels_or_without(name):
     case = cases(EIGHT_B, "bfloat16")[name]
-    for without, names in (((), KERNELS[name]), ((case.operation,), [])):
+    for without, names in (((), KERNELS[name]), (case.operations, [])):
         target = Target("rocm", "gfx942", without)
         function, arguments = passes(case, target)
         assert [kernel.name for kernel in kernels_of(lower(function, *arguments, target=target))] == names

@@ -4,10 +4,11 @@ import pytest
 
 from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import launches as bench
-from zaya_jax.bench.kernel_bytes import Traffic
-from zaya_jax.bench.kernel_cases import EIGHT_B, SMALL, cases
+from zaya_jax.bench.codegen import lower
+from zaya_jax.bench.kernel_bytes import Traffic, kernel_bytes
+from zaya_jax.bench.kernel_cases import EIGHT_B, SMALL, cases, passes
 from zaya_jax.bench.launches import LAYER, REFERENCES, TARGET, bench_launches, layer_launches, operation_bytes, told
-from zaya_jax.bench.stablehlo import Launches
+from zaya_jax.bench.stablehlo import Launches, count_launches
 
 FORWARD = {"cca_mix": 1, "attention": 1, "residual_norm_forward": 1, "grouped_swiglu": 1, "grouped_product": 1}
 
@@ -47,6 +48,29 @@ def test_bytes_are_those_of_kernels_and_of_what_stands_around_them():
     assert kernels["ratio"] == round(kernels["bytes"] / found["least"], 3)
     assert found["references"]["bytes"] > found["least"]
     assert not found["references"]["launches"]["kernels"]
+
+
+@pytest.mark.parametrize("iterates", ["bfloat16", "float32"])
+def test_momentum_and_cast_are_one_pass_and_the_norm_reads_what_it_wrote(iterates):
+    every = cases(EIGHT_B._replace(matrices=(2, 256, 1024)), iterates)
+    elements, item = 2 * 256 * 1024, {"bfloat16": 2, "float32": 4}[iterates]
+    (momentum,) = kernel_bytes(*flat(passes(every["momentum"], TARGET)))
+    launches = count_launches(lower(*flat(passes(every["muon"], TARGET)), target=TARGET))
+    assert dict(launches.kernels) == {"momentum": 1}
+    (loop,) = launches.loops
+    assert dict(loop.kernels) == {"gram": 1, "gram_polynomial": 1}
+    least = (12 + item) * elements
+    update = (4 + item + 4) * elements  # parameters and directions read, parameters written
+    assert every["momentum"].bytes == least + 24
+    assert momentum.moved <= 1.01 * least
+    norm = launches.bytes - update
+    assert item * elements <= norm <= 1.01 * item * elements
+    if iterates == "bfloat16":
+        assert momentum.moved + norm <= 1.2 * least
+
+
+def flat(made):
+    return made[0], *made[1]
 
 
 @pytest.mark.soak

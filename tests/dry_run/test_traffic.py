@@ -66,8 +66,8 @@ def check(names):
         assert mine["all-reduce"] <= theirs["all-reduce"] < mine["all-reduce"] + 500, name
 
 
-def by_what(phase, parallel=None):
-    config = load_config("configs/zaya1_8b.yaml")
+def by_what(phase, parallel=None, overrides=()):
+    config = load_config("configs/zaya1_8b.yaml", list(overrides))
     if parallel is not None:
         phases = tuple(dataclasses.replace(one, parallel=parallel) for one in config.phases)
         config = dataclasses.replace(config, phases=phases)
@@ -83,6 +83,14 @@ def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step(
     split = 8_840_488_784 + 256 - small
     assert found["gradients"] == pytest.approx(4 * split * 1023 / 1024, rel=1e-6)
     assert found["parameters"] == pytest.approx(found["gradients"] / 2, rel=1e-3)  # some vectors compute in fp32
+
+
+def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
+    def sent(*overrides):
+        return by_what(0, overrides=overrides)["matrices for Newton–Schulz"]
+
+    assert sent("optimizer.muon.iterates=float32") == 2 * sent()
+    assert sent("train.compute_dtype=float64") == 4 * sent()  # whatever the iterates are
 
 
 def test_latent_keys_and_values_take_a_kibibyte_a_token_and_layer():

@@ -41,7 +41,7 @@ def test_double_precision_is_left_to_the_references_and_the_reasons_are_said():
 
 def test_what_a_kernel_refuses_of_a_shape_is_left_to_its_reference():
     choice = choose(GPU, dataclasses.replace(SMALL, head_dim=48), "bfloat16")
-    assert choice.kernels == ["residual_norm", "grouped_matmul", "symmetric"]
+    assert choice.kernels == ["residual_norm", "grouped_matmul", "momentum", "symmetric"]
     assert all("48" in choice.reasons[name] for name in ("cca_mix", "attention"))
 
 

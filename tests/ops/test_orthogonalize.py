@@ -155,6 +155,28 @@ def test_a_zero_matrix_stays_zero_and_one_near_it_fades(coefficients, dtype):
     assert np.linalg.norm(newton_schulz(dtype, coefficients)(1e-12 * m)) < 0.1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("target", [Target("cpu", ""), Target("interpret", "")])
+def test_the_scale_is_taken_out_over_all_of_fp32(dtype, target):
+    """Powers of two change no rounding: the result is the same to the last bit."""
+    m = jnp.asarray(np.stack([draw(seed, 8, 24)[0] for seed in range(2)]), dtype)  # of norm 1
+    run = jit(functools.partial(orthogonalize, steps=2, dtype=dtype, target=target))
+    for power in (-23, 54):  # a norm just over 1e-7, and a root mean square of over 1e15
+        np.testing.assert_array_equal(run(m * 2.0**power), run(m))
+    assert np.linalg.norm(run(m)[0]) > 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_large_matrix_may_have_tiny_elements(dtype):
+    """As many elements as an expert's projection has: of a root mean square of 5e-11 its norm is over 1e-7."""
+    m = np.random.default_rng(0).normal(size=(4, 2**21)).astype(np.float32)
+    run = jit(functools.partial(orthogonalize, steps=1, dtype=dtype))
+    found, exact = run(m * np.float32(5e-11)), run(m)
+    assert np.abs(exact).max() > 1e-4
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(found, exact, rtol=0, atol=tolerance * np.abs(exact).max())
+
+
 @pytest.mark.parametrize(("shape", "steps"), [((8,), 5), ((8, 8), 0)])
 def test_what_is_no_matrix_or_no_iteration_is_refused(shape, steps):
     with pytest.raises(ValueError, match="takes matrices and at least 1 step"):

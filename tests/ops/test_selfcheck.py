@@ -10,7 +10,8 @@ X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 def test_every_operation_has_a_check_on_inputs_that_fp32_holds():
     checks = operation_checks()
     assert {name.partition(",")[0] for name in checks} == {
-        "residual_norm", "cca_mix", "attention", "grouped_matmul", "dispatch_experts", "rms_norm", "orthogonalize",
+        "residual_norm", "cca_mix", "attention", "grouped_matmul", "dispatch_experts", "rms_norm", "momentum",
+        "orthogonalize",
     }  # fmt: skip
     assert all(array.dtype == np.float32 and np.isfinite(array).all() for c in checks.values() for array in c.arrays)
     assert all(check.tolerance.keys() == TOLERANCE.keys() for check in checks.values())

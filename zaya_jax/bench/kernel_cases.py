@@ -14,6 +14,7 @@ from zaya_jax.model.layers import recomputed
 from zaya_jax.ops import no_halo, ops_for
 from zaya_jax.ops.cca_mix import MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.momentum import step_momentum
 from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.symmetric import gram_polynomial
 from zaya_jax.ops.target import Target
@@ -86,6 +87,9 @@ class Case(NamedTuple):
       flops: of the operation's definition, causality counted, recomputation not; of the full symmetric product.
       bytes: at least moved: each input read once, each output written once.
       aim: None where there is none.
+      further: operations that are part of it beside `operation`.
+      held: so many of the first floats are given away, and as many of the first outputs take their memory, as state
+        does in training.
     """
 
     operation: str
@@ -96,12 +100,19 @@ class Case(NamedTuple):
     flops: float
     bytes: int
     aim: Aim | None
+    further: tuple[str, ...] = ()
+    held: int = 0
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """All that its reference is without."""
+        return (self.operation, *self.further)
 
 
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     """All cases by name; `dtype` is that of activations, 'bfloat16' or 'float32'."""
     found: dict[str, Case] = {}
-    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _symmetric):
+    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _symmetric):
         found |= make(sizes, jnp.dtype(dtype))
     return found
 
@@ -270,6 +281,19 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     return {"experts": case, "experts backward": backward}
 
 
+def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    m, direction = (_array(*sizes.matrices, dtype=kind) for kind in (jnp.float32, dtype))
+    numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # of a step that is clipped, with Nesterov
+
+    def step(target: Target, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        momentum, gradient, numbers = arrays
+        return step_momentum(gradient, momentum, numbers, dtype, platform=target.kernel("momentum"))
+
+    case = Case("momentum", step, (m, m), (numbers,), False, 7.0 * m.size, _size(m, m, numbers, m, direction),
+                Aim("copy", 0.8), held=1)  # fmt: skip
+    return {"momentum": case}
+
+
 def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     n, p, q = sizes.matrices
 
@@ -283,7 +307,7 @@ def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
                 Aim("reference", 1.5))  # fmt: skip
     m = _array(n, p, q, dtype=jnp.float32)
     muon = Case("symmetric", functools.partial(_muon_step, dtype), (m, m, m), (), False,
-                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None)  # fmt: skip
+                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, ("momentum",), 2)  # fmt: skip
     return {"symmetric": case, "muon": muon}
 
 

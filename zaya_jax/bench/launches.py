@@ -139,7 +139,7 @@ def operation_bytes(name: str, case: Case, every: dict[str, Case]) -> tuple[dict
     kernels = kernel_bytes(*_flat(passes(case, TARGET)))
     found: dict[str, Any] = {"least": least}
     for side, target in {
-        "references": dataclasses.replace(TARGET, without=(case.operation,)),
+        "references": dataclasses.replace(TARGET, without=case.operations),
         "kernels": TARGET,
     }.items():
         function, arguments = passes(case, target)

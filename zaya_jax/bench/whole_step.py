@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import psutil
 
 from zaya_jax.bench.aside import aside
@@ -31,6 +30,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import target_of
+from zaya_jax.optim.guard import guarded
 from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin
 from zaya_jax.train.compiled import abstract_state, step_key, trace_step
@@ -178,8 +178,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
 def compile_programs(config: Config) -> Programs:
     """The programs of the first stage, for the first device; nothing is allocated."""
     state, blueprint = abstract_state(config, 0), make_blueprint(config)
-    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), blueprint.optimizer
-    optimizer = optax.with_extra_args_support(optimizer)
+    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), guarded(blueprint.optimizer)
 
     def compiled(on_matrices: Any) -> Any:
         def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
@@ -191,7 +190,12 @@ def compile_programs(config: Config) -> Programs:
         return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
 
     step = trace_step(config, stages(config)[0]).lower().compile()
-    return Programs(step, compiled(layout.on_matrices), compiled(lambda name, m, function: m))
+    return Programs(step, compiled(layout.on_matrices), compiled(_momentum_alone))
+
+
+def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, function: Any) -> tuple[Any, Any]:
+    del name, function
+    return local(numbers, *leaves)
 
 
 def timed(work: Callable[[], None], repeats: int) -> list[float]:

@@ -52,7 +52,7 @@ def transfers(
     found = [*_parameters(config, layout, trained, local, micro_batches),
              *_layers(config, phase, layout, trained, local, micro_batches)]  # fmt: skip
     if config.matrices == "muon":
-        found += _muon(layout, roles, local)
+        found += _muon(config, layout, roles, local)
     tokens = sequences * config.context_of(config.phases[phase]) // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if config.remat_of(config.phases[phase]) != "none" else 2)
     item = _compute_bytes(config)
@@ -131,8 +131,12 @@ def _layers(
             Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches)]  # fmt: skip
 
 
-def _muon(layout: Layout, roles: Mapping[str, Role], local: Mapping[str, tuple[int, ...]]) -> list[Transfer]:
+def _muon(
+    config: Config, layout: Layout, roles: Mapping[str, Role], local: Mapping[str, tuple[int, ...]]
+) -> list[Transfer]:
     sent: dict[tuple[str, ...], float] = {}
+    exact = wide(config.train.compute_dtype).itemsize
+    item = 2 if config.optimizer.muon.iterates == "bfloat16" and exact == 4 else exact
     for name, place in layout.placed.items():
         if roles[name] not in MATRIX_ROLES or place.axis is None:
             continue
@@ -140,7 +144,7 @@ def _muon(layout: Layout, roles: Mapping[str, Role], local: Mapping[str, tuple[i
         rest = math.prod(layout.mesh.shape[axis] for axis in place.gathered)
         stack = math.prod(local[name][:-2])
         padded = -(-stack // n) * n / stack  # the stack travels with zeros, so that each device has as many of it
-        held = math.prod(local[name]) / rest * 4 * padded
+        held = math.prod(local[name]) / rest * item * padded
         sent[place.over] = sent.get(place.over, 0.0) + 2 * held * (n - 1) / n
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 

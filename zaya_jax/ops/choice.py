@@ -19,6 +19,7 @@ OPERATIONS = {
     "cca_mix": ("cca_mix",),
     "attention": ("attention", "attention, window"),
     "grouped_matmul": ("grouped_matmul", "dispatch_experts"),
+    "momentum": ("momentum",),
     "symmetric": ("orthogonalize",),
 }
 

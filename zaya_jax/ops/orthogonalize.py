@@ -70,7 +70,8 @@ def orthogonalize(
     ================  ==================  ====================
 
     Args:
-      m_xpq: matrices in the last two axes, any axes before.
+      m_xpq: matrices in the last two axes, any axes before. In the dtype of the iterates they are read as they are;
+        their norms are taken into the first step, and no normalised copy is written.
       steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ, at least 1. Fewer than a sequence has
         triples take its first, more repeat its last.
       dtype: of the iterates; sums are in fp32 whatever it is.
@@ -81,7 +82,7 @@ def orthogonalize(
 
     Returns:
       fp32, of the same shape. It does not depend on a matrix's scale, unless its norm is under 1e-7: from there
-      the result goes to 0 with it.
+      the result goes to 0 with it. A norm whose square is beyond fp32 (1.8e19) gives what is not finite.
 
     Raises:
       ValueError: there are no two axes, or no steps; or there are kernels, but not for these dtypes.
@@ -93,16 +94,17 @@ def orthogonalize(
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
     platform = (target or current_target()).kernel("symmetric")
 
-    def step(x: jax.Array, triple: jax.Array) -> tuple[jax.Array, None]:
-        a, b, c = triple
-        polynomial = gram_polynomial(x, b, c, platform=platform)
-        return (a * x.astype(sums) + product(polynomial, x, sums)).astype(dtype), None
+    def step(carry: tuple[jax.Array, jax.Array], triple: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        (x, scale_x), (a, b, c) = carry, triple
+        polynomial = gram_polynomial(x, b, c, scale_x=scale_x, platform=platform)
+        moved = a * x.astype(sums) + product(polynomial, x, sums)
+        return ((scale_x[..., None, None] * moved).astype(dtype), jnp.ones_like(scale_x)), None
 
     p, q = m_xpq.shape[-2:]
-    x = m_xpq.astype(sums)
+    x = m_xpq.astype(dtype)
     if p > q:  # the Gram matrix is taken of the shorter side
         x = jnp.swapaxes(x, -1, -2)
-    x = x / jnp.maximum(jnp.linalg.norm(x, axis=(-2, -1), keepdims=True), SMALLEST_NORM)
-    x, _ = jax.lax.scan(step, x.astype(dtype), table)
+    norm_x = jnp.linalg.norm(x.astype(sums), axis=(-2, -1))
+    (x, _), _ = jax.lax.scan(step, (x, 1 / jnp.maximum(norm_x, SMALLEST_NORM)), table)
     x = x.astype(sums)
     return jnp.swapaxes(x, -1, -2) if p > q else x

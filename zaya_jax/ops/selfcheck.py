@@ -13,7 +13,9 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops import no_halo, ops_for
 from zaya_jax.ops.cca_mix import MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
+from zaya_jax.ops.precision import wide
 from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.target import Target, target_of
 
@@ -156,6 +158,11 @@ def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
         merged = MergeVectors(*(vector.astype(exact) for vector in merged))
         return ops_for(target).residual_norm(output, stream.astype(exact), merged, vectors[4], 1e-5, output.dtype)
 
+    def move(target: Target, gradient: jax.Array, momentum: jax.Array) -> Any:
+        exact = momentum.astype(wide(momentum.dtype))
+        numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, False, exact.dtype)
+        return step_momentum(gradient, exact, numbers, gradient.dtype, platform=target.kernel("momentum"))
+
     taps0, taps1, n = model.depthwise_kernel, model.grouped_kernel, h + k
     mixed = [draw(b, s, n, c), draw(b, s, k * c // 2), draw(b, s, k * c // 2), draw(taps0, n, c), draw(n, c),
              draw(taps1, n, c, c) / c**0.5, draw(n, c), 1 + 0.1 * draw(k)]  # fmt: skip
@@ -176,6 +183,7 @@ def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
         ),
         "rms_norm": Check(lambda target, x, weight: ops_for(target).rms_norm(x, weight, 1e-5, x.dtype),
                           [draw(t, d), 1 + 0.1 * draw(d)]),
+        "momentum": Check(move, [draw(3, 128, 255), draw(3, 128, 255)], False),
         "orthogonalize": Check(
             lambda target, m: orthogonalize(m, steps=5, dtype=m.dtype, target=target), [draw(3, 128, 256)], False,
             _ORTHOGONALIZE,

@@ -1,5 +1,6 @@
 """Muon as an Optax transform (zaya1.md §3.1)."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import optax
 
 from zaya_jax.config import MuonConfig
+from zaya_jax.ops.momentum import Scalar, momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.precision import wide
-from zaya_jax.ops.target import Target
+from zaya_jax.ops.target import Target, current_target
+from zaya_jax.optim.guard import Guarded
 
 
 class MeanState(NamedTuple):
@@ -20,15 +23,20 @@ class MeanState(NamedTuple):
     mean: Any
 
 
-OnMatrices = Callable[[str, jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]
+Pair = tuple[jax.Array, jax.Array]
+Local = Callable[[jax.Array, jax.Array, jax.Array], Pair]
+OnMatrices = Callable[[str, Pair, jax.Array, Local, Callable[[jax.Array], jax.Array]], Pair]
 
 
-def _here(name: str, m: jax.Array, function: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _here(
+    name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: Callable[[jax.Array], jax.Array]
+) -> Pair:  # fmt: skip
     del name
-    return function(m)
+    kept, matrices = local(numbers, *leaves)
+    return kept, whole(matrices)
 
 
-def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> optax.GradientTransformationExtraArgs:
+def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> Guarded:
     """Momentum, orthogonalised and scaled by its shape.
 
     Args:
@@ -41,76 +49,98 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
       layers and experts are batches of matrices. Its updates are directions, to be scaled by minus the learning
       rate; its state is the momentum, in the parameters' shapes and at least fp32, and for the mean a number of
       steps.
-      `update` takes `on_matrices`, which applies a function to matrices that lie over several devices:
-      (name, leaf, function of whole matrices) → result, placed as the leaf; and `target`, what the orthogonalising
-      is compiled for (the default device where None).
+      `update` takes `on_matrices`, for matrices that lie over several devices: (name, leaves, numbers, elementwise
+      function of numbers and leaves, function of whole matrices) → what the first function keeps, and the second of
+      what else it gives, both placed as the leaves (`parallel.muon`); and `target`, what is compiled for (the
+      default device where None).
     """
     parts = split or {}
 
-    def directions(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, *,
-        on_matrices: OnMatrices = _here, target: Target | None = None, **_: Any,
+    def init(params: optax.Params) -> optax.OptState:
+        momentum = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
+        if config.momentum_form == "sum":
+            return optax.TraceState(momentum), optax.EmptyState()
+        return MeanState(jnp.zeros((), jnp.int32), momentum), optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, *,
+        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _here, target: Target | None = None,
+        **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
+        old, empty = state
+        steps = old.steps + 1 if isinstance(old, MeanState) else None
+        coefficients = momentum_coefficients(config, steps)
 
-        def one(path: tuple[Any, ...], m: jax.Array) -> jax.Array:
+        def one(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
             name = jax.tree_util.keystr(path, simple=True)
-            return on_matrices(name, m, lambda matrices: _direction(matrices, config, parts.get(name, 1), target))
+            return _step(config, parts.get(name, 1), target or current_target(), functools.partial(on_matrices, name),
+                         gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
 
-        return jax.tree_util.tree_map_with_path(one, updates), state
+        momenta = old.trace if steps is None else old.mean
+        leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
+        found = [one(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
+        momenta, directions = (tree.unflatten([pair[which] for pair in found]) for which in range(2))
+        if steps is None:
+            return directions, (optax.TraceState(momenta), empty)
+        return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
 
-    if config.momentum_form == "sum":
-        momentum = optax.trace(config.momentum, config.nesterov)
-    else:
-        momentum = corrected_mean(config.momentum, nesterov=config.nesterov)
-    return optax.chain(_in_wide(momentum), optax.GradientTransformationExtraArgs(optax.init_empty_state, directions))
-
-
-def _in_wide(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner` with state and updates of at least fp32."""
-
-    def cast(tree: Any) -> Any:
-        return jax.tree.map(lambda x: x.astype(wide(x.dtype)), tree)
-
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, Any]:
-        return inner.update(cast(updates), state, params)
-
-    return optax.GradientTransformation(lambda params: inner.init(cast(params)), update)
+    return Guarded(init, update)
 
 
-def corrected_mean(decay: float, *, nesterov: bool) -> optax.GradientTransformation:
-    """The momentum of `optax.contrib.muon`: m ← μm + (1 − μ)g, over 1 − μⁿ at step n.
+def momentum_coefficients(config: MuonConfig, steps: jax.Array | None) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+    """a, b, c and d of the momentum m ← am + bg and the direction cm + dg.
 
-    With Nesterov it is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
+    The sum is m ← μm + g. The mean is that of `optax.contrib.muon`: m ← μm + (1 − μ)g, over 1 − μⁿ at step n; with
+    Nesterov it gives μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
+
+    Args:
+      config: says which.
+      steps: n, of the mean.
     """
-
-    def init(params: optax.Params) -> MeanState:
-        return MeanState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
-
-    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, MeanState]:
-        del params
-        steps = state.steps + 1
-        mean = optax.tree.update_moment(updates, state.mean, decay, 1)
-        if not nesterov:
-            return optax.tree.bias_correction(mean, decay, steps), MeanState(steps, mean)
-        ahead = jax.tree.map(
-            lambda m, g: decay * m + (1 - decay) * g,
-            optax.tree.bias_correction(mean, decay, steps + 1),
-            optax.tree.bias_correction(updates, decay, steps),
-        )
-        return ahead, MeanState(steps, mean)
-
-    return optax.GradientTransformation(init, update)
+    decay = config.momentum
+    if steps is None:
+        return (decay, 1.0, decay, 1.0) if config.nesterov else (decay, 1.0, 1.0, 0.0)
+    here, ahead = 1 - decay**steps, 1 - decay ** (steps + 1)
+    if config.nesterov:
+        return decay, 1 - decay, decay / ahead, (1 - decay) / here
+    return decay, 1 - decay, 1 / here, 0.0
 
 
-def _direction(m_xpq: jax.Array, config: MuonConfig, parts: int, target: Target | None) -> jax.Array:
+def _step(
+    config: MuonConfig, parts: int, target: Target, on_matrices: Callable[..., Pair],
+    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array,
+) -> Pair:  # fmt: skip
+    """The new momentum of a leaf and its direction."""
+    exact = momentum.dtype
+    iterates = jnp.dtype(config.iterates) if config.iterates == "bfloat16" else exact
+    between = iterates if exact == jnp.float32 else exact  # sums of fp64 runs are known by what comes in
+
+    def local(numbers: jax.Array, gradient: jax.Array, momentum: jax.Array) -> Pair:
+        return step_momentum(gradient, momentum, numbers, between, platform=target.kernel("momentum"))
+
+    def whole(m_xpq: jax.Array) -> jax.Array:
+        orthogonal = orthogonalize(_apart(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
+                                   coefficients=config.coefficients, target=target)  # fmt: skip
+        return _joined(orthogonal.astype(between), parts)
+
+    new, orthogonal = on_matrices((gradient, momentum), numbers, local, whole)
+    rows, columns = momentum.shape[-2:]
+    return new, _scale(rows, columns // parts, config) * orthogonal.astype(exact)
+
+
+def _apart(m_xpq: jax.Array, parts: int) -> jax.Array:
+    """[.., parts, p, q / parts]; of one part as it is, so that nothing has to move."""
     *stack, p, q = m_xpq.shape
-    iterates = config.iterates if config.iterates == "bfloat16" else wide(m_xpq.dtype)
-    apart = jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
-    orthogonal = orthogonalize(
-        apart, steps=config.newton_schulz_steps, dtype=iterates, coefficients=config.coefficients, target=target
-    )
-    return jnp.moveaxis(_scale(p, q // parts, config) * orthogonal, -3, -2).reshape(m_xpq.shape)
+    return m_xpq if parts == 1 else jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
+
+
+def _joined(m_xopq: jax.Array, parts: int) -> jax.Array:
+    """What `_apart` took apart."""
+    if parts == 1:
+        return m_xopq
+    *stack, _, p, q = m_xopq.shape
+    return jnp.moveaxis(m_xopq, -3, -2).reshape(*stack, p, parts * q)
 
 
 def _scale(rows: int, columns: int, config: MuonConfig) -> float:

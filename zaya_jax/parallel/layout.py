@@ -21,7 +21,7 @@ from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import AnyMesh
-from zaya_jax.parallel.muon import StackFunction, on_whole_matrices
+from zaya_jax.parallel.muon import OnMatrices, on_whole_matrices
 from zaya_jax.parallel.ring import PartialAttention, ring_attention
 from zaya_jax.parallel.rules import Placement, placements, state_shardings
 
@@ -77,7 +77,7 @@ class Layout:
         return summed(local_sums, self.mesh, self.placed, self.dtypes)
 
     @property
-    def on_matrices(self) -> Callable[[str, jax.Array, StackFunction], jax.Array]:
+    def on_matrices(self) -> OnMatrices:
         """`muon.on_whole_matrices` on this layout."""
         return on_whole_matrices(self.placed, self.mesh)
 

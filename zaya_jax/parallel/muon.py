@@ -5,44 +5,47 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.parallel.rules import Placement
 
 StackFunction = Callable[[jax.Array], jax.Array]  # [stack, p, q] → the same shape, each matrix on its own
+Pair = tuple[jax.Array, jax.Array]
+Local = Callable[..., Pair]  # (numbers, *leaves) → what stays and matrices, element by element
+OnMatrices = Callable[[str, tuple[jax.Array, ...], jax.Array, Local, StackFunction], Pair]
 
 
-def on_whole_matrices(
-    placed: Mapping[str, Placement], mesh: AnyMesh
-) -> Callable[[str, jax.Array, StackFunction], jax.Array]:
-    """(name, leaf, function of matrices) → the function of the leaf's matrices, placed as the leaf is.
+def on_whole_matrices(placed: Mapping[str, Placement], mesh: AnyMesh) -> OnMatrices:
+    """(name, leaves, numbers, local, function) → what stays, and the function of the matrices, placed as the leaves.
 
-    A device holds some rows (or columns) of every matrix of a leaf. One all-to-all gives it some of the matrices
-    whole, and another brings the results back. A stack whose size the devices do not divide is padded with zeros
-    on the way, and nowhere else: checkpoints hold the natural shapes. What is not split is done by every device,
-    inside the same kind of region, so that a kernel always has local shapes.
+    `leaves` are arrays of the parameter of that name, `numbers` are the same on all devices. `local` is done by each
+    device on what it has of the leaves: some rows (or columns) of every matrix. One all-to-all gives it some of the
+    matrices whole, and another brings the results back, both in the dtype that these have. A stack whose size the
+    devices do not divide is padded with zeros on the way, and nowhere else: checkpoints hold the natural shapes. What
+    is not split is done by every device, inside the same kind of region, so that a kernel always has local shapes.
     """
 
-    def whole(name: str, m: jax.Array, function: StackFunction) -> jax.Array:
+    def whole(
+        name: str, leaves: tuple[jax.Array, ...], numbers: jax.Array, local: Local, function: StackFunction
+    ) -> Pair:
         place = placed[name]
-        axis = place.axis
+        axis, devices = place.axis, math.prod(mesh.shape[one] for one in place.over)
+
+        def here(numbers: jax.Array, *leaves: jax.Array) -> Pair:
+            kept, m = local(numbers, *leaves)
+            stack = m.reshape(-1, *m.shape[-2:])
+            found = function(stack) if axis is None else _exchanged(function, stack, 3 + axis, place.over, devices)
+            return kept, found.reshape(m.shape)
+
         if math.prod(mesh.shape.values()) == 1:
-            return _flat(function, m)
-
-        devices = math.prod(mesh.shape[one] for one in place.over)
-
-        def here(stack: jax.Array) -> jax.Array:
-            return function(stack) if axis is None else _exchanged(function, stack, 3 + axis, place.over, devices)
-
-        return jax.shard_map(
-            lambda m: _flat(here, m), mesh=mesh, in_specs=place.stored, out_specs=place.stored, check_vma=False
-        )(m)
+            return here(numbers, *leaves)
+        stored = place.stored
+        mapped = jax.shard_map(here, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(leaves)),
+                               out_specs=(stored, stored), check_vma=False)  # fmt: skip
+        return mapped(numbers, *leaves)
 
     return whole
-
-
-def _flat(function: StackFunction, m: jax.Array) -> jax.Array:
-    return function(m.reshape(-1, *m.shape[-2:])).reshape(m.shape)
 
 
 def _exchanged(function: StackFunction, stack: jax.Array, axis: int, over: tuple[str, ...], devices: int) -> jax.Array:

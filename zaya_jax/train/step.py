@@ -16,6 +16,7 @@ from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.precision import wide
 from zaya_jax.optim.balance import load_error
+from zaya_jax.optim.guard import guarded
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.train.spikes import forget, judge, remember
@@ -64,7 +65,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
     """
     layout = layout_of(config, blueprint, mesh)
     gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops()))
-    optimizer = optax.with_extra_args_support(blueprint.optimizer)
+    optimizer = guarded(blueprint.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
@@ -74,20 +75,21 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
         loss = sums["loss"] / tokens
         norm = optax.tree.norm(grads) / tokens
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
-        grads = jax.tree.map(lambda g: g * factor, grads)
+        recent = forget(state.recent, (state.step == firsts).any())
+        skip = judge(spike, recent, loss, norm)
         rate = rate_at(state.step)
+        # Both reach the pass that reads the gradients, and the state is kept there: one more would read all of it.
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, on_matrices=layout.on_matrices, target=layout.target
-        )
+            grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=layout.on_matrices,
+            target=layout.target,
+        )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
-        recent = forget(state.recent, (state.step == firsts).any())
-        skip = judge(spike, recent, loss, norm)
-        new = (params, balance, opt_state, balance_state, remember(recent, loss, norm))
-        old = (state.params, state.balance, state.opt_state, state.balance_state, recent)
+        new = (params, balance, balance_state, remember(recent, loss, norm))
+        old = (state.params, state.balance, state.balance_state, recent)
         moved = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
         skipped = jnp.where(skip == 0, 0, state.skipped + 1)
         metrics = {
@@ -99,7 +101,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
             "skip": skip,
             **_expert_metrics(sums["counts"], moved[1]),
         }
-        params, balance, opt_state, balance_state, recent = moved
+        params, balance, balance_state, recent = moved
         return TrainState(
             params, balance, opt_state, balance_state, state.step + 1, skipped, recent, state.rng
         ), metrics

@@ -1,0 +1,62 @@
+"""Momentum and the direction that it gives, in one pass: each array is read or written once.
+
+Arrays are seen as rows of as many lanes as divide both their size and a tile, so that no index outgrows 32 bits; the
+last program may have rows to spare.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.launch import launch
+from pallas_kernels.tiles import tile
+
+
+def momentum_and_direction(
+    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, *, dtype: jax.typing.DTypeLike, platform: str
+) -> tuple[jax.Array, jax.Array]:
+    """m' = a·m + b·f·g, and c·m' + d·f·g.
+
+    Args:
+      gradient: g, bf16 or fp32.
+      momentum: m, fp32 of the same shape; m' takes its memory.
+      numbers: fp32 [6]: f; whether m' is to be m; a, b, c, d.
+      dtype: of the second result, bf16 or fp32.
+      platform: as `launch` takes it.
+
+    Returns:
+      Both, of the shape of `gradient`.
+    """
+    (elements,), warps, _ = tile("momentum", platform, dtype)
+    lanes = math.gcd(gradient.size, elements)
+    shape, rows = (gradient.size // lanes, lanes), elements // lanes
+    new, direction = launch(
+        functools.partial(_kernel, rows=rows),
+        gradient.reshape(shape), momentum.reshape(shape), numbers,
+        name="momentum",
+        grid=(pl.cdiv(shape[0], rows),),
+        out_shape=(jax.ShapeDtypeStruct(shape, momentum.dtype), jax.ShapeDtypeStruct(shape, dtype)),
+        warps=warps,
+        aliases={1: 0},
+        platform=platform,
+    )  # fmt: skip
+    return new.reshape(gradient.shape), direction.reshape(gradient.shape)
+
+
+def _kernel(gradient_ref: Any, momentum_ref: Any, numbers_ref: Any, new_ref: Any, direction_ref: Any, *,
+            rows: int) -> None:  # fmt: skip
+    count, lanes = gradient_ref.shape
+    row = (pl.program_id(0) * rows + jnp.arange(rows, dtype=jnp.int32))[:, None]
+    lane = jnp.arange(lanes, dtype=jnp.int32)[None, :]
+    inside = jnp.broadcast_to(row < count, (rows, lanes))
+    factor, skip, a, b, c, d = (numbers_ref[index] for index in range(6))
+    momentum = triton.load(momentum_ref.at[row, lane], mask=inside, other=0)
+    gradient = factor * triton.load(gradient_ref.at[row, lane], mask=inside, other=0).astype(jnp.float32)
+    new = a * momentum + b * gradient
+    triton.store(new_ref.at[row, lane], jnp.where(skip != 0, momentum, new), mask=inside)
+    triton.store(direction_ref.at[row, lane], (c * new + d * gradient).astype(direction_ref.dtype), mask=inside)

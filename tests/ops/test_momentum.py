@@ -1,0 +1,150 @@
+"""The pass over momentum: kernel against double precision, what a skipped step leaves, its bytes and its code."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import jit, seeds
+from tests.kernel_helpers import TARGETS, check_machine_code, equations, lowered_kernels, shape
+from zaya_jax.bench.kernel_bytes import kernel_bytes
+from zaya_jax.config import MuonConfig
+from zaya_jax.ops.momentum import momentum_numbers, step_momentum
+from zaya_jax.optim.muon import momentum_coefficients
+
+BOTH = (jnp.float32, jnp.bfloat16)
+# A tile has 64 elements here: less than one, several, and sizes that share a factor with it, or none.
+SIZES = [(5,), (3, 4, 48), (2, 7, 9), (1, 130)]
+FORMS = st.sampled_from([("sum", False), ("sum", True), ("ema", False), ("ema", True)])
+ONE_GPU = [("gfx942", jnp.float32, jnp.bfloat16)]
+GPUS = [*ONE_GPU, *(pytest.param(gpu, given, out, marks=pytest.mark.soak) for gpu in ("gfx942", "gfx950", "sm_90")
+                    for given in BOTH for out in BOTH if (gpu, given, out) not in ONE_GPU)]  # fmt: skip
+# Of a layer; of all 40 layers, whose addresses want 64 bits; of the same over 1,024 devices; and no power of two.
+EXPERTS, ALL_EXPERTS, SHARE, ODD = (16, 2048, 4096), (640, 2048, 4096), (640, 2, 4096), (40, 257, 17)
+
+
+def step(platform, dtype, *arrays):
+    return step_momentum(*arrays, dtype, platform=platform)
+
+
+@functools.cache
+def compiled(platform, dtype):
+    return jit(functools.partial(step, platform, dtype))
+
+
+def draw(seed, sizes, dtype):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=sizes), dtype), jnp.asarray(rng.normal(size=sizes), jnp.float32)
+
+
+def coefficients(form, nesterov, steps=3):
+    config = MuonConfig(momentum=0.9, momentum_form=form, nesterov=nesterov)
+    return [float(one) for one in momentum_coefficients(config, None if form == "sum" else jnp.int32(steps))]
+
+
+def formula(gradient, momentum, factor, numbers):
+    """In float64: the new momentum and the direction."""
+    a, b, c, d = numbers
+    gradient = factor * np.asarray(gradient, np.float64)
+    new = a * np.asarray(momentum, np.float64) + b * gradient
+    return new, c * new + d * gradient
+
+
+def arrays_of(sizes, given):
+    """Shapes of gradient, momentum and numbers."""
+    return shape(*sizes, dtype=given), shape(*sizes, dtype=jnp.float32), shape(6, dtype=jnp.float32)
+
+
+def with_platform(dtype):
+    return lambda *arrays, platform: step(platform, dtype, *arrays)
+
+
+@pytest.mark.parametrize("platform", [None, "interpret"])
+@pytest.mark.parametrize(("given_in", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
+@settings(max_examples=12)
+@given(sizes=st.sampled_from(SIZES), form=FORMS, factor=st.floats(0.01, 2), seed=seeds())
+def test_it_is_the_formula(platform, given_in, dtype, sizes, form, factor, seed):
+    gradient, momentum = draw(seed, sizes, given_in)
+    numbers = coefficients(*form)
+    new, direction = compiled(platform, dtype)(
+        gradient, momentum, momentum_numbers(tuple(numbers), factor, False, jnp.float32)
+    )
+    chex.assert_shape([new, direction], sizes)
+    chex.assert_type([new, direction], [jnp.float32, dtype])
+    expected = formula(gradient, momentum, np.float32(factor), numbers)
+    np.testing.assert_allclose(new, expected[0], rtol=1e-6, atol=2e-6)
+    rounding = 2.0**-8 if dtype == jnp.bfloat16 else 1e-6
+    np.testing.assert_allclose(np.asarray(direction, np.float64), expected[1], rtol=rounding, atol=2e-6)
+
+
+@pytest.mark.parametrize("platform", [None, "interpret"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_skipped_step_leaves_the_momentum_bit_for_bit(platform, value):
+    gradient, momentum = draw(0, (2, 7, 9), jnp.float32)
+    gradient, momentum = gradient.at[0].set(value), momentum.at[1, 0].set(-0.0)
+    for factor, skip in ((0.5, True), (np.nan, True), (0.5, False)):
+        numbers = momentum_numbers(tuple(coefficients("sum", nesterov=True)), factor, skip, jnp.float32)
+        new, _ = compiled(platform, jnp.bfloat16)(gradient, momentum, numbers)
+        assert (np.asarray(new).tobytes() == np.asarray(momentum).tobytes()) == skip
+
+
+def test_the_kernel_takes_the_memory_of_the_momentum():
+    found = equations(functools.partial(step, "cuda", jnp.bfloat16), *arrays_of(EXPERTS, jnp.float32))
+    (call,) = [one for one in found if one.primitive.name == "pallas_call"]
+    assert tuple(call.params["input_output_aliases"]) == ((1, 0),)
+
+
+@pytest.mark.parametrize(
+    ("given_in", "dtype", "element"),
+    [(jnp.float32, jnp.bfloat16, 14), (jnp.bfloat16, jnp.float32, 14), (jnp.float32, jnp.float32, 16)],
+)
+def test_each_byte_is_moved_once(given_in, dtype, element):
+    (found,) = kernel_bytes(functools.partial(step, "rocm", dtype), *arrays_of((3, 256, 1024), given_in))
+    elements = 3 * 256 * 1024
+    assert element * elements <= found.least < 1.001 * element * elements
+    assert found.moved <= 1.01 * found.least
+    assert found.requested <= 1.01 * found.least
+
+
+@pytest.mark.parametrize("platform", TARGETS)
+def test_the_kernel_is_lowered(platform):
+    for sizes in (ALL_EXPERTS, ODD):
+        names = lowered_kernels(with_platform(jnp.bfloat16), *arrays_of(sizes, jnp.float32), platform=platform)
+        assert names == ["momentum"]
+
+
+@pytest.mark.parametrize(("gpu", "given_in", "dtype"), GPUS)
+def test_the_machine_code_spills_nothing(gpu, given_in, dtype):
+    check_machine_code(with_platform(dtype), *arrays_of(EXPERTS, given_in), gpu=gpu)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("gpu", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("sizes", [ALL_EXPERTS, SHARE, ODD])
+def test_nor_does_that_of_other_sizes(gpu, sizes):
+    check_machine_code(with_platform(jnp.bfloat16), *arrays_of(sizes, jnp.float32), gpu=gpu)
+
+
+def test_other_dtypes_are_refused():
+    x = jnp.ones((4, 4))
+    with pytest.raises(ValueError, match="these are float16 and float32, with momentum in float32"):
+        step("interpret", jnp.float32, x.astype(jnp.float16), x, jnp.ones(6))
+    with pytest.raises(ValueError, match="these are float32 and float16, with momentum in float32"):
+        step("interpret", jnp.float16, x, x, jnp.ones(6))
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"float64 and float64, with momentum in float64\.$"):
+        step("interpret", jnp.float64, *(jnp.ones((4, 4)),) * 2, jnp.ones(6))
+
+
+def test_without_a_platform_double_precision_stays_such():
+    gradient, momentum = (np.random.default_rng(seed).normal(size=(3, 5)) for seed in range(2))
+    numbers = coefficients("ema", nesterov=True)
+    with jax.enable_x64(True):
+        found = step_momentum(jnp.asarray(gradient), jnp.asarray(momentum),
+                              momentum_numbers(tuple(numbers), 0.3, False, jnp.float64), jnp.float64)  # fmt: skip
+    for one, expected in zip(found, formula(gradient, momentum, 0.3, numbers), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-14)
