@@ -3,7 +3,9 @@
 import dataclasses
 from collections import Counter
 
+import jax
 import pytest
+from jax.sharding import AbstractMesh, AxisType
 
 from tests.hlo_helpers import collectives, compiled_step
 from tests.parallel_helpers import LAYOUTS, WIDE
@@ -11,8 +13,9 @@ from tests.train_helpers import on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.config.hardware import HARDWARE
 from zaya_jax.dry_run.account import account_of
-from zaya_jax.dry_run.traffic import Transfer, seconds
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.dry_run.traffic import Transfer, _muon, seconds
+from zaya_jax.parallel.mesh import AXES, make_mesh
+from zaya_jax.train.state import layout_of, make_blueprint
 
 QUICK = ["ring_zigzag4"]
 REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4"]
@@ -66,8 +69,8 @@ def check(names):
         assert mine["all-reduce"] <= theirs["all-reduce"] < mine["all-reduce"] + 500, name
 
 
-def by_what(phase, parallel=None, overrides=()):
-    config = load_config("configs/zaya1_8b.yaml", list(overrides))
+def by_what(phase, parallel=None):
+    config = load_config("configs/zaya1_8b.yaml")
     if parallel is not None:
         phases = tuple(dataclasses.replace(one, parallel=parallel) for one in config.phases)
         config = dataclasses.replace(config, phases=phases)
@@ -86,11 +89,20 @@ def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step(
 
 
 def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
-    def sent(*overrides):
-        return by_what(0, overrides=overrides)["matrices for Newton–Schulz"]
+    mesh = AbstractMesh((8, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
-    assert sent("optimizer.muon.iterates=float32") == 2 * sent()
-    assert sent("train.compute_dtype=float64") == 4 * sent()  # whatever the iterates are
+    def sent(iterates, compute):
+        config = load_config("configs/tiny.yaml", [f"optimizer.muon.iterates={iterates}"])
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=compute))
+        blueprint = make_blueprint(config)
+        layout = layout_of(config, blueprint, mesh)
+        (one,) = _muon(config, layout, blueprint.roles, blueprint.trained)
+        return one.bytes
+
+    low = sent("bfloat16", "bfloat16")
+    assert sent("float32", "bfloat16") == 2 * low
+    with jax.enable_x64(True):
+        assert sent("bfloat16", "float64") == sent("float32", "float64") == 4 * low
 
 
 def test_latent_keys_and_values_take_a_kibibyte_a_token_and_layer():

@@ -17,6 +17,7 @@ from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import MuonConfig
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
+from zaya_jax.ops.target import Target
 from zaya_jax.optim.muon import momentum_coefficients, scale_by_muon
 
 FORMS = ("sum", "ema")
@@ -171,6 +172,23 @@ def test_a_zero_gradient_gives_a_zero_update(form, iterates):
     init, update = muon(momentum_form=form, iterates=iterates)
     grad = {"w": jnp.zeros((4, 6))}
     assert not np.any(update(grad, init(grad))[0]["w"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
+    grads = {"layers": draw(0, 2, 12, 20), "tall": draw(1, 17, 9)}
+    transform = scale_by_muon(MuonConfig(momentum_form=form, iterates="float32"))
+    state = transform.init(grads)
+    found = []
+    for target in (Target("interpret", ""), Target("cpu", "")):
+        update = jit(functools.partial(transform.update, target=target))
+        found.append(update(grads, state, factor=0.3, skip=False))
+        broken = {name: g.at[0].set(jnp.nan) for name, g in grads.items()}
+        _, kept = update(broken, found[-1][1], factor=jnp.nan, skip=True)
+        chex.assert_trees_all_equal(kept, found[-1][1])
+    chex.assert_trees_all_close(found[0][1], found[1][1], rtol=1e-6)
+    chex.assert_trees_all_close(found[0][0], found[1][0], atol=1e-3)
+    assert float(jnp.abs(found[0][0]["tall"]).max()) > 0.1
 
 
 @pytest.mark.parametrize("platform", TARGETS)

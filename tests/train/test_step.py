@@ -14,7 +14,8 @@ from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
-from zaya_jax.ops.target import target_of
+from zaya_jax.ops.choice import OPERATIONS
+from zaya_jax.ops.target import Target, target_of
 from zaya_jax.optim.balance import load_error
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
@@ -277,6 +278,20 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     assert (int(good.step), int(good.skipped), int(metrics["skipped"])) == (4, 0, 0)
     moved = {re.match(r"\.\w+", name)[0] for name in differing(healed, good)}
     assert moved == {".params", ".balance", ".opt_state", ".balance_state", ".step", ".skipped", ".recent"}
+
+
+@pytest.mark.soak
+def test_the_kernel_of_momentum_makes_the_same_step_and_skips_it():
+    """The others compute the same in another order, so that only this one may differ in nothing but rounding."""
+    others = tuple(name for name in OPERATIONS if name != "momentum")
+    blueprint = dataclasses.replace(setup().blueprint, target=Target("interpret", "", without=others))
+    step = make_train_step(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
+    assert "pallas_call" in str(jax.make_jaxpr(step)(setup().state, make_batch()))
+    found, expected = fast_jit(step)(setup().state, make_batch())[0], first_step()[0]
+    for name, value in leaves(expected).items():
+        np.testing.assert_allclose(leaves(found)[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
+    state, _ = poisoned(found, np.nan)
+    assert set(differing(state, fast_jit(step)(state, make_batch())[0])) == COUNTERS
 
 
 @functools.cache
