@@ -159,9 +159,10 @@ def test_a_zero_matrix_stays_zero_and_one_near_it_fades(coefficients, dtype):
 @pytest.mark.parametrize("target", [Target("cpu", ""), Target("interpret", "")])
 def test_the_scale_is_taken_out_over_all_of_fp32(dtype, target):
     """Powers of two change no rounding: the result is the same to the last bit."""
-    m = jnp.asarray(np.stack([draw(seed, 8, 24)[0] for seed in range(2)]), dtype)  # of norm 1
+    m = jnp.asarray(np.stack([1.3 * draw(seed, 8, 24)[0] for seed in range(2)]), dtype)  # of norm 1.3
     run = jit(functools.partial(orthogonalize, steps=2, dtype=dtype, target=target))
-    for power in (-23, 54):  # a norm just over 1e-7, and a root mean square of over 1e15
+    # A norm just over 1e-7; a root mean square of over 1e15; and a norm whose inverse has a square below fp32's range.
+    for power in (-23, 54, 63):
         np.testing.assert_array_equal(run(m * 2.0**power), run(m))
     assert np.linalg.norm(run(m)[0]) > 1
 

@@ -69,7 +69,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
         old, empty = state
-        steps = old.steps + 1 if isinstance(old, MeanState) else None
+        steps, momenta = (old.steps + 1, old.mean) if isinstance(old, MeanState) else (None, old.trace)
         coefficients = momentum_coefficients(config, steps)
 
         def one(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
@@ -77,7 +77,6 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
             return _step(config, parts.get(name, 1), target or current_target(), functools.partial(on_matrices, name),
                          gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
 
-        momenta = old.trace if steps is None else old.mean
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         found = [one(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
         momenta, directions = (tree.unflatten([pair[which] for pair in found]) for which in range(2))
