@@ -100,6 +100,30 @@ def test_calls_of_one_program_are_all_done(monkeypatch):
     assert counts == 3
 
 
+def test_what_is_held_is_given_away_and_is_the_next_call_s(monkeypatch):
+    seen, donated = [], []
+    monkeypatch.setattr(bench, "repeated", lambda call, wait, counts: call)
+    monkeypatch.setattr(bench.jax, "jit", lambda run, donate_argnums: donated.append(donate_argnums) or run)
+
+    def function(held, given):
+        seen.append(held)
+        return held + given, "not held"
+
+    call = bench.stepped(function, (0, 2), 1)
+    for _ in range(3):
+        call()
+    assert seen == [0, 2, 4]
+    assert donated == [0]
+
+
+@pytest.mark.parametrize("name", ["momentum", "muon"])
+def test_what_training_updates_in_place_is_timed_so(monkeypatch, name):
+    found = []
+    monkeypatch.setattr(bench, "stepped", lambda function, arguments, held: found.append(held))
+    bench.our_side(name, SMALL, "bfloat16", False, False)
+    assert found == [cases(SMALL, "bfloat16")[name].held] != [0]
+
+
 @pytest.mark.parametrize(("short", "calls"), [(2**28, 8), (8, 1)])
 def test_short_calls_are_many_of_one_program(monkeypatch, short, calls):
     found = []
