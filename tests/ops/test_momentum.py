@@ -66,7 +66,7 @@ def with_platform(dtype):
 
 @pytest.mark.parametrize("platform", [None, "interpret"])
 @pytest.mark.parametrize(("given_in", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(sizes=st.sampled_from(SIZES), form=FORMS, factor=st.floats(0.01, 2), seed=seeds())
 def test_it_is_the_formula(platform, given_in, dtype, sizes, form, factor, seed):
     gradient, momentum = draw(seed, sizes, given_in)
@@ -104,8 +104,8 @@ def test_the_kernel_takes_the_memory_of_the_momentum():
     [(jnp.float32, jnp.bfloat16, 14), (jnp.bfloat16, jnp.float32, 14), (jnp.float32, jnp.float32, 16)],
 )
 def test_each_byte_is_moved_once(given_in, dtype, element):
-    (found,) = kernel_bytes(functools.partial(step, "rocm", dtype), *arrays_of((3, 256, 1024), given_in))
-    elements = 3 * 256 * 1024
+    (found,) = kernel_bytes(functools.partial(step, "rocm", dtype), *arrays_of((3, 64, 1024), given_in))
+    elements = 3 * 64 * 1024
     assert element * elements <= found.least < 1.001 * element * elements
     assert found.moved <= 1.01 * found.least
     assert found.requested <= 1.01 * found.least

@@ -167,7 +167,7 @@ def test_the_scale_is_taken_out_over_all_of_fp32(dtype, target):
     assert np.linalg.norm(run(m)[0]) > 1
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.soak), jnp.bfloat16])
 def test_a_large_matrix_may_have_tiny_elements(dtype):
     """As many elements as an expert's projection has: of a root mean square of 5e-11 its norm is over 1e-7."""
     m = np.random.default_rng(0).normal(size=(4, 2**21)).astype(np.float32)
