@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 
 from tests.compile_helpers import CHEAP
+from tests.devices_helpers import close_devices
 
 # Set before jax is imported, and inherited by the subprocesses that tests start. A value given from outside wins.
 _CACHE = Path(__file__).parent.parent / ".pytest_cache" / "jax"
@@ -43,3 +44,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     chosen = config.option.markexpr
     selected = not chosen or ("parity" in chosen and "not parity" not in chosen)
     return True if not selected and collection_path == Path(__file__).parent / "parity" else None
+
+
+def pytest_unconfigure() -> None:
+    """End what tests have left running for one another."""
+    close_devices()

@@ -44,10 +44,12 @@ LAYOUTS = {
 
 
 class Found(NamedTuple):
-    """Of three steps the losses, the counts and the states after them; of the start its sums and its gradient."""
+    """Of three steps the metrics and the states after them; of the start its sums and its gradient."""
 
     losses: list[float]
     tokens: list[float]
+    skip_rates: list[np.ndarray]
+    max_loads: list[np.ndarray]
     states: list[dict[str, np.ndarray]]  # after the first step, momentum is the gradient
     sums: dict[str, np.ndarray]
     gradient: dict[str, np.ndarray]
@@ -99,11 +101,13 @@ def run_layout(
             sums, grads = jax.device_get(region(state.params, state.balance, batch))
         jit = jax.jit if dtype == "bfloat16" else fast_jit  # whose CPU code lacks products of bf16
         step = jit(make_train_step(config, blueprint, mesh), out_shardings=(shardings, replicated(mesh)))
-        found = Found([], [], [], sums, grads)
+        found = Found([], [], [], [], [], sums, grads)
         for _ in range(3):
             state, metrics = step(state, batch)
             found.losses.append(float(metrics["loss"]))
             found.tokens.append(float(metrics["tokens"]))
+            found.skip_rates.append(np.array(metrics["skip_rate"]))
+            found.max_loads.append(np.array(metrics["max_load"]))
             found.states.append(leaves(state))
         return found
 

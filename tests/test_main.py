@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from tests.train_helpers import ROOT, compile_once, small_run, snapshot, write_run
+from tests.train_helpers import ROOT, compile_once, snapshot, write_run
 from zaya_jax import main as module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
@@ -187,16 +187,6 @@ def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "train", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--config", str(write_run(tmp_path))])
-
-
-def test_a_run_ends_with_its_report(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zaya_jax.train.report.generate", lambda *_, **__: [[5, 6]])
-    config = small_run(tmp_path)
-    for _ in range(2):
-        assert main(["--config", str(tmp_path / "run.yaml")]) == 0
-        out = capsys.readouterr().out
-        assert out.splitlines()[-1] == f"Run folder: {config.run_dir}"
-        assert "Held-out loss over" in out
 
 
 def run(*arguments):

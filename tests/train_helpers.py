@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import pytest
 import yaml
 
 from tests.compile_helpers import CHEAP
+from tests.devices_helpers import on_devices  # noqa: F401 (tests of training find it here)
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
@@ -130,23 +130,6 @@ def differing(first: Any, second: Any) -> list[str]:
     one, two = leaves(first), leaves(second)
     assert one.keys() == two.keys()
     return [name for name in one if one[name].dtype != two[name].dtype or one[name].tobytes() != two[name].tobytes()]
-
-
-def on_devices(count: int, function: str, *arguments: Any) -> Any:
-    """Call `function` ("module:name") in a process that simulates `count` CPU devices; returns what it returns."""
-    code = (
-        "import importlib, pickle, sys\n"
-        "module, name, arguments = pickle.loads(sys.stdin.buffer.read())\n"
-        "result = getattr(importlib.import_module(module), name)(*arguments)\n"
-        "sys.stdout.buffer.write(b'RESULT' + pickle.dumps(result))\n"
-    )
-    module, _, name = function.partition(":")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, input=pickle.dumps((module, name, arguments)), capture_output=True,
-        timeout=300, check=False, env={**os.environ, "JAX_NUM_CPU_DEVICES": str(count)},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr.decode()
-    return pickle.loads(done.stdout.partition(b"RESULT")[2])  # noqa: S301 (written a moment ago)
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------

@@ -1,3 +1,6 @@
+import jax
+import pytest
+
 from tests.train_helpers import on_devices
 from zaya_jax.bench.collectives import check_collectives
 
@@ -10,12 +13,11 @@ def test_there_is_nothing_to_send_with_one_device():
 
 def collectives(broken):
     """`check_collectives`, with the ring of `ppermute` turned round where `broken`."""
-    if broken:
-        import jax
-
-        permute = jax.lax.ppermute
-        jax.lax.ppermute = lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs])
-    return check_collectives()
+    permute = jax.lax.ppermute
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            patch.setattr(jax.lax, "ppermute", lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs]))
+        return check_collectives()
 
 
 def test_collectives_are_right_over_eight_devices():

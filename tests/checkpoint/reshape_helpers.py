@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from tests.checkpoint.test_store import ABOUT
-from tests.parallel.processes_helpers import CHEAP, free_port
+from tests.parallel.processes_helpers import CHEAP, free_port, wide_everywhere
 from tests.parallel_helpers import WIDE
 from tests.train_helpers import ROOT, fast_jit, make_batch
 from zaya_jax.checkpoint.leaves import like, named
@@ -118,12 +118,12 @@ class Job:
 
 def reshape_here(folder: Path, savers: Sequence[str], restorers: Sequence[str]) -> int:
     """Save by each of some shapes of one process and restore by each of others; gives the number of pairs."""
-    jax.config.update("jax_enable_x64", True)
-    jobs = {name: Job(SHAPES[name]) for name in (*savers, *restorers)}
-    for saver in savers:
-        jobs[saver].save(folder / saver)
-        for restorer in restorers:
-            jobs[restorer].restore(folder / saver)
+    with wide_everywhere():
+        jobs = {name: Job(SHAPES[name]) for name in (*savers, *restorers)}
+        for saver in savers:
+            jobs[saver].save(folder / saver)
+            for restorer in restorers:
+                jobs[restorer].restore(folder / saver)
     return len(savers) * len(restorers)
 
 

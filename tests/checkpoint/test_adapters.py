@@ -1,10 +1,11 @@
 import dataclasses
 import json
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import random_model
 from tests.train_helpers import CONFIG, MODEL
 from zaya_jax import load_pretrained, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
@@ -17,7 +18,6 @@ from zaya_jax.model import tree
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.lora import adapter_shapes, merged
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya
 
 LORA = LoraConfig(2, 3.0)
 
@@ -26,12 +26,12 @@ LORA = LoraConfig(2, 3.0)
 def tuned(tmp_path_factory):
     """A folder, a run of adapters of it as training leaves it, and the merged parameters."""
     folder = tmp_path_factory.mktemp("tuned")
-    save_pretrained(Zaya(MODEL, jax.random.key(1)), folder / "model")
+    save_pretrained(random_model(MODEL, 1), folder / "model")
     base = load_pretrained(folder / "model")
     params, balance = tree.parameters(base), tree.balancing_biases(base)
     wanted = adapter_shapes(shapes(base), roles(base), LORA.rank)
-    adapters = {name: jax.random.normal(jax.random.fold_in(jax.random.key(2), i), shape)
-                for i, (name, shape) in enumerate(sorted(wanted.items()))}  # fmt: skip
+    rng = np.random.default_rng(2)
+    adapters = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sorted(wanted.items())}
     config = dataclasses.replace(CONFIG, init_from=f"hf:{folder / 'model'}", lora=LORA)
     with CheckpointStore(folder / "run" / FOLDER, CheckpointConfig()) as store:
         store.save(
@@ -57,7 +57,7 @@ def test_an_export_holds_the_merged_matrices(tuned, tmp_path):
 
 def test_another_base_is_refused_and_the_right_one_can_be_named(tuned, tmp_path, capsys):
     folder, _ = tuned
-    save_pretrained(Zaya(MODEL, jax.random.key(7)), tmp_path / "other")
+    save_pretrained(random_model(MODEL, 7), tmp_path / "other")
     command = ["export-hf", str(folder / "run"), str(tmp_path / "out"), "--base"]
     assert main([*command, f"hf:{tmp_path / 'other'}"]) == 2
     assert "other is not what the adapters in" in capsys.readouterr().err

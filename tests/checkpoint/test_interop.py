@@ -1,9 +1,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import random_model
 from tests.train_helpers import MODEL, snapshot
 from zaya_jax import load_pretrained, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
@@ -12,7 +14,6 @@ from zaya_jax.checkpoint.interop import architecture
 from zaya_jax.checkpoint.manifest import read_manifest
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.model import tree
-from zaya_jax.model.zaya import Zaya
 
 CONFIGS = {
     "plain": {},
@@ -23,7 +24,7 @@ CONFIGS = {
 
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def model(request):
-    return Zaya(dataclasses.replace(MODEL, **CONFIGS[request.param]), jax.random.key(1))
+    return random_model(dataclasses.replace(MODEL, **CONFIGS[request.param]), 1)
 
 
 @pytest.mark.parametrize("layout", ["hf", "legacy"])
@@ -49,8 +50,8 @@ def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
 
 
 def test_the_dtype_stays_and_can_be_cast(tmp_path):
-    model = Zaya(MODEL, jax.random.key(1))
-    save_pretrained(jax.tree.map(lambda x: x.astype("bfloat16"), model), tmp_path / "given")
+    model = random_model(MODEL, 1)
+    save_pretrained(jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype("bfloat16")), model), tmp_path / "given")
     main(["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")])
     leaves = read_manifest(tmp_path / "run" / "checkpoints" / "0").leaves
     assert {leaf["dtype"] for name, leaf in leaves.items() if name.startswith("params.")} == {"bfloat16"}

@@ -6,11 +6,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from tests.helpers import random_model
 from tests.train_helpers import CONFIG, differing, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import balancing_biases, parameters, with_values
-from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.layers import _gather, gather_layer
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.rules import placements
@@ -49,14 +49,14 @@ def test_every_device_sees_the_whole_in_the_compute_dtype_and_keeps_its_part_of_
 def test_what_is_not_split_is_left():
     blueprint = make_blueprint(CONFIG)
     layout = layout_of(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
-    model = Zaya(CONFIG.model, jax.random.key(0))
+    model = random_model(CONFIG.model)
     layer = gather_layer(layout.placed, layout.dtypes)(model)
     assert not differing(parameters(layer), parameters(model))
 
 
 def test_a_matrix_and_its_adapters_become_their_sum():
     rng, name = np.random.default_rng(0), "blocks.0.attention.query"
-    blueprint, model = make_blueprint(CONFIG), Zaya(CONFIG.model, jax.random.key(0))
+    blueprint, model = make_blueprint(CONFIG), random_model(CONFIG.model)
     layout = layout_of(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
     params = parameters(model)
     shape = params[name].shape

@@ -29,13 +29,17 @@ def check(name: str, found: Found, alone: Found) -> None:
 
 @pytest.fixture(scope="module")
 def alone():
+    return run_layout(LAYOUTS["data"], devices=1, gradient=False)
+
+
+@pytest.fixture(scope="module")
+def alone_with_gradient():
     return run_layout(LAYOUTS["data"], devices=1)
 
 
 def test_the_routing_compared_is_uneven_and_skips(alone):
-    counts = alone.sums["counts"]
-    assert (counts[:, -1] > 0).all()
-    assert (counts[:, :-1].max(1) > 2 * counts[:, :-1].mean(1)).all()
+    assert (alone.skip_rates[0] > 0).all()
+    assert (alone.max_loads[0] > 2).all()  # over the mean
 
 
 def test_layouts_give_what_one_device_gives(alone):
@@ -45,8 +49,8 @@ def test_layouts_give_what_one_device_gives(alone):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
-def test_every_layout_gives_what_one_device_gives(alone, name):
-    check(name, on_devices(8, "tests.parallel_helpers:run_layouts", [name], True)[name], alone)
+def test_every_layout_gives_what_one_device_gives(alone_with_gradient, name):
+    check(name, on_devices(8, "tests.parallel_helpers:run_layouts", [name], True)[name], alone_with_gradient)
 
 
 @pytest.mark.soak

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job, wide_everywhere
-from tests.train_helpers import ROOT, leaves, restore, write_run
+from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.processes import join, launcher, lost
+from zaya_jax.train.loop import train
 from zaya_jax.train.run_folder import METRICS
 from zaya_jax.train.tracker import read_rows
 
@@ -41,10 +42,12 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
     said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two")] * 2)))
     assert "step 12/12" in said[0]
     assert "step" not in said[1]  # process 0 speaks for all
-    ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "one")], devices=1)))
+    configs = [small_run(tmp_path, *SAME, run=run) for run in ("two", "one")]
+    with wide_everywhere():
+        train(configs[1])
+        two, one = (restore(config, 12) for config in configs)
     np.testing.assert_allclose(losses(tmp_path, "two"), losses(tmp_path, "one"), rtol=1e-6)
     with wide_everywhere():
-        two, one = (restore(load_config(tmp_path / f"{run}.yaml", SAME), 12) for run in ("two", "one"))
         for name, value in leaves(two[0]).items():
             np.testing.assert_allclose(value, leaves(one[0])[name], rtol=1e-6, atol=1e-9, err_msg=name)
     assert two[1] == one[1]  # the position in the data
@@ -58,13 +61,17 @@ def test_another_configuration_is_refused_by_all(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_bad_input_is_told_by_all(tmp_path):
-    found = finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "run", "parallel.fsdp=3")] * 2))
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.corpus=/nowhere", "Error: data.corpus"),
+        pytest.param("parallel.fsdp=3", "Error: parallel.fsdp 3", marks=pytest.mark.soak),
+    ],
+)
+def test_bad_input_is_told_by_all(tmp_path, override, said):
+    found = finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "run", override)] * 2))
     for text in ended(found, 2):
-        assert text.count("Error: parallel.fsdp 3") == 1
-    found = finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "run", "data.corpus=/nowhere")] * 2))
-    for text in ended(found, 2):
-        assert text.count("Error: data.corpus") == 1
+        assert text.count(said) == 1
 
 
 @pytest.mark.soak

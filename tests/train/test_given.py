@@ -6,13 +6,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests.helpers import random_values
 from tests.train_helpers import change, compile_once, differing, on_devices, small_run
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.checkpoint.interop import import_hf
 from zaya_jax.config import Config, LoraConfig, ParallelConfig, to_dict
 from zaya_jax.errors import InputError
-from zaya_jax.model import tree
-from zaya_jax.model.zaya import Zaya
 from zaya_jax.train import given
 from zaya_jax.train.compiled import abstract_state
 from zaya_jax.train.given import about_given, begin_with_given, check_given, parameters_alone
@@ -21,11 +20,11 @@ from zaya_jax.train.state import init_state, make_blueprint
 
 
 def write(folder, config: Config, dtype="float32", layout="hf", **changes):
-    """A folder of a model like `config`'s, drawn from another seed, with balancing biases that have moved."""
-    model = Zaya(dataclasses.replace(config.model, **changes), jax.random.key(5))
-    biases = {name: x + 0.25 for name, x in tree.balancing_biases(model).items()}
-    values = {**tree.parameters(model), **biases}
-    write_folder(folder, model.config, read_arrays(values), dtype, layout)
+    """A folder of a model like `config`'s, of random values, with balancing biases that have moved."""
+    model = dataclasses.replace(config.model, **changes)
+    values = {name: np.array(x) for name, x in random_values(model, 5).items()}
+    values["blocks.0.mixture.router.state_scale"][0] = 1  # inert, and in no folder
+    write_folder(folder, model, read_arrays(values), dtype, layout)
     return values
 
 

@@ -13,6 +13,7 @@ from tests.train_helpers import change, differing, restore, small_run, snapshot
 from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
+from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.train import beginning, compiled, evaluate, loop
 from zaya_jax.train.loop import train
@@ -110,6 +111,16 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
     assert not differing(again.state, result.state)
     seed = change(other, {"run_dir": str(tmp_path / "seed"), "seed": 1})
     assert differing(train(seed).state.params, result.state.params)
+
+
+def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("zaya_jax.train.report.generate", lambda *_, **__: [[5, 6]])
+    config = small_run(tmp_path)
+    for _ in range(2):
+        assert main(["--config", str(tmp_path / "run.yaml")]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[-1] == f"Run folder: {config.run_dir}"
+        assert "Held-out loss over" in out
 
 
 def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):

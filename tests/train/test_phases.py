@@ -21,8 +21,10 @@ from zaya_jax.train.loop import train
 PHASES = (
     PhaseConfig(768, "one", schedule=ScheduleConfig(warmup_tokens=128),
                 batch=BatchConfig(tokens=256, start=128, ramp_tokens=512, micro=2)),
-    PhaseConfig(512, "two", context=64, rope_base=1.0e3, packing="bins", batch=BatchConfig(tokens=256, micro=2)),
-    PhaseConfig(512, "three", remat="dots", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
+    PhaseConfig(512, "two", context=64, rope_base=1.0e3, packing="bins", remat="dots",
+                batch=BatchConfig(tokens=256, micro=2)),
+    # Its step is that of the first phase's small batches, and so need not be compiled.
+    PhaseConfig(512, "three", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
 )  # fmt: skip
 
 
