@@ -23,7 +23,7 @@ from zaya_jax.ops import LOCAL
 @given(data=st.data())
 def test_positions_count_from_the_start_of_each_document(data):
     segments = data.draw(packed_rows(2, 12))
-    positions = segment_positions(jnp.asarray(segments))
+    positions = jax.device_get(segment_positions(jnp.asarray(segments)))
     chex.assert_type(positions, jnp.int32)
     for row, ours in zip(segments, positions, strict=True):
         for number in np.unique(row[row > 0]):

@@ -55,7 +55,7 @@ def test_adapters_begin_at_nothing():
     _, shapes = of("plain", rank=200)
     drawn = draw_adapters(jax.random.key(0), shapes, jnp.float32)
     assert drawn.keys() == shapes.keys()
-    for name, x in drawn.items():
+    for name, x in jax.device_get(drawn).items():
         chex.assert_shape(x, shapes[name])
         if name.endswith("lora_b"):
             assert not np.any(x)
@@ -92,9 +92,9 @@ def test_a_merged_model_is_made_of_merged_layers(variant):
     values = random_values(tiny_config(variant))
     params = {name: values[name] for name in tree.shapes(model)}
     adapters = random_adapters(shapes, 1)
-    found = merged(params, adapters, 2.0)
+    found = jax.device_get(merged(params, adapters, 2.0))
     assert found.keys() == params.keys()
-    joined = adapted({**params, **adapters}, 2.0)
+    joined = jax.device_get(adapted({**params, **adapters}, 2.0))
     for name, x in found.items():
         one = joined[name]
         if not isinstance(one, Adapted):

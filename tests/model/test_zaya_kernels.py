@@ -1,5 +1,6 @@
 """The whole model by kernels: emulated, what the references compute; lowered for GPUs, where each kernel stands."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -23,6 +24,8 @@ SHAPES = ModelConfig(
     expert_size=24, router_size=16, max_positions=64, rope_base=1.0e4, layer_pattern=("full", "sliding"),
     sliding_window=5, sliding_rope_base=500.0,
 )  # fmt: skip
+# Both of its layers are of one kind, and so the body of the scan, which is compiled, holds one.
+SLIDING = dataclasses.replace(SHAPES, layer_pattern=("sliding",))
 EMULATED = Target("interpret", "any")
 DOCUMENTS = [[1] * 9 + [2] + [3] * 8 + [0] * 3, [1] * 21]
 LENGTH = 21
@@ -33,22 +36,23 @@ def batch():
     return tokens, np.array(DOCUMENTS, np.int32)
 
 
-def values(seed):
-    model = random_model(SHAPES, seed)
+def values(seed, config=SHAPES):
+    model = random_model(config, seed)
     return tree.parameters(model), tree.balancing_biases(model)
 
 
-def loss(params, biases, tokens, segments, ops, remat="dots"):
-    model = tree.with_values(abstract_model(SHAPES), {**params, **biases})
+def loss(params, biases, tokens, segments, ops, config=SHAPES, remat="dots"):
+    model = tree.with_values(abstract_model(config), {**params, **biases})
     out = model(tokens, segments, ops=ops, remat=remat)
     weights = jnp.cos(jnp.arange(out.hidden_bsd.size, dtype=out.hidden_bsd.dtype)).reshape(out.hidden_bsd.shape)
     return (out.hidden_bsd * weights * (segments != 0)[..., None]).sum(), out.stats.expert_counts_le
 
 
-def test_forward_and_backward_are_those_of_the_references():
-    params, biases = values(0)
+@pytest.mark.parametrize("config", [SLIDING, pytest.param(SHAPES, marks=pytest.mark.soak)], ids=["sliding", "both"])
+def test_forward_and_backward_are_those_of_the_references(config):
+    params, biases = values(0, config)
     found = [
-        jit(jax.value_and_grad(functools.partial(loss, ops=ops), has_aux=True))(params, biases, *batch())
+        jit(jax.value_and_grad(functools.partial(loss, ops=ops, config=config), has_aux=True))(params, biases, *batch())
         for ops in (LOCAL, ops_for(EMULATED))
     ]
     ((one, counts), wanted), ((other, counts_there), grads) = found

@@ -230,7 +230,7 @@ def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch
     assert drawn == [6, 12]
 
 
-@pytest.mark.parametrize("step", [1, 4, 5, 6, 8, 12])
+@pytest.mark.parametrize("step", [1, 6, 12, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 5, 8))])
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(finished, tmp_path, step):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
@@ -343,7 +343,7 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(beginning, "init_state", init_poisoned)
 
 
-@pytest.mark.parametrize("most", [1, 3, 7])
+@pytest.mark.parametrize("most", [1, 3, pytest.param(7, marks=pytest.mark.soak)])
 def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned, most):
     config = change(small_run(tmp_path), {"train.max_skipped_steps": most})
     match = rf"^{most} steps in a row, up to step {most}, were skipped, the last one for: not finite\..*; try .*\.$"
