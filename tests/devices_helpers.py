@@ -80,6 +80,8 @@ def close_devices() -> None:
 
 def _serve() -> None:
     """Answer calls until there are no more; what functions print goes to the standard error."""
+    import jax
+
     asks, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     while True:
@@ -94,6 +96,8 @@ def _serve() -> None:
             found = False, traceback.format_exc()
         pickle.dump(found, answers)
         answers.flush()
+        del found
+        jax.clear_caches()  # else what all calls have compiled adds up
 
 
 if __name__ == "__main__":
