@@ -35,6 +35,26 @@ class Head(NamedTuple):
     scale: jax.Array | float
 
 
+class Given(NamedTuple):
+    """References to what the kernel reads."""
+
+    x: Any
+    q_bshc: Any
+    k_bskc: Any
+    v_bskc: Any
+
+    def query(self, head: jax.Array) -> Head:
+        """A head of queries."""
+        heads, num_kv = self.q_bshc.shape[2], self.k_bskc.shape[2]
+        return Head(head, head, self.q_bshc, heads + jax.lax.div(head, heads // num_kv), 1, 1.0)
+
+    def key(self, group: jax.Array) -> Head:
+        """A head of keys."""
+        heads, num_kv = self.q_bshc.shape[2], self.k_bskc.shape[2]
+        served, scale = heads // num_kv, self.x.temperature_k[group].astype(jnp.float32)
+        return Head(heads + group, group, self.k_bskc, group * served, served, scale)
+
+
 def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: int, *,
                   unroll: bool = False) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Gradient of what the convolutions make of a head, the forward pass computed again up to there.

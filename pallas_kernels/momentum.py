@@ -1,7 +1,7 @@
 """Momentum and the direction that it gives, in one pass: each array is read or written once.
 
-Arrays are seen as rows of as many lanes as divide both their size and a tile, so that no index outgrows 32 bits; the
-last program may have rows to spare.
+Arrays are seen as rows of as many lanes as divide both their size and a tile, so that no index outgrows 32 bits (of
+a size that shares little with a tile's: up to 2³¹ elements); the last program may have rows to spare.
 """
 
 import functools

@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
+from pallas_kernels.product import product
 from pallas_kernels.tiles import Tile, tile
 
 
@@ -83,7 +84,6 @@ def _kernel(
     place, matrix = pl.program_id(0), pl.program_id(1)
     i, j = rows_of[place], columns_of[place]
     rows, columns = (block * size + jnp.arange(size, dtype=jnp.int32) for block in (i, j))
-    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # not TF32
 
     def chunk(number: jax.Array, total: jax.Array) -> jax.Array:
         inner = number * depth + jnp.arange(depth, dtype=jnp.int32)
@@ -92,9 +92,7 @@ def _kernel(
             mask = (outer < p)[:, None] & (inner < q)[None, :]
             return triton.load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask, other=0)
 
-        return total + jax.lax.dot_general(
-            block(rows), block(columns), (((1,), (1,)), ((), ())), precision, preferred_element_type=jnp.float32
-        )
+        return total + product(block(rows), block(columns), (1, 1))
 
     total = jax.lax.fori_loop(0, pl.cdiv(q, depth), chunk, jnp.zeros((size, size), jnp.float32))
     out, further = rest[operands], rest[operands + 1 :]

@@ -12,7 +12,7 @@ class Tile(NamedTuple):
     """How a kernel is cut into programs.
 
     Attributes:
-      sizes: of a tile's axes, as the kernel names them; powers of two.
+      sizes: of a tile's axes, as the kernel names them.
       warps: groups of threads that do a program.
       stages: of the pipeline of a loop with products.
     """
@@ -93,11 +93,12 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "rocm": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # Tokens of a tile and channels of a step of a product; the same where tokens are summed over, and taps at a time.
+    # Tokens of a tile and channels of a step of a product; the same where tokens are summed over, and there taps of a
+    # program, and tokens of a part, which a cache should hold with all that is made of them (1,280 of the 8B's: 11 MB).
     "cca_mix_backward": {
-        "cuda": {2: Tile((32, 128, 16, 128, 2), 8), 4: Tile((16, 32, 16, 32, 1), 8)},
-        "rocm": {2: Tile((32, 64, 32, 128, 2), 4), 4: Tile((16, 32, 16, 32, 2), 4)},
-        "interpret": {2: Tile((16, 16, 16, 32, 2), 1), 4: Tile((16, 16, 16, 32, 2), 1)},
+        "cuda": {2: Tile((32, 128, 16, 128, 2, 1280), 8), 4: Tile((16, 32, 16, 32, 1, 1280), 8)},
+        "rocm": {2: Tile((32, 64, 32, 128, 2, 1280), 4), 4: Tile((16, 32, 16, 32, 2, 1280), 4)},
+        "interpret": {2: Tile((16, 16, 16, 32, 2, 16), 1), 4: Tile((16, 16, 16, 32, 2, 16), 1)},
     },
 }
 

@@ -74,6 +74,14 @@ def flat(made):
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", ["residual_norm", "residual_norm backward", "cca_mix", "cca_mix backward", "momentum"])
+def test_bytes_are_at_most_a_fifth_more_than_the_least(name):
+    every = cases(bench.WALKED, "bfloat16")
+    found, _ = operation_bytes(name, every[name], every)
+    assert 1 <= found["kernels"]["ratio"] <= 1.2
+
+
+@pytest.mark.soak
 def test_loops_of_unknown_length_have_no_bytes():
     every = cases(SMALL, "bfloat16")
     found, _ = operation_bytes("attention of a decode", every["attention of a decode"], every)

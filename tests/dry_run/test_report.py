@@ -46,8 +46,10 @@ def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
     (phase,) = found["phases"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "prove", lambda *_: phase["compiled"])
-    monkeypatch.setattr(report, "account_of", lambda *_: account())
+    asked = []
+    monkeypatch.setattr(report, "account_of", lambda *given: asked.append(given[1:]) or account())
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
+    assert asked == [(0, 8, HARDWARE["mi300x"])]
     heading, table = capsys.readouterr().out.split("\n\n")
     assert heading.startswith("8 devices, mi300x: 192 GB, 1307 TFLOP/s")
     assert "not from what was compiled" in heading

@@ -23,6 +23,7 @@ SIZES = {
     "long": (1, 35, 3, 1, 32, 16, 4, 3),
     "chunks": (1, 16, 2, 1, 64, 16, 3, 1),
     "heads": (1, 20, 3, 3, 16, 8, 1, 3),
+    "taps": (1, 35, 2, 1, 64, 16, 3, 3),
 }
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 3e-2}  # of a result's or a gradient's norm
 
@@ -77,10 +78,10 @@ def check(name, seed, segments, dtype):
     (_, keys, _), temperature = wanted[0], inputs[0][5].temperature_k
     addends = (keys * np.asarray(inputs[2][1], np.float64)).sum(-1) / np.asarray(temperature, np.float64)
     for (path, y), x in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        name = jax.tree_util.keystr(path)
-        norm = max(np.linalg.norm(addends if name.endswith("temperature_k") else x), 1e-3 * x.size**0.5)
+        leaf = jax.tree_util.keystr(path)
+        norm = max(np.linalg.norm(addends if leaf.endswith("temperature_k") else x), 1e-3 * x.size**0.5)
         error = np.linalg.norm(np.asarray(y, np.float64) - x)
-        assert error <= TOLERANCE[dtype] * norm, (name, error / norm)
+        assert error <= TOLERANCE[dtype] * norm, (leaf, error / norm)
 
 
 def rows(name):
@@ -105,6 +106,11 @@ def test_equals_the_reference_widely(name, dtype, data, seed):
 
 def test_one_token_takes_its_halo_in_bfloat16():
     check("decode", 1, np.array([[0, 7, 7], [3, 3, 3]], np.int32), jnp.bfloat16)
+
+
+def test_tiles_parts_and_chunks_of_channels_in_bfloat16():
+    """Three tiles, two parts of the tokens, two programs for three taps, and channels that are taken in turns."""
+    check("taps", 1, np.repeat([[1, 2, 3]], [9, 20, 10], axis=1).astype(np.int32), jnp.bfloat16)
 
 
 def shapes(dtype, k0=2, k1=2, c=128, pairs=32):

@@ -44,7 +44,7 @@ def draw(seed, sizes, dtype):
 
 def coefficients(form, nesterov, steps=3):
     config = MuonConfig(momentum=0.9, momentum_form=form, nesterov=nesterov)
-    return [float(one) for one in momentum_coefficients(config, None if form == "sum" else jnp.int32(steps))]
+    return [float(one) for one in momentum_coefficients(config, jnp.int32(steps))]
 
 
 def formula(gradient, momentum, factor, numbers):

@@ -61,8 +61,7 @@ def tuned(tmp_path_factory):
             "sources": {name: {"path": str(folder / name)} for name in ("code", "talk")},
         },
         "phases": [
-            # Rows as long as the conversations', so that there is one step to compile.
-            {"name": "text", "tokens": 10 * 8 * 96, "mixture": {"code": 1}, "batch": {"tokens": 8 * 96}},
+            {"name": "text", "tokens": 10 * 8 * 32, "mixture": {"code": 1}, "context": 32, "batch": {"tokens": 8 * 32}},
             {"name": "chat", "tokens": 20 * 8 * 96, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim",
              "batch": {"tokens": 8 * 96}},
         ],

@@ -53,7 +53,8 @@ def kernel_bytes(function: Callable[..., Any], *arguments: Any) -> list[Traffic]
       arguments: pytrees of `jax.ShapeDtypeStruct`s, and of arrays where integers decide what is loaded.
 
     Raises:
-      ValueError: a kernel's addresses or loops depend on values that are not given, or it reaches beyond an array.
+      ValueError: a kernel's addresses, loops or branches depend on values that are not given, or it reaches beyond an
+        array.
     """
     leaves, tree = jax.tree.flatten(arguments)
     closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*leaves)

@@ -1,11 +1,19 @@
 """Muon's momentum and the direction that it gives, of which a kernel makes one pass over memory (zaya1.md §3.1)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.momentum import momentum_and_direction
 
 Scalar = jax.Array | float | bool
+Pair = tuple[jax.Array, jax.Array]
+# How a leaf is moved wherever it lies: (name, its gradient and momentum, numbers, what is done to each element, what is
+# done to whole matrices) → the new momentum and the matrices, placed as the leaf.
+Local = Callable[[jax.Array, jax.Array, jax.Array], Pair]  # numbers, gradient, momentum → new momentum, direction
+OfMatrices = Callable[[jax.Array], jax.Array]  # [stack, p, q] → the same shape, each matrix on its own
+OnMatrices = Callable[[str, Pair, jax.Array, Local, OfMatrices], Pair]
 
 
 def momentum_numbers(

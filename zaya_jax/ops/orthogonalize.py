@@ -70,8 +70,8 @@ def orthogonalize(
     ================  ==================  ====================
 
     Args:
-      m_xpq: matrices in the last two axes, any axes before. In the dtype of the iterates they are read as they are;
-        their norms are taken into the first step, and no normalised copy is written.
+      m_xpq: matrices in the last two axes, any axes before. In the dtype of the iterates, and not taller
+        than wide, they are read as they are; norms are taken into the first step, and no normalised copy is written.
       steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ, at least 1. Fewer than a sequence has
         triples take its first, more repeat its last.
       dtype: of the iterates; sums are in fp32 whatever it is.

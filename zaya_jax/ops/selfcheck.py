@@ -159,9 +159,16 @@ def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
         return ops_for(target).residual_norm(output, stream.astype(exact), merged, vectors[4], 1e-5, output.dtype)
 
     def move(target: Target, gradient: jax.Array, momentum: jax.Array) -> Any:
-        exact = momentum.astype(wide(momentum.dtype))
-        numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, False, exact.dtype)
-        return step_momentum(gradient, exact, numbers, gradient.dtype, platform=target.kernel("momentum"))
+        """A step, and one that is skipped for a gradient that is not finite; in the dtypes of training."""
+        exact = wide(momentum.dtype)
+
+        def one(gradient: jax.Array, *, skip: bool) -> tuple[jax.Array, jax.Array]:
+            numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, skip, exact)
+            return step_momentum(gradient.astype(exact), momentum.astype(exact), numbers, gradient.dtype,
+                                 platform=target.kernel("momentum"))  # fmt: skip
+
+        kept, _ = one(gradient + jnp.nan, skip=True)
+        return *one(gradient, skip=False), kept
 
     taps0, taps1, n = model.depthwise_kernel, model.grouped_kernel, h + k
     mixed = [draw(b, s, n, c), draw(b, s, k * c // 2), draw(b, s, k * c // 2), draw(taps0, n, c), draw(n, c),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from zaya_jax.config import MuonConfig
-from zaya_jax.ops.momentum import Scalar, momentum_numbers, step_momentum
+from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.precision import wide
 from zaya_jax.ops.target import Target, current_target
@@ -23,14 +23,7 @@ class MeanState(NamedTuple):
     mean: Any
 
 
-Pair = tuple[jax.Array, jax.Array]
-Local = Callable[[jax.Array, jax.Array, jax.Array], Pair]
-OnMatrices = Callable[[str, Pair, jax.Array, Local, Callable[[jax.Array], jax.Array]], Pair]
-
-
-def _here(
-    name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: Callable[[jax.Array], jax.Array]
-) -> Pair:  # fmt: skip
+def _here(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
     del name
     kept, matrices = local(numbers, *leaves)
     return kept, whole(matrices)
@@ -69,7 +62,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
         old, empty = state
-        steps, momenta = (old.steps + 1, old.mean) if isinstance(old, MeanState) else (None, old.trace)
+        summed = config.momentum_form == "sum"
+        steps, momenta = (0, old.trace) if summed else (old.steps + 1, old.mean)
         coefficients = momentum_coefficients(config, steps)
 
         def one(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
@@ -80,25 +74,25 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
         found = [one(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
         momenta, directions = (tree.unflatten([pair[which] for pair in found]) for which in range(2))
-        if steps is None:
+        if summed:
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
 
     return Guarded(init, update)
 
 
-def momentum_coefficients(config: MuonConfig, steps: jax.Array | None) -> tuple[Scalar, Scalar, Scalar, Scalar]:
+def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
     """a, b, c and d of the momentum m ← am + bg and the direction cm + dg.
 
     The sum is m ← μm + g. The mean is that of `optax.contrib.muon`: m ← μm + (1 − μ)g, over 1 − μⁿ at step n; with
     Nesterov it gives μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
 
     Args:
-      config: says which.
-      steps: n, of the mean.
+      config: its form, μ, and whether with Nesterov.
+      steps: n, at least 1, of the mean; the sum does not look at it.
     """
     decay = config.momentum
-    if steps is None:
+    if config.momentum_form == "sum":
         return (decay, 1.0, decay, 1.0) if config.nesterov else (decay, 1.0, 1.0, 0.0)
     here, ahead = 1 - decay**steps, 1 - decay ** (steps + 1)
     if config.nesterov:

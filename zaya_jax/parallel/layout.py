@@ -13,6 +13,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops, ops_for
+from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import wide
 from zaya_jax.ops.target import Target, target_of
 from zaya_jax.parallel.batch import WHOLE, Share, place_batch
@@ -21,7 +22,7 @@ from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import AnyMesh
-from zaya_jax.parallel.muon import OnMatrices, on_whole_matrices
+from zaya_jax.parallel.muon import on_whole_matrices
 from zaya_jax.parallel.ring import PartialAttention, ring_attention
 from zaya_jax.parallel.rules import Placement, placements, state_shardings
 

@@ -1,19 +1,15 @@
 """Matrices that are split over devices, orthogonalised whole: each device does its part of them (zaya1.md §3.2)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair
 from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.parallel.rules import Placement
-
-StackFunction = Callable[[jax.Array], jax.Array]  # [stack, p, q] → the same shape, each matrix on its own
-Pair = tuple[jax.Array, jax.Array]
-Local = Callable[..., Pair]  # (numbers, *leaves) → what stays and matrices, element by element
-OnMatrices = Callable[[str, tuple[jax.Array, ...], jax.Array, Local, StackFunction], Pair]
 
 
 def on_whole_matrices(placed: Mapping[str, Placement], mesh: AnyMesh) -> OnMatrices:
@@ -26,9 +22,7 @@ def on_whole_matrices(placed: Mapping[str, Placement], mesh: AnyMesh) -> OnMatri
     is not split is done by every device, inside the same kind of region, so that a kernel always has local shapes.
     """
 
-    def whole(
-        name: str, leaves: tuple[jax.Array, ...], numbers: jax.Array, local: Local, function: StackFunction
-    ) -> Pair:
+    def whole(name: str, leaves: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
         place = placed[name]
         axis, devices = place.axis, math.prod(mesh.shape[one] for one in place.over)
 
@@ -48,7 +42,7 @@ def on_whole_matrices(placed: Mapping[str, Placement], mesh: AnyMesh) -> OnMatri
     return whole
 
 
-def _exchanged(function: StackFunction, stack: jax.Array, axis: int, over: tuple[str, ...], devices: int) -> jax.Array:
+def _exchanged(function: OfMatrices, stack: jax.Array, axis: int, over: tuple[str, ...], devices: int) -> jax.Array:
     count = stack.shape[0]
     padded = jnp.pad(stack, ((0, -count % devices), (0, 0), (0, 0)))
     whole = jax.lax.all_to_all(padded, over, split_axis=0, concat_axis=axis, tiled=True)

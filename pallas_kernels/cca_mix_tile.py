@@ -1,0 +1,149 @@
+"""The part of the mix's gradient that is done a tile of tokens at a time: from heads back to the projections.
+
+A tile has as many rows more than it finishes as the convolutions reach back: what those rows make of the ones before
+them is theirs, what comes back to themselves from later ones is the next tile's.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import triton
+
+from pallas_kernels.cca_mix import rows_at, segments_at, span
+from pallas_kernels.cca_mix_heads import Given, channels_of, head_gradient, inside_of
+from pallas_kernels.product import product
+
+
+class _Tile(NamedTuple):
+    """Rows of one row of the batch.
+
+    Attributes:
+      number: among the tiles of all rows of the batch.
+      batch: its row of the batch.
+      time: [tokens] of the piece, before which it may begin.
+      segment: [tokens] documents.
+      finished: bool [tokens], which rows later ones do not reach beyond the tile.
+    """
+
+    number: jax.Array
+    batch: jax.Array
+    time: jax.Array
+    segment: jax.Array
+    finished: jax.Array
+
+    def inside(self, length: int, c: int, after: int = 0) -> jax.Array:
+        """Which of [tokens, c] are finished and, so many rows after, rows of an array of that length."""
+        return inside_of(self.time + after, length, c) & self.finished[:, None]
+
+    def later(self, value: jax.Array, rows: jax.Array) -> jax.Array:
+        """`value` [tokens, c] so many rows later where the document is the same, else zero."""
+        row = span(0, self.time.size)
+        match = (row[None, :] == row[:, None] + rows) & (self.segment[None, :] == self.segment[:, None])
+        return product(match.astype(value.dtype), value).astype(value.dtype)
+
+
+def reach(x: Any) -> int:
+    """Rows that both convolutions together go back."""
+    return x.depthwise_wnc.shape[0] + x.grouped_wncc.shape[0] - 2
+
+
+def finish_tile(given: Given, out: Any, group: jax.Array, number: jax.Array, tokens: int, depth: int, *,
+                tiles: int) -> None:  # fmt: skip
+    """Gradients of u, of its halo, of both halves of the value, and, summed over the tile, of small parameters.
+
+    Args:
+      given: what the kernel reads.
+      out: what it writes.
+      group: the key head, whose queries come with it.
+      number: of the tile among those of all rows of the batch.
+      tokens: rows of the tile.
+      depth: channels of a step of a product.
+      tiles: of a row of the batch.
+    """
+    x = given.x
+    n, c = x.u_bsnc.shape[2:]
+    num_kv = given.k_bskc.shape[2]
+    served, row = (n - num_kv) // num_kv, span(0, tokens)
+    batch = jax.lax.div(number, tiles)
+    time = jax.lax.rem(number, tiles) * (tokens - reach(x)) - x.halo_segments_bw.shape[1] + row
+    tile = _Tile(number, batch, time, segments_at(x, batch, time), row < tokens - reach(x))
+
+    key, along = head_gradient(x, given.key(group), batch, time, depth)
+    triton.store(out.temperature_ik.at[number, group], jnp.sum(jnp.where(tile.finished, along, 0.0)))
+
+    def query(i: jax.Array, total: jax.Array) -> jax.Array:
+        head = group * served + i
+        convolved, _ = head_gradient(x, given.query(head), batch, time, depth)
+        _finish(x, out, tile, head, convolved, key.astype(jnp.float32) * (1 / served), depth)
+        return total + convolved.astype(jnp.float32)
+
+    total = jax.lax.fori_loop(0, served, query, jnp.zeros((tokens, c), jnp.float32))
+    _finish(x, out, tile, n - num_kv + group, key, total, depth)
+    _shift_back(given, out, tile, group)
+
+
+def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, others: jax.Array,
+            depth: int) -> None:  # fmt: skip
+    """Of a head, from the gradient of what is convolved and that of the heads with which it is averaged, its share."""
+    s, c = x.u_bsnc.shape[1], x.u_bsnc.shape[3]
+    y, taps, channels = _through_grouped(x, tile, head, convolved, depth), x.depthwise_wnc.shape[0], span(0, c)
+
+    def step(tap: jax.Array, total: jax.Array) -> jax.Array:
+        away = taps - 1 - tap
+        same = (segments_at(x, tile.batch, tile.time - away) == tile.segment) & tile.finished
+        gradient = rows_at(x, tile.batch, tile.time - away, head, channels) * y.astype(jnp.float32)
+        gradient = jnp.where(same[:, None], gradient, 0.0)
+        triton.store(out.depthwise_iwnc.at[tile.number, tap, head, channels], jnp.sum(gradient, axis=0))
+        weight = triton.load(x.depthwise_wnc.at[tap, head, channels]).astype(jnp.float32)
+        return total + tile.later(y, away).astype(jnp.float32) * weight[None, :]
+
+    total = jax.lax.fori_loop(0, taps, step, 0.5 * (convolved.astype(jnp.float32) + others))
+    total = total.astype(x.u_bsnc.dtype)
+    at, rows = (head, channels[None, :]), out.halo_u_bwnc.shape[1]
+    _store(out.u_bsnc, (tile.batch, tile.time[:, None], *at), total, tile.inside(s, c))
+    _store(out.halo_u_bwnc, (tile.batch, tile.time[:, None] + rows, *at), total, tile.inside(rows, c, after=rows))
+
+
+def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, depth: int) -> jax.Array:
+    """Gradient of the depthwise intermediate of a head, [tokens, c] in u's dtype."""
+    taps, c = x.grouped_wncc.shape[0], x.u_bsnc.shape[3]
+    chunks = c // depth
+
+    def step(i: jax.Array, y: jax.Array) -> jax.Array:
+        tap, chunk = jax.lax.div(i, chunks), jax.lax.rem(i, chunks)
+        columns = chunk * depth + span(0, depth)
+        kernel = triton.load(x.grouped_wncc.at[tap, head, span(0, c)[:, None], columns[None, :]])
+        return y + product(tile.later(channels_of(convolved, chunk, depth), taps - 1 - tap), kernel, (1, 1))
+
+    y = jax.lax.fori_loop(0, taps * chunks, step, jnp.zeros(convolved.shape, jnp.float32))
+    return y.astype(x.u_bsnc.dtype)
+
+
+def _shift_back(given: Given, out: Any, tile: _Tile, group: jax.Array) -> None:
+    """Gradients of both halves of the value, and of what stands at the start of a document."""
+    x, v_ref, batch, time = given.x, given.v_bskc, tile.batch, tile.time
+    s, half = x.current_bsx.shape[1:]
+    c = v_ref.shape[3]
+    at = group * c + span(0, c)
+    late = at >= half
+    inside = tile.inside(s, c)
+    value = triton.load(v_ref.at[batch, time[:, None], group, span(0, c)[None, :]], mask=inside, other=0.0)
+    _store(out.current_bsx, (batch, time[:, None], at[None, :]), value, inside & ~late[None, :])
+
+    used = tile.inside(s, c, after=1) & late[None, :]
+    after = triton.load(v_ref.at[batch, time[:, None] + 1, group, span(0, c)[None, :]], mask=used, other=0.0)
+    same = tile.segment == segments_at(x, batch, time + 1)
+    delayed = jnp.where(same[:, None], after, jnp.zeros_like(after))
+    column = jnp.where(late, at - half, at + half)  # never negative, for the reason that `_store` gives
+    _store(out.delayed_bsx, (batch, time[:, None], column[None, :]), delayed, inside & late[None, :])
+    _store(out.halo_delayed_b1x, (batch, time[:, None] + 1, column[None, :]), delayed,
+           tile.inside(1, c, after=1) & late[None, :])  # fmt: skip
+    start = jnp.sum(jnp.where(same[:, None], jnp.zeros_like(after), after).astype(jnp.float32), axis=0)
+    triton.store(out.start_ix.at[tile.number, column], start, mask=late)
+
+
+def _store(ref: Any, at: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array) -> None:
+    # What is masked goes to a row beyond the last: interpreted, a negative index would count from the end.
+    batch, row, *rest = at
+    triton.store(ref.at[(batch, jnp.where(row < 0, ref.shape[1], row), *rest)], value, mask=mask)
