@@ -101,6 +101,15 @@ def test_the_one_that_was_read_stays_until_a_newer_one_was(tmp_path):
     assert saved_steps(tmp_path) == [5]
 
 
+def test_what_need_not_be_kept_goes_when_a_run_goes_on(tmp_path):
+    """As processes leave it that are killed after a save, each before it removes the one before."""
+    save_all(tmp_path, [1, 2, 3], keep=3)
+    with open_store(tmp_path, keep=1) as store:
+        assert saved_steps(tmp_path) == [1, 2, 3]
+        store.take_over(3)
+        assert saved_steps(tmp_path) == [3]
+
+
 def test_a_pinned_one_stays(tmp_path):
     save_all(tmp_path, [1])
     (tmp_path / "1" / "PINNED").touch()

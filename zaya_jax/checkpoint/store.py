@@ -115,6 +115,7 @@ class CheckpointStore:
         """Begin a generation of processes that save: what others of this run save from now on does not count.
 
         What unfinished saves have left is removed, and what was saved by processes given up for dead set aside.
+        So that processes which end too soon do not pile them up, checkpoints that need not be kept are removed too.
 
         Where that cannot be written, as on a full disk, the next save sees to it.
 
@@ -134,6 +135,7 @@ class CheckpointStore:
                 generation = take_fence(self.folder, self._generations(self._newest)).generation
                 for one in self._verified.intersection(self.steps()):
                     names.mark_verified(self.folder, one)
+                self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
         problem = from_first(problem)
