@@ -1,3 +1,6 @@
+import json
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -47,6 +50,16 @@ def test_every_operation_that_has_a_kernel_has_a_case():
     for name, case in found.items():
         assert case.backward == name.endswith(" backward")
         assert name.removesuffix(" backward") in found
+
+
+def test_what_is_recorded_and_told_is_of_these_kernels():
+    names = {name for launched in KERNELS.values() for name in launched}
+    code, counted = (json.loads((ROOT / "benchmarks" / f"kernels_{what}.json").read_text(encoding="utf-8"))["kernels"]
+                     for what in ("machine_code", "launches"))  # fmt: skip
+    assert {row["kernel"] for row in code} == names
+    assert counted.keys() == names
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \| (?:bf16|fp32) \|", page, re.MULTILINE)) == names
 
 
 def test_the_work_is_what_the_definitions_say():
