@@ -2,7 +2,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zaya_jax.ops import momentum
 from zaya_jax.ops.selfcheck import TOLERANCE, Check, check_operations, compare, operation_checks
+from zaya_jax.ops.target import Target
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 
@@ -52,3 +54,16 @@ def test_a_wrong_gradient_fails_where_the_result_is_right():
     check = Check(lambda _, x: stuck(x), [X])
     assert compare(check, ["float32"])["float32"] == pytest.approx(0.5)
     assert compare(check._replace(gradient=False), ["float32"])["float32"] < 1e-6
+
+
+def test_a_skipped_step_that_lets_its_gradient_through_is_seen(monkeypatch):
+    check, target = operation_checks()["momentum"], Target("interpret", "any")
+    right = momentum.momentum_and_direction
+
+    def leaking(gradient, *others, **how):
+        new, direction = right(gradient, *others, **how)
+        return new + 0 * gradient, direction
+
+    assert compare(check, ["bfloat16"], target)["bfloat16"] <= check.tolerance["bfloat16"]
+    monkeypatch.setattr(momentum, "momentum_and_direction", leaking)
+    assert np.isnan(compare(check, ["bfloat16"], target)["bfloat16"])
