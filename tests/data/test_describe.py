@@ -41,8 +41,7 @@ def test_everything_is_told(config, tmp_path):
     assert "8.0625 reads of a page (fragmentation 129.00); at 0.5 s a step 16.125 reads/s; 100 reads/s feed" in text
     assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
     assert "It is 2.<|im_end|>]]" in text
-    assert (tmp_path / "run" / "lengths.png").read_bytes()[:4] == b"\x89PNG"
-    assert not (tmp_path / "run" / "config.yaml").exists()
+    assert not (tmp_path / "run").exists()  # another run may live there
 
 
 def test_a_batch_that_rises_is_told_by_its_sizes(config):
@@ -55,7 +54,7 @@ def test_a_batch_that_rises_is_told_by_its_sizes(config):
 
 def test_the_picture_goes_where_it_is_wanted(config, tmp_path):
     describe(config, png=tmp_path / "there" / "a.png", samples=0)
-    assert (tmp_path / "there" / "a.png").is_file()
+    assert (tmp_path / "there" / "a.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=re.escape(str(tmp_path / "file" / "a.png"))):
         describe(config, png=tmp_path / "file" / "a.png")

@@ -56,9 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     describe = verbs.add_parser("describe", help="what a configured run reads: sources, phases, padding, samples")
     describe.add_argument("config", metavar="CONFIG", help="a configuration")
     describe.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
-    describe.add_argument(
-        "--png", type=Path, metavar="FILE", help="histogram of lengths (default: RUN_DIR/lengths.png)"
-    )
+    describe.add_argument("--png", type=Path, metavar="FILE", help="write a histogram of document lengths to FILE")
     describe.add_argument("--samples", type=int, default=1, metavar="N", help="rows shown of each source (default: 1)")
     describe.add_argument("--step-seconds", type=float, default=2.5, metavar="S",
                           help="length of a step, for the load on storage (default: 2.5)")  # fmt: skip

@@ -16,8 +16,6 @@ from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError
 
-PICTURE = "lengths.png"
-
 _BINS = 60  # of the histogram
 _SHOWN = 600  # characters of a sample
 
@@ -27,8 +25,8 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     """Plan a run's data and say what it is. Whatever has to be made for that is made, and kept for the run.
 
     Args:
-      config: of the run; nothing in its `run_dir` is altered.
-      png: where the histogram of the documents' lengths goes; by default `run_dir/lengths.png`.
+      config: of the run; nothing is written to its `run_dir`.
+      png: file for a histogram of the documents' lengths; none is drawn where it is None.
       samples: rows shown of each source in each phase.
       step_seconds: of a step, for the load on storage.
       max_iops: reads a second that the storage can do.
@@ -54,9 +52,9 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         )
         storage = _storage(load, sigma, step_seconds, max_iops)
         parts.append("\n".join([_phase(phase, steps), storage]))
-    path = png or Path(config.run_dir).expanduser() / PICTURE
-    _picture(plan, path)
-    parts.append(f"Lengths of the documents: {path}")
+    if png is not None:
+        _picture(plan, png)
+        parts.append(f"Histogram of document lengths: {png}")
     for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
