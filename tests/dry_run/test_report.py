@@ -126,3 +126,26 @@ def test_the_document_says_whether_a_fine_tune_fits():
     block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
     assert re.search(rf"highest +{on('1', 'step').memory.total / 1e9:.2f} GB of 141", block)
     assert f"{on('1', 'step').step_seconds:.2f} s a step" in block
+
+
+FINETUNE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")
+WHOLE, ADAPTERS = [], ["lora.rank=16", "lora.alpha=32"]
+
+
+@pytest.mark.parametrize(
+    ("column", "devices", "overrides"),
+    [
+        pytest.param(0, 1, WHOLE, marks=pytest.mark.soak),
+        pytest.param(1, 8, [*WHOLE, "parallel.fsdp=8"], marks=pytest.mark.soak),
+        (2, 1, ADAPTERS),
+        pytest.param(3, 8, [*ADAPTERS, "parallel.fsdp=8"], marks=pytest.mark.soak),
+    ],
+)
+def test_the_memory_that_the_manual_shows_is_what_the_command_prints(column, devices, overrides):
+    config = load_config(ROOT / "configs/finetune.yaml", overrides)
+    memory = account_of(config, 0, devices, HARDWARE["h200"]).memory
+    expected = {name: value / 1e9 for name, value in {**memory._asdict(), "highest": memory.total}.items()}
+    rows = re.findall(r"^\| `(\w+)` \| ([\d. |]+) \|$", FINETUNE, re.MULTILINE)
+    shown = {name: float(cells.split(" | ")[column]) for name, cells in rows}
+    # Two decimals are shown; versions of jax differ a little in what they keep.
+    assert shown == pytest.approx(expected, abs=0.02, rel=0.005)
