@@ -21,7 +21,7 @@ from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
 from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_evaluation_step, make_train_step
+from zaya_jax.train.step import make_evaluation_step, make_local_loss, make_train_step
 
 COLLECTIVE = re.compile(
     r"= [^=]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
@@ -384,6 +384,25 @@ def test_bfloat16_computes_low_and_keeps_everything_else_in_fp32():
     low, high = float(sums["loss"] / sums["tokens"]), plain_gradient()[0]
     assert low != pytest.approx(high, rel=1e-6)
     assert low == pytest.approx(high, rel=1e-2)
+
+
+def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
+    """Where all rows of the embedding are equal, one token throughout or a new one at each position is the same input.
+
+    Only the order of the sum over positions differs, which bf16 would round at each of its terms. Over the vocabulary
+    the head's part of the gradient sums to zero.
+    """
+    config = change(CONFIG, {"train.compute_dtype": "bfloat16", "train.batch.micro": 8})
+    layout = layout_of(config, setup().blueprint, make_mesh(devices=jax.devices()[:1]))
+    gradient = fast_jit(layout.gradient(make_local_loss(config, setup().blueprint, layout.ops())))
+    state, batch = setup().state, make_batch(config)
+    embedding = state.params["embedding"]
+    params = {**state.params, "embedding": jnp.broadcast_to(embedding[0], embedding.shape)}
+    positions = np.arange(batch["tokens"].size, dtype=np.int32).reshape(batch["tokens"].shape)
+    assert positions.max() < len(embedding)
+    found = [np.asarray(gradient(params, state.balance, batch | {"tokens": tokens})[1]["embedding"], np.float64).sum(0)
+             for tokens in (np.zeros_like(positions), positions)]  # fmt: skip
+    assert np.linalg.norm(found[0] - found[1]) < 1e-4 * np.linalg.norm(found[1])
 
 
 # --- several devices -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import AttentionKind
@@ -119,6 +120,7 @@ class Zaya(nnx.Module):
         ops: Ops = LOCAL,
         cache: Cache | None = None,
         remat: Remat = "none",
+        dtype: DTypeLike | None = None,
     ) -> ModelOutput:
         """Run the model.
 
@@ -133,6 +135,8 @@ class Zaya(nnx.Module):
             holds the cache with them; a row's document goes on where the ids are equal. The caller sees to it
             that `cache.length` and the new tokens together fit its capacity.
           remat: what the backward pass computes again.
+          dtype: compute dtype of the activations; the embedding's where None. Training passes it with an fp32
+            embedding, whose rows are rounded after the lookup: the lookup's gradient is then summed in fp32.
 
         Returns:
           `hidden_bsd` in the compute dtype, and what goes with it.
@@ -141,7 +145,7 @@ class Zaya(nnx.Module):
           InputError: the sequence, or the cache, is longer than `config.max_positions`, or the sequence is
             longer than the cache.
         """
-        config = self.config
+        config, dtype = self.config, self.dtype if dtype is None else dtype
         longest = tokens_bs.shape[1] if cache is None else cache.capacity
         if longest > config.max_positions:
             raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
@@ -151,7 +155,7 @@ class Zaya(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)
-        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(wide(self.dtype))
+        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype).astype(wide(dtype))
         if config.residual_scaling:
             x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
@@ -182,7 +186,7 @@ class Zaya(nnx.Module):
         if new_cache is not None:
             new_cache = dataclasses.replace(new_cache, layers=layers)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
-        return ModelOutput(self.norm(x_bsd, self.dtype, ops), stats, new_cache)
+        return ModelOutput(self.norm(x_bsd, dtype, ops), stats, new_cache)
 
     def _context(
         self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops

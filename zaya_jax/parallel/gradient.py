@@ -106,7 +106,7 @@ def compute_copy(params: Arrays, placed: Mapping[str, Placement], dtypes: Mappin
 
     Layers that are gathered one at a time come out in the masters' dtype, rounded to the compute dtype where
     parts were gathered: their gradients are summed over fsdp, and that sum is to be exact. So is the
-    embedding, whose gradient by the head is the largest sum of all.
+    embedding, whose gradients by the lookup and by the head are sums over all tokens.
     """
 
     def one(name: str, x: jax.Array) -> jax.Array:

@@ -36,13 +36,12 @@ def make_local_loss(
     lora = config.lora
 
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
-        embedding = params["embedding"].astype(config.train.compute_dtype)
-        values = {**params, "embedding": embedding}
-        values = values if lora is None else adapted(values, lora.scale)
+        values = params if lora is None else adapted(params, lora.scale)
         model = with_values(blueprint.model, {**values, **balance})
-        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat)
+        # Lookup and head both take the fp32 embedding: each sums a gradient over all tokens, which bf16 cannot hold.
+        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat,
+                    dtype=config.train.compute_dtype)  # fmt: skip
         weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
-        # The head takes the fp32 embedding, so that its gradient, the largest sum of all, is fp32 throughout.
         loss: jax.Array = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
                                        params.get("head_bias"), batch["targets"].reshape(-1), weights,
                                        lora is not None)  # fmt: skip
