@@ -19,21 +19,24 @@ from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.train.state import layout_of, make_blueprint
 
 QUICK = ["ring_zigzag4"]
-REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4"]
+REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4", "gqa ring_zigzag4"]
 
 
 def config_of(name):
-    """One micro-batch in fp32, which a CPU's collectives leave as it is."""
+    """One micro-batch in fp32, which a CPU's collectives leave as it is; "gqa LAYOUT" is one without CCA."""
+    attention, _, layout = name.rpartition(" ")
+    model = dataclasses.replace(WIDE.model, attention=attention or "cca")
     train = dataclasses.replace(WIDE.train, compute_dtype="float32", remat="full", batch=BatchConfig(tokens=16 * 32))
-    return dataclasses.replace(WIDE, parallel=LAYOUTS[name], train=train)
+    return dataclasses.replace(WIDE, model=model, parallel=LAYOUTS[layout], train=train)
 
 
 def sent_by(names):
     """For each layout, the bytes that a device sends by kind of collective, counted in the compiled step."""
     found = {}
     for name in names:
-        sent, sizes = Counter(), make_mesh(LAYOUTS[name]).shape
-        for call in collectives(compiled_step(config_of(name)), sizes):
+        config = config_of(name)
+        sent, sizes = Counter(), make_mesh(config.parallel).shape
+        for call in collectives(compiled_step(config), sizes):
             sent[call.kind] += call.sent * call.times
         found[name] = dict(sent)
     return found
@@ -74,6 +77,13 @@ def check(names):
 def no_residuals(monkeypatch):
     """What a backward pass keeps takes seconds to count, and nothing of it is sent."""
     monkeypatch.setattr(memory, "residual_bytes", lambda *_: 0)
+
+
+def test_only_attention_with_convolutions_has_halos():
+    names = {name: {one.what for one in account_of(config_of(name), 0, 8, None).transfers}
+             for name in ("ring_zigzag4", "gqa ring_zigzag4")}  # fmt: skip
+    assert "halos" in names["ring_zigzag4"]
+    assert "halos" not in names["gqa ring_zigzag4"]
 
 
 def by_what(phase, parallel=None):

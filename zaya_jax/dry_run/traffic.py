@@ -64,11 +64,12 @@ def transfers(
             found.append(Transfer("keys and values", "collective-permute", ("context",), there + back))
         else:
             found.append(Transfer("keys and values", "all-gather", ("context",), kv * item * (n - 1) * passes))
-        rows = config.model.depthwise_kernel + config.model.grouped_kernel - 2
-        width = rows * (config.model.query_size + config.model.kv_size) + config.model.kv_size // 2
-        pieces = layout.config.chunks // n
-        halo = width * item * pieces * sequences * config.model.num_layers * passes
-        found.append(Transfer("halos", "collective-permute", ("context",), halo))
+        if config.model.attention == "cca":  # whose convolutions and value shift read the tokens before a piece
+            rows = config.model.depthwise_kernel + config.model.grouped_kernel - 2
+            width = rows * (config.model.query_size + config.model.kv_size) + config.model.kv_size // 2
+            pieces = layout.config.chunks // n
+            halo = width * item * pieces * sequences * config.model.num_layers * passes
+            found.append(Transfer("halos", "collective-permute", ("context",), halo))
     if (n := sizes["expert"]) > 1:
         ragged = layout.config.expert_exchange == "ragged"
         share = (n - 1) / n if ragged else n - 1  # evenly routed, or all tokens to all devices
