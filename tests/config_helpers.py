@@ -24,10 +24,10 @@ def changed(config: Any, changes: dict[str, Any]) -> Any:
     return config
 
 
-def refused(changes: dict[str, Any]) -> str:
-    """The sentence that `SMALL` with the changes is refused with."""
+def refused(changes: dict[str, Any], config: Config = SMALL) -> str:
+    """The sentence that `config` with the changes is refused with."""
     with pytest.raises(InputError) as caught:
-        changed(SMALL, changes).check()
+        changed(config, changes).check()
     return str(caught.value)
 
 

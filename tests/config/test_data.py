@@ -32,7 +32,7 @@ def test_a_source_is_read_more_often_than_never():
 @pytest.mark.parametrize("name", ["", "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
 def test_a_source_needs_a_name_that_a_key_can_hold(name):
     said = refused({"data.sources": Table({name: SourceConfig("web")})})
-    assert said == f"data.sources is {name!r}, but must be a name of letters, digits, _ and -."
+    assert said == f"data.sources is {name!r}, but must be a name of at most 200 letters, digits, _ and -."
 
 
 @pytest.mark.parametrize("value", NO_PATHS)
@@ -44,7 +44,7 @@ def test_what_can_be_no_path_is_named(value):
     ):
         said = refused(changes)
         assert said.startswith(f"{key} is ")
-        assert " can be no path: " in said
+        assert " cannot be a path: " in said
 
 
 def test_without_sources_the_corpus_is_the_one_source():

@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from zaya_jax.config import (
     to_dict,
     to_yaml,
 )
+from zaya_jax.errors import InputError
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,10 +48,11 @@ def test_loading_leaves_jax_unimported():
 
 @given(
     seed=st.integers(0, 2**31 - 1),
-    rate=st.floats(1e-30, 1e30),
-    run_dir=st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs")), min_size=1, max_size=20),
+    rate=st.floats(1e-30, 1e6),
+    run_dir=st.text(st.characters(exclude_categories=("Cc", "Cs", "Zl", "Zp")), min_size=1, max_size=20),
     prompt=st.sampled_from(
-        ["on", "null", "1e5", "3", "~", "a: b", "# c", " x ", "2024-01-01", "é☃", "a\nb\t", "'\"", "=", "0x1"]
+        ["on", "null", "1e5", "3", "~", "a: b", "# c", " x ", "2024-01-01", "é☃", "a\nb\t", "'\"", "=", "0x1", "a\x85b",
+         "\u2028", "\ufeffx"]
     ),
     pattern=st.sampled_from([("full",), ("full", "sliding"), ("sliding", "sliding")]),
     window=st.one_of(st.none(), st.integers(1, 9)),
@@ -121,6 +124,14 @@ def test_a_configuration_extends_another(base, tmp_path):
     assert load_config(lists).data.suffixes == (".md",), "a list replaces, it is not appended"
 
 
+def test_a_file_that_is_no_configuration_is_refused_without_being_read_whole(tmp_path):
+    assert "is longer than 262,144 bytes" in refused_to_load(Path("/dev/zero"))
+    assert "is longer than 262,144 bytes" in refused_to_load(written(tmp_path, "# é\n" * 10**6))
+    for index in range(30):
+        written(tmp_path, f"extends: {index + 1}.yaml\n", f"{index}.yaml")
+    assert "21.yaml is the last of more than 20 that extend each other" in refused_to_load(tmp_path / "0.yaml")
+
+
 def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     written(tmp_path, "extends: b.yaml\n", "a.yaml")
     written(tmp_path, "extends: a.yaml\n", "b.yaml")
@@ -136,16 +147,16 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("optimizer.muon.learning_rat=1", "did you mean optimizer.muon.learning_rate?"),
     ("model.zzz=1", "The key model.zzz is unknown; allowed are: vocab_size, "),
     ("extends=x", "The key extends is unknown"),
-    ("train.compute_dtype=bfloat1", "must be one of 'float32', 'bfloat16', 'float64' (did you mean 'bfloat16'?)"),
+    ("train.compute_dtype=bfloat1", "must be one of float32, bfloat16, float64 (did you mean bfloat16?)"),
     ("train.remat=[full]", "train.remat is ['full'], but must be one of"),
-    ("model.layer_pattern=[full, slidng]", "model.layer_pattern[1] is 'slidng'"),
+    ("model.layer_pattern=[full, slidng]", "model.layer_pattern.1 is 'slidng'"),
     ("model.layer_pattern=full", "model.layer_pattern is 'full', but must be a list"),
-    ("data.suffixes=[.py, 3]", "data.suffixes[1] is 3 (a whole number), but must be text"),
-    ("train.log_every=true", "train.log_every is True (true or false), but must be a whole number"),
-    ("train.log_every=1.0", "train.log_every is 1.0 (a number), but must be a whole number"),
+    ("data.suffixes=[.py, 3]", "data.suffixes.1 is 3 (a whole number), but must be text"),
+    ("train.log_every=true", "train.log_every is true (true or false), but must be a whole number"),
+    ("train.log_every=1.5", "train.log_every is 1.5 (a number), but must be a whole number"),
     ("train.log_every=many", "train.log_every is 'many' (text), but must be a whole number"),
-    ("train.log_every=null", "train.log_every is None (nothing), but must be a whole number"),
-    ("train.log_every=", "train.log_every is None (nothing), but must be a whole number"),
+    ("train.log_every=null", "train.log_every is null, but must be a whole number"),
+    ("train.log_every=", "train.log_every is null, but must be a whole number"),
     ("train.log_every=[1]", "train.log_every is [1] (a list), but must be a whole number"),
     ("model.sliding_window=x", "model.sliding_window is 'x' (text), but must be a whole number"),
     ("model.attention_bias=1", "model.attention_bias is 1 (a whole number), but must be true or false"),
@@ -153,13 +164,13 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
     ("run_dir=3", "run_dir is 3 (a whole number), but must be text"),
     ("run_dir=2024-01-01", "but must be text"),
     ("optimizer.clip_norm=fast", "optimizer.clip_norm is 'fast' (text), but must be a finite number"),
-    ("optimizer.clip_norm=true", "optimizer.clip_norm is True (true or false), but must be a finite number"),
+    ("optimizer.clip_norm=true", "optimizer.clip_norm is true (true or false), but must be a finite number"),
     ("optimizer.clip_norm=.inf", "but must be a finite number"),
     ("optimizer.clip_norm=.nan", "but must be a finite number"),
     ("optimizer.clip_norm='nan'", "but must be a finite number"),
-    ("optimizer.clip_norm=null", "optimizer.clip_norm is None (nothing), but must be a finite number"),
+    ("optimizer.clip_norm=null", "optimizer.clip_norm is null, but must be a finite number"),
     ("model=3", "model is 3, but must be a section with keys"),
-    ("data=null", "data is None, but must be a section with keys"),
+    ("data=null", "data is null, but must be a section with keys"),
     ("train.log_every.more=1", "train.log_every is {'more': 1} (a section), but must be a whole number"),
     ("train.log_every", "is not of the form section.key=value"),
     ("=5", "is not of the form section.key=value"),
@@ -170,8 +181,53 @@ def test_a_wrong_override_is_named(base, override, said):
     assert said in refused_to_load(base, override)
 
 
+@pytest.mark.parametrize("text", ["1000000", "1_000_000", "1e6", "1.0e6", "1E+6", "10_0e4", "1000000.0"])
+def test_a_whole_number_may_be_written_with_an_exponent(base, tmp_path, text):
+    assert load_config(base, [f"phases.0.tokens={text}"]).phases[0].tokens == 10**6
+    file = written(tmp_path, f"extends: {base}\nphases: {{train: {{tokens: {text}}}}}\n")
+    assert type(load_config(file).phases[0].tokens) is int
+
+
+@pytest.mark.parametrize("text", ["1.5", "15e-1", "1e400", "1e99999999", "1e3x", "'5'", "1_e3", "e3", "nan", ".nan"])
+def test_what_is_no_whole_number_is_refused(base, text):
+    assert refused_to_load(base, f"phases.0.tokens={text}").startswith("phases.train.tokens is ")
+
+
+def test_a_phase_without_a_name_has_that_of_the_default(base, tmp_path):
+    file = written(tmp_path, f"extends: {base}\nphases: [{{tokens: 8192}}]\n")
+    assert load_config(file, ["phases.train.tokens=16384"]).phases[0].tokens == 16384
+    top = written(tmp_path, "extends: run.yaml\nphases: {0: {tokens: 24576}}\n", "top.yaml")
+    assert load_config(top).phases[0].tokens == 24576
+    alone = refused_to_load(written(tmp_path, "phases: {0: {tokens: 1}}\nmodel: {}\n", "alone.yaml"))
+    assert "model.vocab_size" in alone
+
+
+def test_the_nearest_value_is_only_told_where_it_is_near(base):
+    assert refused_to_load(base, "preset=tpu") == "preset is 'tpu', but must be one of cpu, mi300x, mi355x, h100, h200."
+    assert "did you mean h100?" in refused_to_load(base, "preset=h10")
+
+
+@pytest.mark.parametrize("character", "\x00\x01\x1b\x7f\x85\u2028\u2029\n\r\t")
+def test_a_path_of_characters_that_are_not_seen_is_refused(character):
+    config = dataclasses.replace(SMALL, run_dir=f"a{character}b")
+    with pytest.raises(InputError, match=r"^run_dir is .*, which cannot be a path: it contains U\+00|U\+20"):
+        config.check()
+
+
 @pytest.mark.parametrize("override", [
-    "model={1: 2}",  # a key that is no text
+    f"run_dir=[{'9, ' * 5000}]", f"seed={'x' * 100_000}", f"{'x' * 100_000}=1", f"model.{'x' * 100_000}=1",
+    f"seed=0x{'f' * 60_000}", f"{'x' * 100_000}", f"phases.{'x' * 10_000}.tokens=1", ".".join("a" * 5000) + "=1",
+    f"model.layer_pattern=[{'full, ' * 19_000}]", f"phases=[{'{tokens: 8192}, ' * 4000}]",
+    f"data.suffixes={{a: {'[' * 30}{']' * 30}}}", "model={a: &x [*x]}", f"seed={'[' * 9000}",
+])  # fmt: skip
+def test_what_is_huge_is_refused_in_few_words(base, override):
+    begun = time.monotonic()
+    assert len(refused_to_load(base, override)) < 1000
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize("override", [
+    "model={1.5: 2}",  # a key that is not text
     "run_dir=2024-99-99",  # YAML takes it for a date
     "seed=0x_",  # YAML takes it for a number
     "optimizer.clip_norm=1" + 400 * "0",  # more than a float holds
@@ -184,11 +240,13 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, override):
 @pytest.mark.parametrize(("text", "said"), [
     ("train: {log_every: 1}\ntrain: {log_every: 2}\n", "The key 'train' is given twice, again on line 2"),
     ("train:\n  log_every: 1\n  seed: 3\n  log_every: 2\n", "The key 'log_every' is given twice, again on line 4"),
-    ("- 1\n", "holds a a list, but must hold keys and values"),
-    ("just text\n", "but must hold keys and values"),
+    ("- 1\n", "is a list, but must be a section with keys"),
+    ("just text\n", "is text, but must be a section with keys"),
     ("train: [\n", "is not YAML"),
-    ("1: 2\n", "The key 1 on line 1 is not a name"),
-    ("train:\n  yes: 2\n", "The key True on line 2 is not a name"),
+    ("1: 2\n", "The key 1 is unknown"),
+    ("1.5: 2\n", "The key '1.5' on line 1 is read as a number"),
+    ("[a]: 2\n", "The key on line 1 is read as"),
+    ("train:\n  yes: 2\n", "The key 'yes' on line 2 is read as true or false, but must be a name"),
     ("run_dir: !!python/object/apply:os.getcwd []\n", "is not YAML"),
     ("seed: 3\n", "The key model is missing and has no default"),
     ("", "The key model is missing and has no default"),

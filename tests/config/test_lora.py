@@ -23,7 +23,7 @@ def test_what_can_be_no_adapter_is_refused(lora, said):
 
 def test_adapters_are_of_something():
     said = refused({"lora": LoraConfig(4, 8.0)})
-    assert said.startswith("init_from is None, but must be given where lora is")
+    assert said.startswith("init_from is null, but must be given where lora is")
 
 
 def test_two_overrides_turn_it_on(tmp_path):

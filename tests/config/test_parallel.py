@@ -28,9 +28,9 @@ def test_a_layout_that_cannot_be_is_refused(fields, said):
 
 def test_a_phase_is_refused_by_its_own_key():
     phase = PhaseConfig(1000, "mid", parallel=ParallelConfig(expert=3))
-    assert "phases[1] (mid).parallel.expert is 3" in refused({"phases": (PhaseConfig(1000), phase)})
+    assert "phases.mid.parallel.expert is 3" in refused({"phases": (PhaseConfig(1000), phase)})
     longer = PhaseConfig(1000, "mid", context=64, parallel=ParallelConfig(context=32))
-    assert "phases[1] (mid).parallel.context is 32" in refused({"phases": (PhaseConfig(1000), longer)})
+    assert "phases.mid.parallel.context is 32" in refused({"phases": (PhaseConfig(1000), longer)})
 
 
 def test_a_phase_has_the_layout_of_the_run_or_its_own():

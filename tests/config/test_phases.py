@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.config_helpers import NO_PATHS, SMALL, SOURCES, changed, refused
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig, Table
+from zaya_jax.config.checks import shown
 from zaya_jax.config.phases import MAX_SIZES
 
 CHANGES = {"data.sources": SOURCES, "train.batch": BatchConfig(128)}
@@ -42,19 +43,19 @@ BAD = [
      "mixture.code is 0.0, but must be greater than zero (a source not named is not read)"),
     ({"mixture": Table({"web": -1.0})},
      "mixture.web is -1.0, but must be greater than zero (a source not named is not read)"),
-    ({"mixture": Table({"webb": 1.0})}, "mixture is 'webb', but must be made of sources that there are: web, code"),
-    ({"mixture": Table({"corpus": 1.0})}, "mixture is 'corpus', but must be made of sources that there are: web, code"),
+    ({"mixture": Table({"webb": 1.0})}, "mixture is 'webb', but must be made of sources that exist: web, code"),
+    ({"mixture": Table({"corpus": 1.0})}, "mixture is 'corpus', but must be made of sources that exist: web, code"),
     # the batch
     (batch(0), "batch.tokens is 0, but must be greater than zero"),
-    (batch(100), "batch is 100, but must be a multiple of the context (32), since a step is made of whole rows"),
-    ({"context": 24}, "batch is 128, but must be a multiple of the context (24), since a step is made of whole rows"),
+    (batch(100),
+     "batch.tokens is 100, but must be a multiple of data.context (32), since a step consists of whole rows"),
     (batch(128, start=16, ramp_tokens=9),
-     "batch is 16, but must be a multiple of the context (32), since a step is made of whole rows"),
+     "batch.start is 16, but must be a multiple of data.context (32), since a step consists of whole rows"),
     (batch(128, stepped=(size(9, 40),)),
-     "batch is 40, but must be a multiple of the context (32), since a step is made of whole rows"),
-    (batch(128, micro=3), "batch.micro is 3, but must be a number that divides the step's 4 sequences"),
+     "batch.stepped.0.tokens is 40, but must be a multiple of data.context (32), since a step consists of whole rows"),
+    (batch(128, micro=3), "batch.micro is 3, but must be a number that divides the 4 sequences of a step in PHASE"),
     (batch(128, start=64, ramp_tokens=9, micro=4),
-     "batch.micro is 4, but must be a number that divides the step's 2 sequences"),
+     "batch.micro is 4, but must be a number that divides the 2 sequences of a step in PHASE"),
     (batch(128, micro=0), "batch.micro is 0, but must be greater than zero"),
     (batch(128, start=0, ramp_tokens=9), "batch.start is 0, but must be greater than zero"),
     (batch(128, start=-32, ramp_tokens=9), "batch.start is -32, but must be greater than zero"),
@@ -64,13 +65,14 @@ BAD = [
     (batch(128, ramp_tokens=9), "batch.ramp_tokens is 9, but must be 0 where PHASE.batch.start is not given"),
     (batch(128, start=32), "batch.ramp_tokens is 0, but must be greater than zero where PHASE.batch.start is given"),
     (batch(128, start=32, ramp_tokens=9, stepped=(size(9),)),
-     f"batch.stepped is {[size(9)]}, but must be left out where PHASE.batch.start is given"),
+     "batch.stepped is [64], but must be left out where PHASE.batch.start is given"),
     (batch(128, stepped=tuple(SIZES)),
-     f"batch.stepped is {SIZES}, but must be a list of at most {MAX_SIZES - 1} sizes, since each is compiled"),
-    (batch(128, stepped=(size(9), size(9))), "batch.stepped[1].until is 9, but must be greater than 9"),
-    (batch(128, stepped=(size(9), size(12), size(3))), "batch.stepped[2].until is 3, but must be greater than 12"),
-    (batch(128, stepped=(size(0),)), "batch.stepped[0].until is 0, but must be greater than 0"),
-    (batch(128, stepped=(size(9), size(12, 0))), "batch.stepped[1].tokens is 0, but must be greater than zero"),
+     f"batch.stepped is {shown([64] * MAX_SIZES)}, but must be a list of at most "
+     f"{MAX_SIZES - 1} sizes, since each is compiled"),
+    (batch(128, stepped=(size(9), size(9))), "batch.stepped.1.until is 9, but must be greater than 9"),
+    (batch(128, stepped=(size(9), size(12), size(3))), "batch.stepped.2.until is 3, but must be greater than 12"),
+    (batch(128, stepped=(size(0),)), "batch.stepped.0.until is 0, but must be greater than 0"),
+    (batch(128, stepped=(size(9), size(12, 0))), "batch.stepped.1.tokens is 0, but must be greater than zero"),
     # the schedule
     (schedule(peak=0.0), "schedule.peak is 0.0, but must be greater than zero"),
     (schedule(final=1.5), "schedule.final is 1.5, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
@@ -78,46 +80,48 @@ BAD = [
     (schedule(final=-0.1), "schedule.final is -0.1, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
     (schedule(warmup_tokens=-1), "schedule.warmup_tokens is -1, but must be at least 0"),
     (schedule(warmup_tokens=1001),
-     "schedule is 1001, but must be such that warm-up and decay take at most the 1000 tokens of the phases it spans"),
+     "schedule.warmup_tokens is 1001, but must be at most the 1,000 tokens of the phases that the schedule spans"),
     (schedule("wsd", warmup_tokens=900, decay_tokens=101),
-     "schedule is 1001, but must be such that warm-up and decay take at most the 1000 tokens of the phases it spans"),
-    (schedule("wsd"), "schedule.decay_tokens is None, but must be greater than zero, since the shape is wsd"),
+     "schedule.decay_tokens is 101, but must be such that it and warmup_tokens (900) together are at most the 1,000 "
+     "tokens of the phases that the schedule spans"),
+    (schedule("wsd"), "schedule.decay_tokens is null, but must be greater than zero, since the shape is wsd"),
     (schedule("wsd", decay_tokens=0), "schedule.decay_tokens is 0, but must be greater than zero, since the shape is "
      "wsd"),
     *((schedule(shape, decay_tokens=5),
-       f"schedule.decay_tokens is 5, but must be left out, since the shape is {shape}")
+       f"schedule.decay_tokens is 5, but must be left out or null, since the shape is {shape}")
       for shape in ("constant", "cosine", "linear")),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("second", "said"), BAD, ids=[said[:60] for _, said in BAD])
 def test_what_cannot_be_is_refused_with_phase_and_field(second, said):
-    where = "phases[1] (mid)"
+    where = "phases.mid"
     assert refused(phases(second)) == f"{where}.{said.replace('PHASE', where)}."
 
 
 def test_the_phase_that_is_named_is_the_one_that_is_wrong():
-    assert refused(phases({}, context=65, name="a-9")).startswith("phases[0] (a-9).context is 65, ")
+    assert refused(phases({}, context=65, name="a-9")).startswith("phases.a-9.context is 65, ")
     # A schedule spans the phases up to the next that gives one, and the first phase's own is named.
     long = schedule(warmup_tokens=1500)
     changed(SMALL, phases({}, **long)).check()
-    assert refused(phases(schedule(), **long)).startswith("phases[0] (train).schedule is 1500, but ")
-    # The batch of the run is wrong only for the phase whose rows do not fit it.
-    assert refused(phases({"context": 48})).startswith("phases[1] (mid).batch is 128, ")
+    assert refused(phases(schedule(), **long)).startswith("phases.train.schedule.warmup_tokens is 1500, but ")
+    # A phase that has no batch of its own inherits the run's, whose key was typed.
+    said = refused(phases({"context": 48}))
+    assert said.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48), ")
 
 
-@pytest.mark.parametrize("name", ["", "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
+@pytest.mark.parametrize("name", ["", "x" * 201, "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
 def test_a_phase_needs_a_name_that_a_key_can_hold(name):
-    said = f"phases[1].name is {name!r}, but must be a name of letters, digits, _ and -."
+    said = f"phases.1.name is {shown(name)}, but must be a name of at most 200 letters, digits, _ and -."
     assert refused(phases({"name": name})) == said
 
 
 def test_two_phases_of_one_name_are_refused():
-    assert refused(phases({"name": "train"})) == "phases[1].name is 'train', but must be a name of its own."
+    assert refused(phases({"name": "train"})) == "phases.1.name is 'train', but must be a name of its own."
 
 
 def test_there_must_be_a_phase():
-    assert refused({"phases": ()}) == "phases is [], but must be a list of at least one phase."
+    assert refused({"phases": ()}) == "phases has 0 items, but must have between 1 and 1,000."
 
 
 def test_a_start_phase_that_is_not_there_is_named_with_those_that_are():
@@ -127,8 +131,8 @@ def test_a_start_phase_that_is_not_there_is_named_with_those_that_are():
 @pytest.mark.parametrize("value", NO_PATHS)
 def test_a_template_that_can_be_no_path_is_named(value):
     said = refused(phases({"template": value}))
-    assert said.startswith("phases[1] (mid).template is ")
-    assert " can be no path: " in said
+    assert said.startswith("phases.mid.template is ")
+    assert " cannot be a path: " in said
 
 
 @pytest.mark.parametrize("second", [

@@ -32,7 +32,6 @@ def test_sizes_and_rates_are_positive(key, value):
 
 @pytest.mark.parametrize(("changes", "named"), [
     ({"data.context": 65}, "data.context"),
-    ({"phases": ()}, "phases"),
     ({"train.spike.window": -1}, "train.spike.window"),
     ({"train.batch": BatchConfig(96, start=64, ramp_tokens=1)}, "train.batch.start"),
     ({"train.batch": BatchConfig(96, ramp_tokens=1)}, "train.batch.ramp_tokens"),
@@ -73,7 +72,7 @@ def test_the_edges_of_the_possible(changes):
 def test_what_can_be_no_path_is_named(key, value):
     said = refused({key: value})
     assert said.startswith(f"{key} is ")
-    assert " can be no path: " in said
+    assert " cannot be a path: " in said
 
 
 @pytest.mark.parametrize("value", NO_PATHS)
@@ -117,9 +116,9 @@ def leaf_fields(cls):
 
 
 def test_there_are_few_fields_and_all_are_frozen():
-    """At most about 120, a section that stands in several places counted once."""
+    """At most about 130, a section that stands in several places counted once."""
     classes = set(sections(Config))
-    assert 90 < sum(len(leaf_fields(cls)) for cls in classes) <= 120
+    assert 90 < sum(len(leaf_fields(cls)) for cls in classes) <= 130
     for cls in classes:
         assert cls.__dataclass_params__.frozen
         # A source and a size are checked by what holds them, which knows its name or index.

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.checks import is_name, require, require_path, require_positive
 from zaya_jax.config.table import Table
 
 CORPUS = "corpus"  # the source's name where data.sources names none
@@ -39,7 +39,7 @@ class DataConfig:
         require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list of at least one file suffix")
         require(0 <= self.workers <= 256, "data.workers", self.workers, "between 0 and 256")
         for name, source in self.sources.items():
-            require(name.replace("-", "_").isidentifier(), "data.sources", name, "a name of letters, digits, _ and -")
+            require(is_name(name), "data.sources", name, "a name of at most 200 letters, digits, _ and -")
             require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
             require_path(f"data.sources.{name}.path", source.path)
             require(source.max_epochs is None or source.max_epochs > 0, f"data.sources.{name}.max_epochs",

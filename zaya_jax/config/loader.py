@@ -3,19 +3,25 @@
 import dataclasses
 import difflib
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from zaya_jax.config.bounds import check_bounds
+from zaya_jax.config.checks import item_keys, require_path, shown
 from zaya_jax.config.model import ModelConfig
+from zaya_jax.config.phases import PhaseConfig
 from zaya_jax.config.schema import Config
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
+from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
 from zaya_jax.errors import InputError
+
+_MAX_PARTS = 20  # names in a dotted key, files in a chain of `extends`; the schema has 5 levels
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -36,10 +42,11 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _read(Path(path), ())
     for override in overrides:
         key, equals, text = override.partition("=")
-        if not equals or not key:
-            raise InputError(f"The override {override!r} is not of the form section.key=value.")
-        value = _parse(text, f"The value of the override {override!r}")
-        for part in reversed(key.split(".")):
+        parts = key.split(".")
+        if not equals or not key or len(parts) > _MAX_PARTS:
+            raise InputError(f"The override {shown(override)} is not of the form section.key=value.")
+        value = parse_yaml(text, f"The value of the override {shown(override)}")
+        for part in reversed(parts):
             value = {part: value}
         tree = _merge(tree, value)
     return from_dict(tree)
@@ -64,6 +71,7 @@ def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
       InputError: as `load_config`, for the section `model`.
     """
     config: ModelConfig = _build(ModelConfig, tree, "model")
+    check_bounds(config, "model")
     config.check()
     return config
 
@@ -83,72 +91,36 @@ def _plain(value: Any) -> Any:
 
 def to_yaml(config: Config) -> str:
     """The resolved tree as YAML that `load_config` reads back to an equal configuration."""
-    return yaml.dump(to_dict(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes floats so that YAML reads them back as floats (1.0e-05, where Python writes 1e-05)."""
-
-
-def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
-    text = repr(value)
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_Dumper.add_representer(float, _represent_float)
-
-
-class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses a key given twice, which YAML itself would silently take the last of."""
-
-
-def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-    seen = set()
-    for key_node, _ in node.value:
-        key = loader.construct_object(key_node, deep=deep)
-        if not isinstance(key, str):
-            raise InputError(f"The key {key!r} on line {key_node.start_mark.line + 1} is not a name.")
-        if key in seen:
-            raise InputError(f"The key {key!r} is given twice, again on line {key_node.start_mark.line + 1}.")
-        seen.add(key)
-    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
-
-
-_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
-
-
-def _parse(text: str, what: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
-    except InputError as error:
-        raise InputError(f"{what} cannot be used. {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a date or number that is none is a ValueError
-        raise InputError(f"{what} is not YAML: {_one_line(error)}.") from error
+    return dump_yaml(to_dict(config))
 
 
 def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
-    if "\0" in str(path):
-        raise InputError(f"The configuration {str(path)!r} can be no path: it holds a NUL character.")
+    require_path("The configuration", str(path))
     if path.resolve() in readers:
         raise InputError(f"The configuration {path} extends itself.")
+    if len(readers) > _MAX_PARTS:
+        raise InputError(f"The configuration {path} is the last of more than {_MAX_PARTS} that extend each other.")
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from error
+    if len(content) > MAX_BYTES:
+        raise InputError(f"The configuration {path} is longer than {MAX_BYTES:,} bytes, which no configuration is.")
+    try:
+        text = content.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"The configuration {path} is not UTF-8 text.") from error
-    tree = _parse(text, f"The configuration {path}")
+    tree = parse_yaml(text, f"The configuration {path}")
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
-        raise InputError(f"The configuration {path} holds a {_kind(tree)}, but must hold keys and values.")
+        raise InputError(f"The configuration {path} is {kind(tree)}, but must be a section with keys.")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise InputError(f"extends in {path} is {base!r}, but must be the path of a configuration.")
+        raise InputError(f"extends in {path} is {shown(base)}, but must be the path of a configuration.")
     return _merge(_read(path.parent / base, (*readers, path.resolve())), tree)
 
 
@@ -168,30 +140,37 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") ->
 def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[Any]:
     """The list `base` with some of its items overridden, each found by its `name` or its index."""
     merged = list(base)
-    names = [item.get("name") if isinstance(item, dict) else None for item in base]
+    names = _names(base, PhaseConfig if where == "phases" else None)
     for key, value in over.items():
         if key in names:
             index = names.index(key)
         elif key.isdecimal() and int(key) < len(base):
             index = int(key)
         else:
-            known = [name if isinstance(name, str) else str(place) for place, name in enumerate(names)]
-            raise InputError(f"{where} has no item {key!r}; it has {', '.join(known) or 'none'}.")
+            known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
+            raise InputError(f"{where} has no item {shown(key)}; it has {', '.join(known[:9]) or 'none'}.")
         item = merged[index]
         here = _join(where, key)
         merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value
     return merged
 
 
+def _names(items: list[Any], cls: Any) -> list[Any]:
+    """What each item of a list is called, also where that is the default of its class `cls`; None without a name."""
+    default = getattr(cls, "name", None)
+    return [item.get("name", default) if isinstance(item, dict) else None for item in items]
+
+
 def _build(cls: type, tree: Any, where: str) -> Any:
     if not isinstance(tree, dict):
-        raise InputError(f"{where or 'The configuration'} is {tree!r}, but must be a section with keys.")
+        raise InputError(f"{where or 'The configuration'} is {shown(tree)}, but must be a section with keys.")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in tree:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
+            near = difflib.get_close_matches(key[:50], fields, n=1)
+            unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
             hint = f"did you mean {_join(where, near[0])}? Allowed" if near else "allowed"
-            raise InputError(f"The key {_join(where, key)} is unknown; {hint} are: {', '.join(fields)}.")
+            raise InputError(f"The key {unknown} is unknown; {hint} are: {', '.join(fields)}.")
     hints = typing.get_type_hints(cls)
     values = {}
     for name, field in fields.items():
@@ -210,53 +189,48 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin in (types.UnionType, typing.Union):  # only `X | None` is used
         return None if value is None else _convert(args[0], value, where)
     if origin is typing.Literal:
-        if value not in args:
-            near = difflib.get_close_matches(str(value), args, n=1)
-            hint_text = f" (did you mean {near[0]!r}?)" if near else ""
-            raise InputError(f"{where} is {value!r}, but must be one of {', '.join(map(repr, args))}{hint_text}.")
+        if not isinstance(value, str) or value not in args:
+            near = difflib.get_close_matches(str(value)[:50], args, n=1, cutoff=0.7) if isinstance(value, str) else []
+            hint_text = f" (did you mean {near[0]}?)" if near else ""
+            raise InputError(f"{where} is {shown(value)}, but must be one of {', '.join(args)}{hint_text}.")
         return value
     if origin is tuple:
         if not isinstance(value, list):
-            raise InputError(f"{where} is {value!r}, but must be a list.")
-        return tuple(_convert(args[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+            raise InputError(f"{where} is {shown(value)}, but must be a list.")
+        keys = item_keys(where, _names(value, args[0]))
+        return tuple(_convert(args[0], item, key) for item, key in zip(value, keys, strict=True))
     if origin is Table:
         if not isinstance(value, dict):
-            raise InputError(f"{where} is {value!r}, but must be a section of names and values.")
+            raise InputError(f"{where} is {shown(value)}, but must be a section of names and values.")
         # What a file lists, another that extends it can take out again with null.
         return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()
                       if item is not None})  # fmt: skip
-    if hint is float:
-        return _float(value, where)
-    if type(value) is not hint:  # `True` is an int to isinstance, so types are compared
-        raise InputError(f"{where} is {value!r} ({_kind(value)}), but must be {_NAMES[hint]}.")
+    if hint in (int, float):
+        return _number(hint, value, where)
+    if type(value) is not hint:
+        raise _wrong_kind(value, where, {str: "text", bool: "true or false"}[hint])
     return value
 
 
-def _float(value: Any, where: str) -> float:
-    # YAML 1.1 reads 1e-3 as text (it wants 1.0e-3), so text that is a number is taken as the number.
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
+def _number(hint: type, value: Any, where: str) -> int | float:
+    """`value` as an int or a float; text such as 1e-3 is a number, 1e6 a whole one."""
+    if type(value) is hint is int:  # `True` is an int to isinstance
+        return value
+    is_text = isinstance(value, str) and (hint is float or _EXPONENT.fullmatch(value) is not None)
+    if type(value) in (int, float) or is_text:
         try:
             number = float(value)
         except (ValueError, OverflowError):
-            pass
-        else:
-            if math.isfinite(number):
-                return number
-    raise InputError(f"{where} is {value!r} ({_kind(value)}), but must be a finite number.")
+            number = math.nan
+        if math.isfinite(number) and (hint is float or number.is_integer()):
+            return hint(number)
+    raise _wrong_kind(value, where, "a whole number" if hint is int else "a finite number")
 
 
-_NAMES = {int: "a whole number", str: "text", bool: "true or false"}
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
-             dict: "a section", type(None): "nothing"}  # fmt: skip
-    return names.get(type(value), type(value).__name__)
+def _wrong_kind(value: Any, where: str, allowed: str) -> InputError:
+    given = "" if value is None else f" ({kind(value)})"
+    return InputError(f"{where} is {shown(value)}{given}, but must be {allowed}.")
 
 
 def _join(where: str, key: str) -> str:
     return f"{where}.{key}" if where else key
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())

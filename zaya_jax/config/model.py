@@ -9,6 +9,8 @@ AttentionKind = Literal["full", "sliding"]
 AttentionForm = Literal["cca", "gqa"]
 RouterForm = Literal["zaya", "linear"]
 
+MAX_PARAMETERS = 10**14  # their bytes, gradients and optimizer state are counted in 64 bits
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -58,8 +60,14 @@ class ModelConfig:
         require(len(self.layer_pattern) > 0 and self.num_layers % len(self.layer_pattern) == 0,
                 "model.layer_pattern", list(self.layer_pattern),
                 f"a list whose length divides model.num_layers ({self.num_layers})")  # fmt: skip
+        experts = 3 * self.num_layers * self.num_experts * self.hidden_size * self.expert_size
+        require(experts <= MAX_PARAMETERS, "model.num_experts", self.num_experts,
+                f"such that the experts of all layers have at most {MAX_PARAMETERS:,} parameters (they would have "
+                f"{experts:,})")  # fmt: skip
+        require(self.sliding_window is None or self.sliding_window > 0, "model.sliding_window", self.sliding_window,
+                "null or greater than zero")  # fmt: skip
         if "sliding" in self.layer_pattern:
-            require(self.sliding_window is not None and self.sliding_window > 0, "model.sliding_window",
+            require(self.sliding_window is not None, "model.sliding_window",
                     self.sliding_window, "a positive number of tokens, since a layer is sliding")  # fmt: skip
 
     @property

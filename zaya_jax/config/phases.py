@@ -4,7 +4,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.checks import is_name, require, require_path, require_positive
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.table import Table
 
@@ -33,7 +33,7 @@ class ScheduleConfig:
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the schedule's own key."""
         require_positive(where, self, "peak")
-        require(self.shape == "constant" or 0 <= self.final <= self.peak, f"{where}.final", self.final,
+        require(self.final >= 0 and (self.shape == "constant" or self.final <= self.peak), f"{where}.final", self.final,
                 f"at least 0 and at most {where}.peak ({self.peak})")  # fmt: skip
         require(self.warmup_tokens >= 0, f"{where}.warmup_tokens", self.warmup_tokens, "at least 0")
         if self.shape == "wsd":
@@ -41,7 +41,7 @@ class ScheduleConfig:
                     self.decay_tokens, "greater than zero, since the shape is wsd")  # fmt: skip
         else:
             require(self.decay_tokens is None, f"{where}.decay_tokens", self.decay_tokens,
-                    f"left out, since the shape is {self.shape}")  # fmt: skip
+                    f"left out or null, since the shape is {self.shape}")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,14 @@ class BatchConfig:
                     f"a part of {where}.tokens ({self.tokens}) that divides it")  # fmt: skip
             require(self.ramp_tokens > 0, f"{where}.ramp_tokens", self.ramp_tokens,
                     f"greater than zero where {where}.start is given")  # fmt: skip
-            require(not self.stepped, f"{where}.stepped", list(self.stepped), f"left out where {where}.start is given")
-        require(len(self.stepped) < MAX_SIZES, f"{where}.stepped", list(self.stepped),
+            require(not self.stepped, f"{where}.stepped", [size.tokens for size in self.stepped],
+                    f"left out where {where}.start is given")  # fmt: skip
+        require(len(self.stepped) < MAX_SIZES, f"{where}.stepped", [size.tokens for size in self.stepped],
                 f"a list of at most {MAX_SIZES - 1} sizes, since each is compiled")  # fmt: skip
         before = 0
         for index, size in enumerate(self.stepped):
-            require_positive(f"{where}.stepped[{index}]", size, "tokens")
-            require(size.until > before, f"{where}.stepped[{index}].until", size.until, f"greater than {before}")
+            require_positive(f"{where}.stepped.{index}", size, "tokens")
+            require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")
             before = size.until
 
     def sizes(self) -> list[tuple[int | None, int]]:
@@ -122,9 +123,7 @@ class PhaseConfig:
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
-        require(self.name.replace("-", "_").isidentifier(), f"{where}.name", self.name,
-                "a name of letters, digits, _ and -")  # fmt: skip
-        where = f"{where} ({self.name})"
+        require(is_name(self.name), f"{where}.name", self.name, "a name of at most 200 letters, digits, _ and -")
         require_positive(where, self, "tokens")
         require(self.context is None or self.context > 0, f"{where}.context", self.context, "greater than zero")
         require(self.rope_base is None or self.rope_base > 0, f"{where}.rope_base", self.rope_base, "greater than zero")

@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from zaya_jax.config.checks import require, require_path, require_positive
+from zaya_jax.config.bounds import check_bounds
+from zaya_jax.config.checks import item_keys, require, require_path, require_positive
 from zaya_jax.config.data import DataConfig
 from zaya_jax.config.lora import LoraConfig
 from zaya_jax.config.model import ModelConfig
@@ -16,8 +17,10 @@ from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
 from zaya_jax.config.presets import PRESETS, PresetName
+from zaya_jax.errors import InputError
 
 Verify = Literal["none", "hash", "readback"]
+MAX_PHASES = 1000
 HF = "hf:"  # before a folder of transformers, in `init_from`
 
 
@@ -137,6 +140,9 @@ class Config:
 
     def check(self) -> None:
         """Raise `InputError` where a section, or two together, cannot be."""
+        if not 0 < len(self.phases) <= MAX_PHASES:
+            raise InputError(f"phases has {len(self.phases)} items, but must have between 1 and {MAX_PHASES:,}.")
+        check_bounds(self)
         for section in (self.model, self.data, self.optimizer, self.train, self.evaluation, self.checkpoint,
                         self.sample):  # fmt: skip
             section.check()
@@ -153,41 +159,44 @@ class Config:
         if self.lora is not None:
             self.lora.check()
             require(self.init_from is not None, "init_from", self.init_from,
-                    "given where lora is, since adapters are of the parameters of a model that is there")  # fmt: skip
+                    "given where lora is, since adapters change an existing model")  # fmt: skip
         longest = f"at most model.max_positions ({self.model.max_positions})"
         require(self.data.context <= self.model.max_positions, "data.context", self.data.context, longest)
         prompt = 1 + len(self.sample.prompt.encode())  # no tokenizer makes more tokens of it
         require(prompt < self.model.max_positions, "sample.prompt", self.sample.prompt,
                 f"a text of at most {self.model.max_positions - 2} bytes (model.max_positions less 2)")  # fmt: skip
-        require(len(self.phases) > 0, "phases", [], "a list of at least one phase")
         for index, phase in enumerate(self.phases):
-            phase.check(f"phases[{index}]")
+            phase.check(self.phase_key(index))
         names = [phase.name for phase in self.phases]
         for index, phase in enumerate(self.phases):
-            where = f"phases[{index}] ({phase.name})"
-            require(phase.name not in names[:index], f"phases[{index}].name", phase.name, "a name of its own")
+            where = self.phase_key(index)
+            require(phase.name not in names[:index], f"{where}.name", phase.name, "a name of its own")
             require(self.context_of(phase) <= self.model.max_positions, f"{where}.context", self.context_of(phase),
                     longest)  # fmt: skip
             for source in phase.mixture:
                 require(source in self.data.source_names, f"{where}.mixture", source,
-                        f"made of sources that there are: {', '.join(self.data.source_names)}")  # fmt: skip
+                        f"made of sources that exist: {', '.join(self.data.source_names)}")  # fmt: skip
             self._check_batch(phase, where)
-            self._check_parallel(phase, where)
+            self._check_parallel(phase)
         require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
                 f"one of {', '.join(names)}")  # fmt: skip
         self._check_schedules()
 
     def _check_batch(self, phase: PhaseConfig, where: str) -> None:
-        batch, context = self.batch_of(phase), self.context_of(phase)
+        batch, context, key = self.batch_of(phase), self.context_of(phase), self.batch_key(phase)
+        context_key = "data.context" if phase.context is None else f"{where}.context"
+        whole = f"a multiple of {context_key} ({context}), since a step consists of whole rows"
+        for index, size in enumerate(batch.stepped):
+            require(size.tokens % context == 0, f"{key}.stepped.{index}.tokens", size.tokens, whole)
+        require(batch.tokens % context == 0, f"{key}.tokens", batch.tokens, whole)
+        require((batch.start or 0) % context == 0, f"{key}.start", batch.start, whole)
         for _, size in batch.sizes():
-            require(size % context == 0, f"{where}.batch", size,
-                    f"a multiple of the context ({context}), since a step is made of whole rows")  # fmt: skip
-            require(batch.micro is None or (size // context) % batch.micro == 0, f"{where}.batch.micro", batch.micro,
-                    f"a number that divides the step's {size // context} sequences")  # fmt: skip
+            require(batch.micro is None or (size // context) % batch.micro == 0, f"{key}.micro", batch.micro,
+                    f"a number that divides the {size // context} sequences of a step in {where}")  # fmt: skip
 
-    def _check_parallel(self, phase: PhaseConfig, where: str) -> None:
+    def _check_parallel(self, phase: PhaseConfig) -> None:
         parallel, context, model = self.parallel_of(phase), self.context_of(phase), self.model
-        where = "parallel" if phase.parallel is None else f"{where}.parallel"
+        where = self.parallel_key(phase)
         require(model.num_experts % parallel.expert == 0, f"{where}.expert", parallel.expert,
                 f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
         # Held-out rows are of `data.context`, whatever the phase.
@@ -208,10 +217,24 @@ class Config:
             if schedule is None:
                 continue
             budget = sum(phase.tokens for phase in self.phases[first:after])
-            needed = schedule.warmup_tokens + (schedule.decay_tokens or 0)
-            where = f"phases[{first}] ({self.phases[first].name}).schedule"
-            require(needed <= budget, where, needed,
-                    f"such that warm-up and decay take at most the {budget} tokens of the phases it spans")  # fmt: skip
+            where = f"{self.phase_key(first)}.schedule"
+            decay, most = schedule.decay_tokens or 0, f"the {budget:,} tokens of the phases that the schedule spans"
+            require(schedule.warmup_tokens <= budget, f"{where}.warmup_tokens", schedule.warmup_tokens,
+                    f"at most {most}")  # fmt: skip
+            together = f"such that it and warmup_tokens ({schedule.warmup_tokens}) together are at most {most}"
+            require(schedule.warmup_tokens + decay <= budget, f"{where}.decay_tokens", decay, together)
+
+    def phase_key(self, index: int) -> str:
+        """The key of a phase, for messages: by its name, or by its index where another has the same name."""
+        return item_keys("phases", [phase.name for phase in self.phases])[index]
+
+    def batch_key(self, phase: PhaseConfig) -> str:
+        """The key that the batches of `phase` come from."""
+        return "train.batch" if phase.batch is None else f"{self.phase_key(self.phases.index(phase))}.batch"
+
+    def parallel_key(self, phase: PhaseConfig) -> str:
+        """The key that the layout of `phase` comes from."""
+        return "parallel" if phase.parallel is None else f"{self.phase_key(self.phases.index(phase))}.parallel"
 
     @property
     def matrices(self) -> Matrices:

@@ -59,7 +59,7 @@ def stages(config: Config) -> tuple[Stage, ...]:
             if count:
                 found.append(Stage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
-        require(step < 2**31, f"phases[{index}] ({phase.name}).tokens", phase.tokens,
+        require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens,
                 f"such that the run has fewer than {2**31} steps (they would be {step})")  # fmt: skip
     return tuple(found)
 

@@ -89,7 +89,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             stage = packer.stage(documents, manifest.content, positions[name], f"data.sources.{name}")
             before, after = positions[name], stage.after(count, positions[name])
             epochs = after.epochs_read
-            _check_epochs(prepared, name, epochs, f"phases[{index}] ({phase.name})")
+            _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
             shares[name] = Share(count, epochs - before.epochs_read, stage, documents, counts)
             positions[name] = after

@@ -14,7 +14,7 @@ from zaya_jax.dry_run.memory import Memory, copies, memory_of
 from zaya_jax.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
 from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_shards, check_batch
-from zaya_jax.train.state import layout_of, make_blueprint, where_parallel
+from zaya_jax.train.state import layout_of, make_blueprint
 
 REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
 
@@ -61,13 +61,13 @@ def account_of(config: Config, phase: int, devices: int, hardware: Hardware | No
       InputError: the axes do not make up the devices, or a batch does not split over them.
     """
     one = config.phases[phase]
-    sizes = axis_sizes(config.parallel_of(one), devices, where_parallel(config, phase))
+    sizes = axis_sizes(config.parallel_of(one), devices, config.parallel_key(one))
     mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
     stage = largest_stage(config, phase)
     micro = config.batch_of(one).micro
     for any_stage in stages(config):
         if any_stage.phase == phase:
-            check_batch(mesh, any_stage.sequences, f"phases[{phase}] ({one.name}).batch", micro or 1)
+            check_batch(mesh, any_stage.sequences, config.batch_key(one), micro or 1)
     mine = stage.sequences // batch_shards(mesh)
     sequences = micro or mine
     blueprint = make_blueprint(config, phase)

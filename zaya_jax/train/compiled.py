@@ -14,7 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch, replicated
 from zaya_jax.train.base import abstract_base
-from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of, where_parallel
+from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
 _TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
@@ -43,14 +43,14 @@ def step_key(config: Config, stage: Stage) -> StepKey:
 
 def check_stages(config: Config) -> None:
     """Raise `InputError` where a phase's layout cannot be here, or a stage's batch does not split evenly over it."""
-    for index, phase in enumerate(config.phases):
+    for phase in config.phases:
         parallel = config.parallel_of(phase)
         if parallel.expert > 1 and parallel.expert_exchange == "ragged" and jax.default_backend() == "cpu":
-            raise InputError(f"{where_parallel(config, index)}.expert_exchange is 'ragged', which CPUs do not have; "
+            raise InputError(f"{config.parallel_key(phase)}.expert_exchange is 'ragged', which CPUs do not have; "
                              "take 'all_gather'.")  # fmt: skip
     for stage in stages(config):
         phase = config.phases[stage.phase]
-        where, micro = f"phases[{stage.phase}] ({phase.name}).batch", config.batch_of(phase).micro
+        where, micro = config.batch_key(phase), config.batch_of(phase).micro
         mesh = mesh_of(config, stage.phase)
         check_batch(mesh, stage.sequences, where, 1 if micro is None else micro)
 

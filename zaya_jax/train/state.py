@@ -86,13 +86,8 @@ def make_blueprint(config: Config, phase: int = 0, target: Target | None = None)
 
 def mesh_of(config: Config, phase: int) -> Mesh:
     """The mesh of a phase over all devices of this job."""
-    return make_mesh(config.parallel_of(config.phases[phase]), where=where_parallel(config, phase))
-
-
-def where_parallel(config: Config, phase: int) -> str:
-    """The key under which a phase's layout is configured."""
     one = config.phases[phase]
-    return "parallel" if one.parallel is None else f"phases[{phase}] ({one.name}).parallel"
+    return make_mesh(config.parallel_of(one), where=config.parallel_key(one))
 
 
 def layout_of(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Layout:

@@ -1,0 +1,111 @@
+"""YAML text to plain values and back, in bounded time and memory whatever the text is."""
+
+from typing import Any
+
+import yaml
+
+from zaya_jax.config.checks import shown
+from zaya_jax.errors import InputError
+
+MAX_BYTES = 256 * 1024  # of a file; the parser reads about 100 kB a second
+_MAX_DEPTH = 50
+_MAX_VALUES = 20_000
+_BREAKS = "\x85\u2028\u2029"  # YAML 1.1 takes these for line breaks, so plain text loses them
+
+
+def parse_yaml(text: str, source: str) -> Any:
+    """The value that `text` describes.
+
+    Args:
+      text: YAML 1.1 without tags of other languages and without merge keys.
+      source: what the text is, as the subject of an error.
+
+    Raises:
+      InputError: the text is not YAML, gives a key twice, or describes more than a configuration holds.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
+    except InputError as error:
+        raise InputError(f"{source} cannot be used. {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # a date or number that is none is a ValueError
+        reason = " ".join(str(error).split())
+        raise InputError(f"{source} is not YAML: {reason[:300]}.") from error
+
+
+def dump_yaml(tree: Any) -> str:
+    """The plain values as YAML that `parse_yaml` reads back equal, keys in their order."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes floats and text so that YAML 1.1 reads back the same."""
+
+
+def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
+    text = repr(value)
+    if "e" in text and "." not in text:
+        text = text.replace("e", ".0e")  # YAML reads 1.0e-05 as a float, Python's 1e-05 as text
+    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
+
+
+def _represent_text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
+    style = '"' if any(character in value for character in _BREAKS) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
+_Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_text)
+
+
+class _Loader(yaml.SafeLoader):
+    """A safe loader that refuses repeated keys, deep nesting, and aliases that multiply what is written."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._depth = self._values = 0
+        self._sizes: dict[int, int] = {}  # values in each finished node, by its id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Count values as they would be without aliases, and how deep they lie."""
+        is_alias, line, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark.line + 1, self._values
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise InputError(f"Line {line} nests more than {_MAX_DEPTH} levels deep.")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        if is_alias and id(node) not in self._sizes:
+            raise InputError(f"The alias on line {line} refers to a value that contains it.")
+        self._values += self._sizes[id(node)] if is_alias else 1
+        if self._values > _MAX_VALUES:
+            raise InputError(f"By line {line} it describes more than {_MAX_VALUES:,} values, counting what each alias "
+                             "stands for.")  # fmt: skip
+        self._sizes[id(node)] = self._values - before
+        return node
+
+
+def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    seen = set()
+    for key_node, _ in node.value:
+        line, key = key_node.start_mark.line + 1, loader.construct_object(key_node, deep=deep)
+        if type(key) is int:  # the index of an item, `phases: {0: {…}}`
+            key_node.tag, key_node.value = "tag:yaml.org,2002:str", shown(key)
+            key = key_node.value
+            loader.constructed_objects[key_node] = key
+        if not isinstance(key, str):
+            typed = f"key {key_node.value!r}" if isinstance(key_node, yaml.ScalarNode) else "key"
+            raise InputError(f"The {typed} on line {line} is read as {kind(key)}, but must be a name (in quotes where "
+                             "YAML reads it as something else).")  # fmt: skip
+        if key in seen:
+            raise InputError(f"The key {shown(key)} is given twice, again on line {line}.")
+        seen.add(key)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _construct_mapping)
+
+
+def kind(value: Any) -> str:
+    """What a value is, with its article."""
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
+             dict: "a section", type(None): "null"}  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")
