@@ -12,6 +12,7 @@ from zaya_jax.data.convert import Record, convert, read_note, remove_notes
 from zaya_jax.data.manifest import Manifest, describe_file
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
 
 VOCAB = 300
@@ -50,11 +51,12 @@ def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str =
         sizes=[0] * len(units),
         workers=1,
         limit=0,
-        advice="Mend it",
+        advice="Fix it.",
         label="test",
     )
     notes = [note for number in range(len(units)) if (note := read_note(folder, number)) is not None]
-    manifest = write_merged(folder, notes, kind=kind, inputs="", eot=small_tokenizer().eot_text,
+    manifest = write_merged(folder, notes, kind=kind, inputs="",
+                            special=SpecialTokens(*[small_tokenizer().eot_text] * 3),
                             tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
     remove_notes(folder)
     return manifest

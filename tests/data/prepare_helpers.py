@@ -49,11 +49,11 @@ def write_jsonl(path, texts, field="text"):
 
 def write_megatron(path, documents, dtype="int32"):
     """Token ids as Megatron-LM has them, each document one sequence."""
-    sizes = [len(document) for document in documents]
+    sizes, code = [len(document) for document in documents], {"int32": 4, "int64": 5, "uint16": 8}[dtype]
     pointers = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize
     path.with_suffix(".bin").write_bytes(b"".join(np.array(document, dtype).tobytes() for document in documents))
     path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, {"int32": 4}[dtype], len(sizes), len(sizes) + 1)
+        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
         + np.array(sizes, "<i4").tobytes() + np.array(pointers, "<i8").tobytes()
         + np.arange(len(sizes) + 1, dtype="<i8").tobytes()
     )  # fmt: skip

@@ -99,7 +99,7 @@ def test_documents_of_megatron_end_once_and_fit_the_vocabulary(tmp_path, tokeniz
     ids[1] += [loaded.eot]
     bad = [[5, loaded.vocab_size, 5], [5, -1], [loaded.eot], [], [5, loaded.eot, 5]]
     path = write_megatron(tmp_path / "in", [*ids[:3], *bad[:2], *ids[3:], *bad[2:]])
-    with pytest.raises(InputError, match=rf"^1 document .*\n  {path}:4: wrong tokens: .* below {loaded.vocab_size}"):
+    with pytest.raises(InputError, match=rf"^5 documents .*\n  {path}:4: wrong tokens: .* below {loaded.vocab_size}"):
         prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1, max_bad=5)
     check_same(texts, read_back(tmp_path / "out"))
@@ -171,6 +171,22 @@ def test_a_text_that_makes_the_token_which_ends_documents_is_refused(tmp_path):
 
 
 # --- which are held out ----------------------------------------------------------------------------------------
+
+
+def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(tmp_path, tokenizer):
+    texts = make_texts(40)
+    loaded = load_tokenizer(tokenizer)
+    ids = [loaded.encode(text) for text in texts]
+    inputs = {"text": write_jsonl(tmp_path / "in.jsonl", texts)}
+    for dtype in ("int32", "int64", "uint16"):
+        inputs[dtype] = write_megatron(tmp_path / dtype, ids, dtype)
+    inputs["with ends"] = write_megatron(tmp_path / "ends", [[loaded.eot, *some, loaded.eot] for some in ids])
+    found = {}
+    for name, path in inputs.items():
+        prepare([str(path)], tokenizer, tmp_path / "out" / name, QUARTER, workers=1)
+        found[name] = read_back(tmp_path / "out" / name)
+    assert found["text"]["heldout"]
+    assert all(splits == found["text"] for splits in found.values())
 
 
 def test_held_out_is_a_part_of_the_documents_that_their_content_decides(tmp_path, tokenizer):

@@ -59,6 +59,14 @@ def made(tmp_path_factory, tokenizers):
     }
 
 
+def test_sources_whose_documents_begin_otherwise_are_refused(tmp_path, config, tokenizers, made):
+    other = make_source(tmp_path / "other", ["some text"] * 3, tokenizers["a"], heldout=0, bos="a")
+    with pytest.raises(InputError, match=r"data\.sources\.z .* begin with 'a', data\.sources\.x with '<\|endof.*--bos"):
+        open_sources(with_sources(config, x=made["x"], z=other))
+    none = make_source(tmp_path / "none", ["some text"] * 3, tokenizers["a"], heldout=0, bos="none")
+    assert open_sources(with_sources(config, x=made["x"], z=none)).tokenizer.prefix == [0]
+
+
 # --- the corpus ------------------------------------------------------------------------------------------------
 
 

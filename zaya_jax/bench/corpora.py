@@ -13,6 +13,7 @@ from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.manifest import Manifest, describe_file, digest_of
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
 
 _MEDIAN, _SIGMA = 700, 1.1  # of the log-normal lengths of drawn documents, in tokens
@@ -63,10 +64,11 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
     [eot] = loaded.encode_template(loaded.eot_text)
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
     units = range(shards)
-    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0, advice="None is bad",
+    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0, advice="None is bad.",
             label="drawing documents")  # fmt: skip
     notes = [note for unit in units if (note := read_note(folder, unit)) is not None]
-    manifest = write_merged(folder, notes, kind="tokens", inputs=digest_of(draw, shards), eot=loaded.eot_text,
+    manifest = write_merged(folder, notes, kind="tokens", inputs=digest_of(draw, shards),
+                            special=SpecialTokens(*[loaded.eot_text] * 3),
                             tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
     remove_notes(folder)
     return manifest

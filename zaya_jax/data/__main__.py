@@ -40,6 +40,8 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--suffixes", nargs="+", default=[".txt"], metavar="END",
                          help="endings of files that are text, one document each (default: .txt)")  # fmt: skip
     prepare.add_argument("--eot", metavar="TOKEN", help="the token that ends a document, where it is not a known one")
+    prepare.add_argument("--bos", metavar="TOKEN", help="the token that begins a document, or none (default: as "
+                         "tokenizer_config.json beside the tokenizer says)")  # fmt: skip
     prepare.add_argument("--heldout", type=float, default=0.01, metavar="PART",
                          help="part of the documents held out, by a hash of their content (default: 0.01)")  # fmt: skip
     prepare.add_argument("--max-bad", type=int, default=0, metavar="N",
@@ -71,7 +73,8 @@ def _prepare(given: argparse.Namespace) -> None:
 
     field = given.field or ("messages" if given.chat else "text")
     kind = "chat" if given.chat else "tokens"
-    settings = PrepareSettings(kind, field, tuple(given.suffixes), given.eot, given.heldout)
+    settings = PrepareSettings(kind, field, tuple(given.suffixes), given.eot, given.bos,
+                               given.heldout)  # fmt: skip
     manifest = prepare(given.input, given.tokenizer, given.output, settings, max_bad=given.max_bad,
                        workers=given.workers, task=given.task, tasks=given.of)  # fmt: skip
     if manifest is None:

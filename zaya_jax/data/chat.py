@@ -215,7 +215,7 @@ class Template:
         """What Jinja compiled does not travel to another process; the source does."""
         return Template, (self.source, self.name)
 
-    def render(self, conversation: Conversation, *, bos: str, eos: str) -> list[Piece]:
+    def render(self, conversation: Conversation, *, bos: str | None, eos: str | None) -> list[Piece]:
         """Render a conversation of `parse_conversation`.
 
         The marks of reasoning stand inside the white space around it, so a template may strip it. A second rendering
@@ -223,8 +223,8 @@ class Template:
 
         Args:
           conversation: stays as it is.
-          bos: the text of `bos_token`.
-          eos: the text of `eos_token`.
+          bos: the text of `bos_token`, which is undefined where None, as in transformers.
+          eos: the text of `eos_token`, likewise.
 
         Returns:
           Pieces, none empty, whose texts joined are the rendering. Reasoning that the template does not write has
@@ -234,7 +234,8 @@ class Template:
           ValueError: the template fails with this conversation, nests generation, or does more with reasoning than
             write it whole. A clause, to which the caller adds where the conversation was read.
         """
-        names = {"bos_token": bos, "eos_token": eos, "add_generation_prompt": False}
+        tokens = {"bos_token": bos, "eos_token": eos}
+        names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
         try:
             plain = self._plain.render(messages=_messages(conversation, marked=False), **names)
             marked = self._marked.render(messages=_messages(conversation, marked=True), **names)

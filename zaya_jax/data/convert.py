@@ -5,6 +5,7 @@ holds. So work can be killed at any moment, shared among tasks, and started agai
 """
 
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -61,8 +62,6 @@ class _Job(NamedTuple):
     number: int
     unit: Any
     size: int  # bytes, for progress
-    limit: int  # of documents left out
-    advice: str
 
 
 class Work(Protocol):
@@ -85,6 +84,39 @@ class UnitNote:
     examples: list[str]
 
 
+class Survey(NamedTuple):
+    """What was found in a unit that was read and not converted."""
+
+    skipped: dict[str, int]
+    examples: list[str]
+
+
+_Do = Callable[[_Job, Callable[[int], None]], UnitNote | Survey]  # the second argument adds bytes to the progress
+
+
+def survey(folder: Path, units: Sequence[Any], numbers: Sequence[int], check: Callable[[Any], Iterable[int | Skipped]],
+           *, sizes: Sequence[int], workers: int, limit: int, advice: str, label: str) -> None:  # fmt: skip
+    """Read units without writing anything, and refuse them where too many documents cannot be used.
+
+    Args:
+      folder: the notes in it say what units that are done have left out.
+      units: as for `convert`, like all that follows but `check`.
+      numbers: of those to read.
+      check: gives for each document of a unit its bytes, or why it cannot be used.
+      sizes: bytes of each unit.
+      workers: processes.
+      limit: documents that may be left out.
+      advice: what to do where there are more.
+      label: what the progress bar says.
+
+    Raises:
+      InputError: more documents cannot be used than `limit`; all are counted.
+      RunStopped: a process was killed.
+    """
+    _run(folder, units, numbers, functools.partial(_survey, check), sizes=sizes, workers=workers, limit=limit,
+         advice=advice, label=label)  # fmt: skip
+
+
 def convert(folder: Path, units: Sequence[Any], numbers: Sequence[int], work: Work, *, sizes: Sequence[int],
             workers: int, limit: int, advice: str, label: str) -> None:  # fmt: skip
     """Turn units into shards of `folder`.
@@ -97,26 +129,32 @@ def convert(folder: Path, units: Sequence[Any], numbers: Sequence[int], work: Wo
       sizes: bytes of each unit, for progress.
       workers: processes; with one the work is done in this one.
       limit: documents that may be left out, over `numbers`.
-      advice: what to do where there are more, a sentence without its full stop.
+      advice: what to do where there are more, a sentence in which `{count}` stands for how many there are.
       label: what the progress bar says.
 
     Raises:
-      InputError: more documents cannot be used than `limit`, or one of the work's own.
+      InputError: more documents cannot be used than `limit` once all units are done, or one of the work's own.
       RunStopped: a process was killed, or a shard cannot be written.
     """
+    _run(folder, units, numbers, functools.partial(_do, work), sizes=sizes, workers=workers, limit=limit,
+         advice=advice, label=label)  # fmt: skip
+
+
+def _run(folder: Path, units: Sequence[Any], numbers: Sequence[int], do: _Do, *, sizes: Sequence[int], workers: int,
+         limit: int, advice: str, label: str) -> None:  # fmt: skip
     refuse_in_worker()
-    notes = {number: note for number in numbers if (note := read_note(folder, number)) is not None}
-    todo = [number for number in numbers if number not in notes]
-    skipped, examples = Counter[str](), [example for note in notes.values() for example in note.examples]
-    for note in notes.values():
-        skipped.update(note.skipped)
-    _check(skipped, examples, limit, advice)
+    results: dict[int, UnitNote | Survey] = {}
+    results.update((number, note) for number in numbers if (note := read_note(folder, number)) is not None)
+    todo = [number for number in numbers if number not in results]
     with WorkProgress(label, sum(sizes[number] for number in todo)) as progress:
-        jobs = [_Job(folder, number, units[number], sizes[number], limit, advice) for number in todo]
-        for note in _each(jobs, work, min(workers, len(todo)), progress):
-            skipped.update(note.skipped)
-            examples += note.examples
-            _check(skipped, examples, limit, advice)
+        jobs = [_Job(folder, number, units[number], sizes[number]) for number in todo]
+        results.update(_each(jobs, do, min(workers, len(todo)), progress))
+    skipped, examples = Counter[str](), []
+    for _, result in sorted(results.items()):
+        skipped.update(result.skipped)
+        examples += result.examples
+    if skipped.total() > limit:
+        raise InputError(_refusal(skipped, examples, limit, advice))
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:
@@ -150,31 +188,30 @@ def _note_path(folder: Path, number: int) -> Path:
     return folder / f"unit-{number:06d}.json"
 
 
-def _check(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> None:
+def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> str:
     count = skipped.total()
-    if count > limit:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
-        listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
-        more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
-        raise InputError(
-            f"{count} document{'s' if count > 1 else ''} cannot be used ({reasons}). {advice}:{listed}{more}"
-        )
+    reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
+    allowed = f", {limit} may be skipped" if limit else ""
+    listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
+    more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
+    return (f"{count} document{'s' if count > 1 else ''} cannot be used ({reasons}){allowed}. "
+            f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
 
 
-def _each(jobs: list[_Job], work: Work, workers: int, progress: WorkProgress) -> Iterator[UnitNote]:
+def _each(jobs: list[_Job], do: _Do, workers: int, progress: WorkProgress) -> Iterator[tuple[int, UnitNote | Survey]]:
     if workers <= 1:
         for job in jobs:
-            yield _do(job, work, progress.add)
+            yield job.number, do(job, progress.add)
         return
     # Not forked: this process may hold threads, as that of a training run does.
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(workers, context, _begin, (work, done, stop, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, _begin, (do, done, stop, os.getpid()))
     try:
-        futures = [pool.submit(_do_here, job) for job in jobs]
+        futures = {pool.submit(_do_here, job): job.number for job in jobs}
         with progress.follow(lambda: done.value):
             for future in as_completed(futures):
-                yield future.result()
+                yield futures[future], future.result()
     except BrokenProcessPool as error:
         raise RunStopped("A process that prepared data ended: it was killed, perhaps for want of memory, or a script "
                          "begins the work without `if __name__ == '__main__':`. The same command goes on from what is "
@@ -187,9 +224,9 @@ def _each(jobs: list[_Job], work: Work, workers: int, progress: WorkProgress) ->
 _here: dict[str, Any] = {}  # what `_begin` gives to the `_do_here` of the same process
 
 
-def _begin(work: Work, done: Any, stop: Any, parent: int) -> None:
+def _begin(do: _Do, done: Any, stop: Any, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
-    _here.update(work=work, done=done, stop=stop)
+    _here.update(do=do, done=done, stop=stop)
     end_with_parent(parent)
 
 
@@ -204,17 +241,37 @@ def end_with_parent(parent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _do_here(job: _Job) -> UnitNote:
+def _do_here(job: _Job) -> UnitNote | Survey:
     def add(count: int) -> None:
         if _here["stop"].is_set():
             raise RunStopped("The work was stopped.")
         with _here["done"].get_lock():
             _here["done"].value += count
 
-    return _do(job, _here["work"], add)
+    return _here["do"](job, add)
 
 
-def _do(job: _Job, work: Work, add: Callable[[int], None]) -> UnitNote:
+def _survey(check: Callable[[Any], Iterable[int | Skipped]], job: _Job, add: Callable[[int], None]) -> Survey:
+    skipped, examples, read = Counter[str](), [], 0
+    for found in check(job.unit):
+        if isinstance(found, Skipped):
+            _count(found, skipped, examples)
+            continue
+        read += found
+        if read >= _TOLD_EVERY:
+            add(read)
+            read = 0
+    add(read)
+    return Survey(dict(skipped), examples)
+
+
+def _count(found: Skipped, skipped: Counter[str], examples: list[str]) -> None:
+    skipped[found.reason] += 1
+    if len(examples) < EXAMPLES:
+        examples.append(f"{found.where}: {found.reason}: {found.detail}")
+
+
+def _do(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
     lengths = {split: array("q") for split in SPLITS}
     text_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
     skipped, outcomes, examples, read, told = Counter[str](), Counter[str](), [], 0, 0
@@ -225,10 +282,7 @@ def _do(job: _Job, work: Work, add: Callable[[int], None]) -> UnitNote:
         }
         for found in work(job.unit):
             if isinstance(found, Skipped):
-                skipped[found.reason] += 1
-                if len(examples) < EXAMPLES:
-                    examples.append(f"{found.where}: {found.reason}: {found.detail}")
-                _check(skipped, examples, job.limit, job.advice)
+                _count(found, skipped, examples)
                 continue
             writers[found.split].write(found.data)
             lengths[found.split].append(found.tokens)

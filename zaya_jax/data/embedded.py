@@ -101,6 +101,8 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             dtype=token_dtype(tokenizer.vocab_size).str,
             tokenizer=describe_file(partial / TOKENIZER),
             eot=tokenizer.eot_text,
+            bos=tokenizer.eot_text,
+            eos=tokenizer.eot_text,
             counts={},
             examples=(),
             extras=(describe_file(partial / BASELINES),),
@@ -115,7 +117,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
 
 def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, text_bytes: int,
                 *, shard_bytes: int = _SHARD_BYTES) -> SplitEntry:  # fmt: skip
-    """Write each document as the token that ends one, its tokens, and that token again.
+    """Write each document as the token that begins one, its tokens, and the token that ends one.
 
     Args:
       folder: an existing folder; gets the shards and the lengths of the split.
@@ -129,7 +131,7 @@ def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], 
       The split's entry in the manifest.
     """
     dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
-    records = (np.array([tokenizer.eot, *document, tokenizer.eot], dtype) for document in documents)
+    records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
     while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths, shard_bytes):
         shards.append(entry)
     path = folder / f"{split}-lengths.npy"

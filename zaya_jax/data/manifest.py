@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from zaya_jax.data.corpus import SPLITS, Split
+from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.errors import InputError
 from zaya_jax.files import write_atomically
 
@@ -65,6 +66,13 @@ class Manifest:
     counts: dict[str, int]  # of what was left out or altered, by reason
     examples: tuple[str, ...]  # of what was left out: where it stands, and why
     extras: tuple[FileEntry, ...] = ()
+    bos: str | None = None  # the token that begins one and the `bos_token` of templates; None where there is none
+    eos: str | None = None  # the `eos_token` of templates
+
+    @property
+    def special(self) -> SpecialTokens:
+        """The special tokens as text."""
+        return SpecialTokens(self.eot, self.bos, self.eos)
 
     def split(self, split: Split) -> SplitEntry:
         """The entry of one split."""
@@ -83,12 +91,13 @@ def digest_of(*values: object) -> str:
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def content_of(kind: Kind, dtype: str, eot: str, tokenizer: FileEntry, splits: Iterable[SplitEntry]) -> str:
+def content_of(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry,
+               splits: Iterable[SplitEntry]) -> str:  # fmt: skip
     """The digest of the documents: equal where all of them are, in order."""
     shards = [
         [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits
     ]
-    return digest_of(kind, dtype, eot, tokenizer.digest, shards)
+    return digest_of(kind, dtype, list(special), tokenizer.digest, shards)
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -140,6 +149,8 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     for name, entry in (("extras", lambda x: FileEntry(**x)), ("examples", str)):
         files[name] = tuple(map(entry, tree.pop(name)))
     splits = {split: _parse_split(tree.pop(split)) for split in SPLITS}
+    for key in ("bos", "eos"):  # of a manifest without them, the token that ends a document stood for both
+        tree.setdefault(key, tree["eot"])
     manifest = Manifest(**files, **splits, **tree)
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
         if value not in allowed:

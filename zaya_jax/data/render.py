@@ -22,6 +22,7 @@ from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, describe_file, digest_of, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
+from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
@@ -42,18 +43,18 @@ class RenderWork:
     """A shard of conversations to records of tokens and what the loss counts: what an assistant writes."""
 
     tokenizer: Path
-    eot: str
+    special: SpecialTokens
     template: Template
     limit: int | None  # tokens; None trims nothing
 
     def __call__(self, unit: RenderUnit) -> Iterator[Record | Skipped]:
         """A record a conversation; one that cannot fit has no tokens, and so keeps its number."""
-        tokenizer = _tokenizer(self.tokenizer, self.eot)
+        tokenizer = _tokenizer(self.tokenizer, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
         records = Records(unit.folder, (unit.shard,))
 
         def render(conversation: Conversation) -> list[Span]:
-            pieces = self.template.render(conversation, bos=tokenizer.eot_text, eos=tokenizer.eot_text)
+            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos)
             return encode_pieces(pieces, tokenizer.encode_template)
 
         for number in range(len(records)):
@@ -115,16 +116,16 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
     target.mkdir(exist_ok=True)
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
     units = [RenderUnit(folder, split, shard) for shard in manifest.split(split).shards]
-    work = RenderWork(target / TOKENIZER, manifest.eot, template, limit)
+    work = RenderWork(target / TOKENIZER, manifest.special, template, limit)
     convert(target, units, range(len(units)), work, sizes=[unit.shard.bytes for unit in units],
             workers=default_workers(), limit=0, label=f"writing out the {split} conversations of {folder.name}",
-            advice=f"The chat template {template.name} must write out each of them")  # fmt: skip
+            advice=f"The chat template {template.name} must write out each of them.")  # fmt: skip
     notes = [note for number in range(len(units)) if (note := read_note(target, number)) is not None]
-    write_merged(target, notes, kind="masked", inputs=inputs, eot=manifest.eot,
+    write_merged(target, notes, kind="masked", inputs=inputs, special=manifest.special,
                  tokenizer=describe_file(target / TOKENIZER))  # fmt: skip
     remove_notes(target)
 
 
 @functools.lru_cache(maxsize=1)
-def _tokenizer(path: Path, eot: str) -> Tokenizer:
-    return load_tokenizer(path, eot)  # its folder is named by what it holds
+def _tokenizer(path: Path, special: SpecialTokens) -> Tokenizer:
+    return load_tokenizer(path, special.eot, special.bos)  # its folder is named by what it holds

@@ -92,6 +92,11 @@ def open_sources(config: Config) -> Prepared:
                 f"data.sources.{source.name} was prepared with another tokenizer than data.sources.{first.name}; "
                 "prepare both with the same tokenizer.json."
             )
+        if None is not source.manifest.bos != first.manifest.bos is not None:
+            raise InputError(
+                f"data.sources.{source.name} was prepared with documents that begin with {source.manifest.bos!r}, "
+                f"data.sources.{first.name} with {first.manifest.bos!r}; prepare both with the same --bos."
+            )
         if source.manifest.train.documents == 0:
             raise InputError(f"data.sources.{source.name} holds no document to train on.")
     read = {name for phase in config.phases for name in phase.mixture or sources}
@@ -105,7 +110,7 @@ def open_sources(config: Config) -> Prepared:
         except OSError as error:
             raise InputError(f"{error.filename} cannot be used: {error.strerror}.") from error
     path = first.folder / first.manifest.tokenizer.file
-    tokenizer = load_tokenizer(path, first.manifest.eot)
+    tokenizer = load_tokenizer(path, first.manifest.eot, first.manifest.bos)
     check_vocabulary(tokenizer, config.model.vocab_size, path)
     baselines = {} if config.data.sources else read_baselines(first.folder)
     return Prepared(tokenizer, sources, baselines, cache)

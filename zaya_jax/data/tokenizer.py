@@ -26,9 +26,10 @@ class Tokenizer:
     Attributes:
       eot: the token between documents.
       eot_text: how it is written.
+      prefix: the tokens that begin a document: one, or none.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None) -> None:
         """Wrap a tokenizer of the `tokenizers` library (see `train_tokenizer`, `load_tokenizer`)."""
         self._backend = backend
         self._backend.no_truncation()
@@ -36,6 +37,11 @@ class Tokenizer:
         self._backend.encode_special_tokens = True
         self.eot = self._backend.token_to_id(eot_text)
         self.eot_text = eot_text
+        self.prefix = [] if bos_text is None else [self._backend.token_to_id(bos_text)]
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is written so; None where there is none."""
+        return self._backend.token_to_id(text)
 
     @functools.cached_property
     def vocab_size(self) -> int:
@@ -113,15 +119,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return Tokenizer(backend)
+    return Tokenizer(backend, bos_text=EOT_TEXT)
 
 
-def load_tokenizer(path: Path, eot_text: str | None = None) -> Tokenizer:
+def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None = None, *,
+                   default_eot: str | None = None) -> Tokenizer:  # fmt: skip
     """Read a `tokenizer.json`.
 
     Args:
       path: its file.
       eot_text: the token that ends a document; where None, the one of `EOT_TEXTS` that the tokenizer has.
+      bos_text: the token that begins a document; None where nothing does.
+      default_eot: taken where the tokenizer has none or several of `EOT_TEXTS`.
 
     Raises:
       InputError: the file is missing or is no such tokenizer, or the end of a document is unknown.
@@ -131,14 +140,16 @@ def load_tokenizer(path: Path, eot_text: str | None = None) -> Tokenizer:
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
     found = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
-    if eot_text is None and len(found) == 1:
-        (eot_text,) = found
-    elif eot_text is None:
+    if eot_text is None:
+        eot_text = found[0] if len(found) == 1 else default_eot
+    if eot_text is not None:
+        for text, role in ((eot_text, "end"), (bos_text, "begin")):
+            if text is not None and backend.token_to_id(text) is None:
+                raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document with.")
+    else:
         has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document with --eot.")
-    elif backend.token_to_id(eot_text) is None:
-        raise InputError(f"The tokenizer file {path} has no token {eot_text!r} to end a document with.")
-    return Tokenizer(backend, eot_text)
+    return Tokenizer(backend, eot_text, bos_text)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:

@@ -30,7 +30,7 @@ def report(config: Config, result: TrainResult) -> str:
 def continuation(config: Config, result: TrainResult) -> str:
     """The configured prompt and what the model writes after it."""
     tokenizer, sample = result.prepared.tokenizer, config.sample
-    prompt = [tokenizer.eot, *tokenizer.encode(sample.prompt)]
+    prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
     (tokens,) = generate(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,

@@ -1,0 +1,183 @@
+"""Documents as records: what can be used, its tokens, and the split it belongs to."""
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from zaya_jax.data.chat import Conversation, find_special, parse_conversation
+from zaya_jax.data.convert import Record, Skipped
+from zaya_jax.data.corpus import Split
+from zaya_jax.data.manifest import Kind
+from zaya_jax.data.readers.read import read_unit
+from zaya_jax.data.readers.unit import Bad, Document, Unit
+from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zaya_jax.errors import InputError
+
+_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 2**20  # documents encoded together, and their size
+
+
+@dataclass(frozen=True)
+class PrepareSettings:
+    """What the documents of a prepared folder depend on, beside the inputs."""
+
+    kind: Kind = "tokens"  # or 'chat': the field holds conversations
+    field: str = "text"  # key of JSON lines, column of Parquet and Arrow files
+    suffixes: tuple[str, ...] = (".txt",)  # of files that are text, each one document
+    eot: str | None = None  # token that ends a document; where None, the one the tokenizer is known to have
+    bos: str | None = None  # token that begins one, or 'none'; where None, see `find_special_tokens`
+    heldout: float = 0.01  # part of the documents held out, by a hash of their content
+
+    def check(self) -> None:
+        """Raise `InputError` where the held-out part cannot be."""
+        if not 0 <= self.heldout < 1:
+            raise InputError(f"--heldout is {self.heldout}, but must be at least 0 and below 1.")
+
+
+@dataclass(frozen=True)
+class PrepareWork:
+    """A unit of input to records."""
+
+    tokenizer: Path
+    digest: str  # of the tokenizer's file
+    special: SpecialTokens
+    settings: PrepareSettings
+
+    def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
+        """The unit's records, in the order of its documents."""
+        tokenizer = self._tokenizer()
+        records = self._conversations if self.settings.kind == "chat" else self._texts
+        for documents in _some_at_once(read_unit(unit, field=self.settings.field)):
+            yield from records(tokenizer, documents)
+
+    def check(self, unit: Unit) -> Iterator[int | Skipped]:
+        """For each document of the unit, its bytes or why it cannot be used; encodes nothing."""
+        tokenizer = self._tokenizer()
+        use = _use_conversation if self.settings.kind == "chat" else self._use_text
+        for document in read_unit(unit, field=self.settings.field):
+            used = use(tokenizer, document)
+            yield used if isinstance(used, Skipped) else _bytes(document)
+
+    def _tokenizer(self) -> Tokenizer:
+        return _load_tokenizer(self.tokenizer, self.digest, self.special)
+
+    def _use_text(self, tokenizer: Tokenizer, document: Document | Bad) -> str | np.ndarray | Skipped:
+        """A document's text or token ids, or why it cannot be used."""
+        if isinstance(document, Bad):
+            return _skipped(document, document.reason, document.detail)
+        if isinstance(document.value, np.ndarray):
+            return _use_ids(tokenizer, document, document.value)
+        if not isinstance(document.value, str):
+            return _skipped(document, "wrong type", f"the field {self.settings.field!r} holds no text; --chat reads "
+                            "conversations")  # fmt: skip
+        return document.value
+
+    def _texts(self, tokenizer: Tokenizer, documents: list[Document | Bad]) -> Iterator[Record | Skipped]:
+        """Each document as the token that begins one, if any, its tokens, and the token that ends it."""
+        dtype = token_dtype(tokenizer.vocab_size)
+        used = [self._use_text(tokenizer, document) for document in documents]
+        encoded = tokenizer.encode_all(value for value in used if isinstance(value, str))
+        for document, value in zip(documents, used, strict=True):
+            if isinstance(value, Skipped):
+                yield value
+                continue
+            if isinstance(value, str):
+                tokens, text = next(encoded), value.encode()
+                if tokenizer.eot in tokens:  # of a tokenizer that does not mark it as special
+                    yield _skipped(document, "end inside", f"its text makes the token {tokenizer.eot_text!r}")
+                    continue
+            else:
+                # Text and token ids of any dtype are split alike, so the text of the ids decides.
+                tokens, text = value.tolist(), tokenizer.decode(value.tolist()).encode()
+            data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
+            yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document))
+
+    def _conversations(self, tokenizer: Tokenizer, documents: list[Document | Bad]) -> Iterator[Record | Skipped]:
+        """Each conversation as JSON; its tokens are those of what was said, since a template adds its own later."""
+        for document in documents:
+            conversation = _use_conversation(tokenizer, document)
+            if isinstance(conversation, Skipped):
+                yield conversation
+                continue
+            said = spoken(conversation)
+            data = _to_json(conversation)
+            tokens = sum(map(len, tokenizer.encode_all(said)))
+            yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in said), _bytes(document))
+
+    def _split(self, content: bytes) -> Split:
+        """By content, so that two copies of a document are on the same side."""
+        digest = hashlib.blake2b(content, digest_size=8).digest()
+        return "heldout" if int.from_bytes(digest, "little") < self.settings.heldout * 2**64 else "train"
+
+
+def spoken(conversation: Conversation) -> list[str]:
+    """The texts of a conversation: contents and reasoning."""
+    return [text for message in conversation for text in (message.get("reasoning", ""), message["content"]) if text]
+
+
+def _use_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
+    """Token ids without the tokens that begin and end a document."""
+    if tokenizer.prefix and ids[0] == tokenizer.prefix[0]:
+        ids = ids[1:]
+    if len(ids) and ids[-1] == tokenizer.eot:
+        ids = ids[:-1]
+    if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
+        return _skipped(document, "wrong tokens", "a document needs tokens, each at least 0 and below "
+                        f"{tokenizer.vocab_size}, which is where the tokenizer ends")  # fmt: skip
+    if (ids == tokenizer.eot).any():
+        return _skipped(document, "end inside", f"it holds the token {tokenizer.eot_text!r} before its end")
+    return ids
+
+
+def _use_conversation(tokenizer: Tokenizer, document: Document | Bad) -> Conversation | Skipped:
+    """A conversation, or why the document cannot be used as one."""
+    if isinstance(document, Bad):
+        return _skipped(document, document.reason, document.detail)
+    try:
+        conversation = parse_conversation(document.value)
+    except ValueError as error:
+        return _skipped(document, "no conversation", str(error))
+    special = find_special(conversation, tokenizer.specials)
+    if special is not None:
+        return _skipped(document, "special token", f"it holds the text {special!r}, which would end a turn")
+    try:
+        _to_json(conversation)
+    except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
+        return _skipped(document, "no conversation", f"it holds what JSON cannot: {error}")
+    return conversation
+
+
+def _to_json(conversation: Conversation) -> bytes:
+    return json.dumps(conversation, ensure_ascii=False, sort_keys=True, allow_nan=False).encode()
+
+
+def _bytes(document: Document | Bad) -> int:
+    return 0 if isinstance(document, Bad) else document.bytes
+
+
+def _skipped(document: Document | Bad, reason: str, detail: str) -> Skipped:
+    return Skipped(f"{document.file}:{document.line}", reason, detail)
+
+
+def _some_at_once(documents: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]:
+    """The documents in groups that are worth encoding together and are not too much for memory."""
+    some, size = [], 0
+    for document in documents:
+        some.append(document)
+        size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1
+        if len(some) == _AT_ONCE or size >= _CHARACTERS_AT_ONCE:
+            yield some
+            some, size = [], 0
+    yield some
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokenizer(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
+    del digest  # another file may come to lie at the path
+    return load_tokenizer(path, special.eot, special.bos)
