@@ -1,14 +1,17 @@
 """Files that several processes share: written whole or not at all, locked by the one that works on them."""
 
 import fcntl
+import json
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from zaya_jax.errors import InputError
+
+_LONGEST_JSON = 2**26  # bytes; the index of the legacy 74B's weights needs a fiftieth
 
 
 def partial_name(path: Path) -> Path:
@@ -27,6 +30,26 @@ def write_atomically(path: Path, text: str) -> None:
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file that may be damaged or hostile, in bounded time and memory.
+
+    Raises:
+      InputError: it cannot be read, is longer than 64 MiB, or is not JSON.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_LONGEST_JSON + 1)
+        if len(raw) > _LONGEST_JSON:
+            raise InputError(f"{path} is longer than {_LONGEST_JSON} bytes, the most that is read of such a file.")
+        return json.loads(raw.decode("utf-8"))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
 
 
 @contextmanager

@@ -1,16 +1,21 @@
 """What is said of damaged folders, before anything of their tensors is read."""
 
+import contextlib
 import json
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from tests.checkpoint.test_safetensors import VALUES
 from tests.helpers import random_values, tiny_config
 from zaya_jax.checkpoint.hf_config import to_hf
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.checkpoint.hf_folder import INDEX, open_folder
+from zaya_jax.checkpoint.hf_legacy_config import to_legacy
 from zaya_jax.errors import InputError
 
 QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
@@ -44,11 +49,28 @@ def changed_index(folder, change):
     return refused(folder / "sharded")
 
 
-@pytest.mark.parametrize("file", ["../whole/model.safetensors", "/etc/passwd", "sub/x.safetensors", 3, None])
+@pytest.mark.parametrize("file", ["../whole/model.safetensors", "/etc/passwd", "sub/x.safetensors", 3, None,
+                                  "x\0.safetensors"])  # fmt: skip
 def test_an_index_leads_nowhere_else(sharded, file):
     message = changed_index(sharded[1], lambda index: index["weight_map"].update({QUERY: file}))
     assert QUERY in message
     assert repr(file) in message
+
+
+@pytest.mark.parametrize("file", ["\ud800.safetensors", 300 * "x" + ".safetensors"])
+def test_a_file_name_that_no_disk_takes_is_refused(sharded, file):
+    assert "cannot be read" in changed_index(sharded[1], lambda index: index["weight_map"].update({QUERY: file}))
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(weight_map=st.dictionaries(st.text(max_size=9), VALUES | st.text(max_size=9).map("{}.safetensors".format)),
+       rest=VALUES)  # fmt: skip
+def test_an_index_of_any_json_is_refused(weight_map, rest, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("any")
+    (folder / "config.json").write_text("{}")
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map} if weight_map else rest))
+    with pytest.raises(InputError):
+        open_folder(folder)
 
 
 @pytest.mark.parametrize("file", ["..", ".", ""])
@@ -139,8 +161,37 @@ def test_a_configuration_of_another_size_is_found_out(saved):
     assert "hidden_act 'relu'" in refused(saved)
 
 
+HUGE = 10**30
+CONFIGURED = sorted({*to_hf(tiny_config("sliding"), "float32")} | {*to_legacy(tiny_config("sliding"), "float32")})
+
+
+@pytest.fixture(scope="module", params=["hf", "legacy"])
+def changing(tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("changing")
+    write(folder, tiny_config("sliding"), request.param)
+    return folder
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(changes=st.dictionaries(st.sampled_from(CONFIGURED), VALUES | st.just(HUGE), min_size=1, max_size=2))
+@example(changes={"num_hidden_layers": HUGE, "layer_types": None})
+@example(changes={"num_hidden_layers": 2 * 10**9, "layer_types": None})
+@example(changes={"num_experts": HUGE})
+@example(changes={"rms_norm_eps": 10**400, "norm_epsilon": 10**400})
+def test_a_configuration_of_any_json_is_read_or_refused(changing, changes):
+    path = changing / "config.json"
+    before = path.read_text()
+    path.write_text(json.dumps({**json.loads(before), **changes}))
+    try:
+        with contextlib.suppress(InputError):
+            open_folder(changing)
+    finally:
+        path.write_text(before)
+
+
 @pytest.mark.parametrize(("content", "said"), [(b"{", "is not JSON"), (b"[]", "holds no JSON object"),
-                                               (b"\xff\xfe", "is not JSON")])  # fmt: skip
+                                               (b"\xff\xfe", "is not JSON"), (b"[" * 10**6, "is not JSON"),
+                                               (b" " * (2**26 + 1), "is longer than")])  # fmt: skip
 def test_a_damaged_configuration_is_named(saved, content, said):
     (saved / "config.json").write_bytes(content)
     message = refused(saved)

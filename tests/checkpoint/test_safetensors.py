@@ -1,13 +1,15 @@
 """Files of tensors: the package's and ours are one format, and damaged ones are told apart before memory is taken."""
 
+import contextlib
 import json
 import struct
+import time
 import tracemalloc
 
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
@@ -116,6 +118,8 @@ def refused(path):
     ({"x": entry(offsets=(0, 10**15), shape=(250_000_000_000_000,))}, b"12345678", "the tensor x ends at byte"),
     ({"x": entry("F128")}, b"12345678", "the tensor x is of the unknown dtype 'F128'"),
     ({"x": entry(None)}, b"12345678", "the tensor x is of the unknown dtype None"),
+    ({"x": entry(["F32"])}, b"12345678", "the tensor x is of the unknown dtype ['F32']"),
+    ({"x" * 1001: entry()}, b"12345678", "the name of a tensor has 1001 characters"),
     ({"x": {"dtype": "F32"}}, b"", "the tensor x is not given by"),
     ({"x": {**entry(), "more": 1}}, b"12345678", "the tensor x is not given by"),
     ({"x": 3}, b"", "the tensor x is not given by"),
@@ -135,6 +139,33 @@ def test_a_damaged_file_is_named_with_its_tensor(header, data, said, tmp_path):
     message = refused(tmp_path / "file")
     assert said in message
     assert "not a whole safetensors file" in message
+
+
+def test_a_name_that_is_there_twice_is_found_in_a_moment_among_many(tmp_path):
+    names = [f"x{number}" for number in range(200_000)]
+    text = ",".join(f'"{name}":0' for name in [*names, names[-1]])
+    raw_file(tmp_path / "file", f"{{{text}}}".encode())
+    begun = time.process_time()
+    assert "'x199999' twice" in refused(tmp_path / "file")
+    assert time.process_time() - begun < 20  # it takes 0.1 s; counting each name anew took an hour
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.sampled_from(["F32", "U8"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=9,
+)
+ENTRIES = st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), VALUES) | VALUES
+
+
+@settings(max_examples=10 * settings.default.max_examples)
+@given(header=st.dictionaries(st.text(max_size=9) | st.just("__metadata__"), ENTRIES, max_size=4) | VALUES,
+       data=st.binary(max_size=20))  # fmt: skip
+def test_a_header_of_any_json_is_read_or_refused(header, data, tmp_path_factory):
+    path = tmp_path_factory.mktemp("any") / "file"
+    raw_file(path, header, data)
+    with contextlib.suppress(InputError):
+        read_header(path)
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F4", "U8", "I64", "BOOL"])

@@ -25,6 +25,7 @@ _ONLY = {"attention": "cca", "router": "zaya", "residual_scaling": True}
 _FIXED = {"hidden_act": "silu", "tie_word_embeddings": True, "num_experts_per_tok": 1}
 
 
+_LARGEST = 1e300  # of a number: a longer integer is no float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
 
 
@@ -38,13 +39,13 @@ def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
     refuse_variants(tree, where)
     for key, value in _FIXED.items():
         if tree.get(key, value) != value:
-            raise InputError(f"{where} has {key} {tree[key]!r}, but only {value!r} is supported.")
+            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {value!r} is supported.")
     sizes = {ours: whole(tree, theirs, where) for ours, theirs in _SIZES.items()}
     types = _layer_types(tree, sizes["num_layers"], where)
     bases, fraction = _rope(tree.get("rope_parameters"), types, where)
     window = tree.get("sliding_window") if "hybrid_sliding" in types else None
     if window is not None and type(window) is not int:
-        raise InputError(f"{where} has sliding_window {window!r}, but must have a whole number.")
+        raise InputError(f"{where} has sliding_window {window!r:.200}, but must have a whole number.")
     return build(
         where,
         **sizes,
@@ -73,7 +74,7 @@ def build(where: str, **fields: Any) -> ModelConfig:
 def require_zaya(tree: dict[str, Any], where: str) -> None:
     """Refuse the configuration of another model."""
     if tree.get("model_type") != "zaya":
-        raise InputError(f"{where} has model_type {tree.get('model_type')!r}, but must have 'zaya'.")
+        raise InputError(f"{where} has model_type {tree.get('model_type')!r:.200}, but must have 'zaya'.")
 
 
 def refuse_variants(tree: dict[str, Any], where: str) -> None:
@@ -86,7 +87,7 @@ def refuse_variants(tree: dict[str, Any], where: str) -> None:
 def whole(tree: dict[str, Any], key: str, where: str) -> int:
     """A size."""
     if type(tree.get(key)) is not int or tree[key] < 1:
-        raise InputError(f"{where} has {key} {tree.get(key)!r}, but must have a positive whole number.")
+        raise InputError(f"{where} has {key} {tree.get(key)!r:.200}, but must have a positive whole number.")
     return tree[key]
 
 
@@ -94,15 +95,15 @@ def flag(tree: dict[str, Any], key: str, where: str) -> bool:
     """True or false; false where it is not given."""
     value = tree.get(key, False)
     if type(value) is not bool:
-        raise InputError(f"{where} has {key} {value!r}, but must have true or false.")
+        raise InputError(f"{where} has {key} {value!r:.200}, but must have true or false.")
     return value
 
 
 def number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
     """A number; `default` where it is not given."""
     value = tree.get(key, default)
-    if type(value) not in (int, float):
-        raise InputError(f"{where} has {key} {value!r}, but must have a number.")
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # NaN is not, either
+        raise InputError(f"{where} has {key} {value!r:.200}, but must have a number.")
     return float(value)
 
 
@@ -111,12 +112,12 @@ def _layer_types(tree: dict[str, Any], num_layers: int, where: str) -> list[str]
     if types is None:
         types = ["hybrid"] * num_layers
     if not isinstance(types, list):
-        raise InputError(f"{where} has layer_types {types!r}, but must have a list.")
+        raise InputError(f"{where} has layer_types {types!r:.200}, but must have a list.")
     if len(types) != num_layers:
         raise InputError(f"{where} has {len(types)} layer_types for {num_layers} layers.")
     for kind in types:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise InputError(f"{where} has the layer type {kind!r}, but supported are {', '.join(_KINDS)}.")
+            raise InputError(f"{where} has the layer type {kind!r:.200}, but supported are {', '.join(_KINDS)}.")
     return types
 
 
@@ -127,14 +128,15 @@ def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, floa
     # A rope_type beside the sections is in the released 8B's file and means nothing (zaya1.md §12.1).
     known = {*_KINDS, "rope_type"}
     if not isinstance(parameters, dict) or not known.issuperset(parameters):
-        raise InputError(f"{where} has rope_parameters {parameters!r}, but must have sections {', '.join(_KINDS)}.")
+        raise InputError(f"{where} has rope_parameters {parameters!r:.200}, but must have sections "
+                         f"{', '.join(_KINDS)}.")  # fmt: skip
     for kind in dict.fromkeys(types):
         given = parameters.get(kind)
         given = {} if given is None else given
         if not isinstance(given, dict):
-            raise InputError(f"{where} has rope_parameters {given!r} for {kind}, but must have a section.")
+            raise InputError(f"{where} has rope_parameters {given!r:.200} for {kind}, but must have a section.")
         if given.get("rope_type", "default") != "default":
-            raise InputError(f"{where} has rope_type {given['rope_type']!r}, but only 'default' is supported.")
+            raise InputError(f"{where} has rope_type {given['rope_type']!r:.200}, but only 'default' is supported.")
         bases[kind] = number(given, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
         fractions.append(number(given, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
     if len(set(fractions)) > 1:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.checkpoint.hf_config import to_hf
-from zaya_jax.checkpoint.hf_folder import INDEX, read_json
+from zaya_jax.checkpoint.hf_folder import INDEX, read_object
 from zaya_jax.checkpoint.hf_legacy import legacy_tensors
 from zaya_jax.checkpoint.hf_legacy_config import to_legacy
 from zaya_jax.checkpoint.hf_names import Tensor, is_bias, tensors
@@ -154,6 +154,6 @@ def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
     if not carry.is_dir():
         raise InputError(f"{carry} is no folder, so that no tokenizer can be taken from it.")
     if (carry / "config.json").exists():
-        there = read_json(carry / "config.json")
+        there = read_object(carry / "config.json")
         described.update({key: there[key] for key in _CARRIED_KEYS if key in there})
     return sorted(path for form in CARRIED for path in carry.glob(form) if path.is_file())

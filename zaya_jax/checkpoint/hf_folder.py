@@ -1,6 +1,6 @@
 """A folder of `transformers`, either layout: what it holds, checked before any of it is read."""
 
-import json
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from zaya_jax.checkpoint.hf_names import Tensor, tensors
 from zaya_jax.checkpoint.safetensors import Stored, read_header
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.files import read_json
 
 INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -45,33 +46,33 @@ def open_folder(folder: str | Path) -> Folder:
         of a dtype that parameters do not have; the file or tensor is named.
     """
     folder = Path(folder).expanduser()
-    tree = read_json(folder / "config.json")
+    tree = read_object(folder / "config.json")
     stored = _stored(folder)
     legacy = is_legacy(stored)
+    layers = tree.get("num_hidden_layers")
+    if type(layers) is int and layers > len(stored):  # a layer has several; checked before lists of layers are made
+        raise InputError(f"{folder / 'config.json'} has num_hidden_layers {layers}, but the folder's files hold only "
+                         f"{len(stored)} tensors.")  # fmt: skip
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
-    expected = tuple((legacy_tensors if legacy else tensors)(config))
-    names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head may be stored again
-    for name in stored:
-        if name not in names:
-            raise InputError(f"The tensor {name} in {folder} belongs to no parameter of this architecture.")
+    # One more than are stored is enough to know that one is missing, however many a configuration asks for.
+    expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))
     for tensor in expected:
         if tensor.name not in stored:
             raise InputError(f"The tensor {tensor.name} is missing in {folder}.")
         _check_shape(folder, tensor.name, stored[tensor.name], tensor.shape)
+    names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head may be stored again
+    for name in stored:
+        if name not in names:
+            raise InputError(f"The tensor {name} in {folder} belongs to no parameter of this architecture.")
     if _HEAD in stored:
         _check_shape(folder, _HEAD, stored[_HEAD], stored[_EMBEDDING].shape)
         _check_tied(folder, stored[_HEAD], stored[_EMBEDDING])
     return Folder(folder, config, legacy, expected, stored)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object a file holds; `InputError` where it holds none."""
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not JSON: {error}.") from error
+    tree = read_json(path)
     if not isinstance(tree, dict):
         raise InputError(f"{path} holds no JSON object.")
     return tree
@@ -98,16 +99,17 @@ def _stored(folder: Path) -> dict[str, Stored]:
     """Where each tensor is."""
     if not (folder / INDEX).exists():
         return read_header(folder / "model.safetensors")
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"{folder / INDEX} has no weight_map.")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise InputError(f"{folder / INDEX} places {name} in {file!r}, which is not a file of that folder.")
+        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors") or "\0" in file:
+            raise InputError(f"{folder / INDEX} places {name:.200} in {file!r:.200}, which is not a file of that "
+                             "folder.")  # fmt: skip
     headers = {file: read_header(folder / file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise InputError(f"The tensor {name} is missing in {folder / file}, where {INDEX} places it.")
+            raise InputError(f"The tensor {name:.200} is missing in {folder / file}, where {INDEX} places it.")
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:

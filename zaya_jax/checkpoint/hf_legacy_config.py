@@ -54,7 +54,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
     refuse_variants(tree, where)
     for key, values in _FIXED.items():
         if tree.get(key, values[0]) not in values:
-            raise InputError(f"{where} has {key} {tree[key]!r}, but only {values[0]!r} is supported.")
+            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {values[0]!r} is supported.")
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
             raise InputError(f"{where} has {key}, which is not known: the model may compute something else by it.")
@@ -152,7 +152,7 @@ def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[At
     if window is None and spans:
         window = spans.pop() + 1
     if window is not None and type(window) is not int:
-        raise InputError(f"{where} has sliding_window {window!r}, but must have a whole number.")
+        raise InputError(f"{where} has sliding_window {window!r:.200}, but must have a whole number.")
     return tuple(kinds), window if "sliding" in kinds else None
 
 

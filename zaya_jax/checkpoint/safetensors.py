@@ -8,6 +8,7 @@ says of a damaged file names neither tensor nor remedy; hence this module. Each 
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OTHERS = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F8_E4M3", "F8_E5M2", "F8_E8M0",
            "F8_E4M3FNUZ", "F8_E5M2FNUZ", "F6_E2M3", "F6_E3M2", "F4", "C64"}  # fmt: skip
 _LONGEST_HEADER = 2**24  # bytes; the legacy 74B, of 60 layers with 24 experts each, needs a twentieth
+_LONGEST_NAME = 1000  # characters
 
 
 class Stored(NamedTuple):
@@ -75,8 +77,9 @@ def read_header(path: Path) -> dict[str, Stored]:
             raw = file.read(length)
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        why = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{str(path)!r} cannot be read: {why}.") from error
     if len(raw) != length:
         raise _damaged(path, f"its header of {length} bytes is cut off")
     header = _parse(path, raw)
@@ -94,15 +97,14 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _damaged(path: Path, what: str) -> InputError:
-    return InputError(f"{path} is not a whole safetensors file: {what}.")
+    return InputError(f"{path} is not a whole safetensors file: {what:.500}.")
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         tree = dict(pairs)
         if len(tree) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
             raise _damaged(path, f"its header has {twice!r} twice")
         return tree
 
@@ -121,13 +123,15 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 
 
 def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
+    if len(name) > _LONGEST_NAME:
+        raise _damaged(path, f"the name of a tensor has {len(name)} characters ({name:.50}…)")
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"the tensor {name} is not given by dtype, shape and data_offsets")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
             raise _damaged(path, f"the tensor {name} has the shape {shape} and the data_offsets {offsets}")
-    if dtype in _OTHERS:
+    if isinstance(dtype, str) and dtype in _OTHERS:
         raise InputError(f"The tensor {name} in {path} is of dtype {dtype}, but parameters are {', '.join(DTYPES)}: "
                          "the released FP8 and MXFP4 variants are not supported.")  # fmt: skip
     if not isinstance(dtype, str) or dtype not in DTYPES:
