@@ -78,11 +78,25 @@ def strange_index(copy):
     (copy / "index.json").write_text("7")
 
 
+def nest_index(copy):
+    (copy / "index.json").write_text("[" * 10**6)
+
+
+def name_with_a_list(copy):
+    (copy / "index.json").write_text('[[["params"], "0:2"]]')
+
+
+def lengthen_part(copy):
+    with max(copy.iterdir(), key=lambda path: path.stat().st_size).open("r+b") as file:
+        file.truncate(2**40)  # sparse; more than there is memory
+
+
 def be_of_another_step(copy):
     shutil.copytree(copy.parents[2] / "older", copy, dirs_exist_ok=True)
 
 
-DAMAGES = [lose_copy, lose_part, cut_part, flip_part, swap_parts, empty_index, strange_index, be_of_another_step]
+DAMAGES = [lose_copy, lose_part, cut_part, flip_part, swap_parts, empty_index, strange_index, nest_index,
+           name_with_a_list, lengthen_part, be_of_another_step]  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -138,10 +152,24 @@ def test_runs_on_one_node_do_not_share_a_copy(tmp_path):
     assert len(list((tmp_path / "node").iterdir())) == 2
 
 
-def test_a_copy_that_cannot_be_written_is_none(tmp_path):
+def test_a_copy_that_cannot_be_written_is_reported_once_and_not_used(tmp_path):
     (tmp_path / "node").write_text("in the way")
-    save(tmp_path)
-    assert restored(tmp_path) == 2
+    said = []
+    with open_store(tmp_path / "run", said, local_dir=str(tmp_path / "node")) as store:
+        for step in (1, 2):
+            store.save(step, make_state(step, WIDTH), ABOUT)
+            assert store.settle()
+        (tmp_path / "node").unlink()  # from then on it can, so that a next failure is news
+        store.save(3, make_state(3, WIDTH), ABOUT)
+        assert store.settle()
+        assert copy_of(tmp_path, 3)
+        shutil.rmtree(tmp_path / "node")
+        (tmp_path / "node").write_text("in the way")
+        store.save(4, make_state(4, WIDTH), ABOUT)
+    assert [f"checkpoint of step {step} in checkpoint.local_dir ({tmp_path / 'node'}" in text
+            for step, text in zip((1, 4), said, strict=True)] == [True, True]  # fmt: skip
+    assert "Not a directory" in said[0]
+    assert restored(tmp_path) == 4
 
 
 def test_what_is_staged_is_let_go_of(tmp_path):

@@ -5,6 +5,7 @@ all of it has the digests of the checkpoint itself.
 """
 
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Digests, digest, read_slice, slice_text
+from zaya_jax.files import read_json
 
 _INDEX = "index.json"
 
@@ -28,6 +30,7 @@ class LocalCopies:
             name = f"{digest(str(run).encode())[:12]}-{jax.process_index()}"
             self._home = Path(folder).expanduser() / name
         self._staged: dict[tuple[str, str], np.ndarray] = {}
+        self._warned = False  # since a copy was last written
 
     def stage(self, arrays: Mapping[str, jax.Array]) -> None:
         """Take what this process has of `arrays` into host memory, until `keep`."""
@@ -43,14 +46,17 @@ class LocalCopies:
         """Let go of what is staged."""
         self._staged = {}
 
-    def keep(self, step: int) -> None:
+    def keep(self, step: int) -> str:
         """Write what is staged as the copy of the checkpoint of `step`, and remove older ones.
 
         A copy that cannot be written is none: there is still the checkpoint.
+
+        Returns:
+          A sentence where the copy cannot be written, the first time in a row; otherwise nothing.
         """
         staged, self._staged = self._staged, {}
         if self._home is None or not staged:
-            return
+            return ""
         part = self._home / f"{step}.partial"
         try:
             shutil.rmtree(part, ignore_errors=True)
@@ -65,16 +71,24 @@ class LocalCopies:
             for path in self._home.iterdir():
                 if path.name != str(step):
                     shutil.rmtree(path, ignore_errors=True)
-        except OSError:
+        except (OSError, ValueError) as error:  # ValueError: a path that no folder can have
             shutil.rmtree(part, ignore_errors=True)
+            warned, self._warned = self._warned, True
+            why = getattr(error, "strerror", None) or str(error)
+            return "" if warned else (
+                f"The copy of the checkpoint of step {step} in checkpoint.local_dir ({self._home}) cannot be written: "
+                f"{why}. Training continues without local copies."
+            )  # fmt: skip
+        self._warned = False
+        return ""
 
     def read(self, step: int, abstract: Mapping[str, Any], digests: Digests) -> dict[str, jax.Array] | None:
         """The arrays as `abstract` has them laid out; None where the copy lacks a part or differs."""
-        if self._home is None or not (self._home / str(step) / _INDEX).exists():
+        if self._home is None:
             return None
         folder = self._home / str(step)
         try:
-            index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+            index = read_json(folder / _INDEX)
             files = {(name, where): folder / str(number) for number, (name, where) in enumerate(index)}
             return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
         except (OSError, ValueError, KeyError, TypeError):  # what a damaged index may bring about, too
@@ -88,10 +102,13 @@ def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests:
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         where = slice_text(index or (), leaf.shape)
         if where not in found:
-            data = np.fromfile(files[name, where], leaf.dtype)
+            path, shape = files[name, where], [one.stop - one.start for one in read_slice(where)]
+            if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
+                raise ValueError(f"{path} has another size than {name}[{where}].")
+            data = np.fromfile(path, leaf.dtype)
             if digest(data) != digests[where]:
                 raise ValueError(f"{name}[{where}] is not what was saved.")
-            found[where] = data.reshape([one.stop - one.start for one in read_slice(where)])
+            found[where] = data.reshape(shape)
         return found[where]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)

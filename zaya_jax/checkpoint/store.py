@@ -349,7 +349,8 @@ class CheckpointStore:
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
-        self.local.keep(saving.step)
+        if problem := self.local.keep(saving.step):
+            (self.say if is_first() else print)(problem)  # each process has a node's disk of its own
         if is_first():
             self._retain()
 
