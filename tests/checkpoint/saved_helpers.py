@@ -4,8 +4,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from safetensors.numpy import load_file
 
+from zaya_jax.checkpoint.safetensors import read_header
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 
@@ -43,6 +45,14 @@ def flip(folder: Path) -> None:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4
         path.write_bytes(content)
+
+
+def set_value(folder: Path, tensor: str, value: float) -> None:
+    """Write one value into a tensor of a folder of `transformers`, in the tensor's dtype."""
+    stored = read_header(folder / "model.safetensors")[tensor]
+    with stored.path.open("r+b") as file:
+        file.seek(stored.start + 2 * stored.dtype.itemsize)
+        file.write(np.array(value, stored.dtype).tobytes())
 
 
 def bits(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

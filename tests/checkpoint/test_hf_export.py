@@ -64,11 +64,15 @@ def test_values_are_cast_in_blocks_and_as_numpy_casts(values, tmp_path, monkeypa
     assert kinds == {"float32"}
 
 
-def test_what_float16_cannot_hold_is_refused(values, tmp_path):
+def test_what_a_dtype_cannot_hold_is_refused(values, tmp_path):
     large = {**values, "embedding": values["embedding"] * 1e6}
     write_folder(tmp_path / "fits", CONFIG, read_arrays(values), "float16")
-    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight has values beyond float16"):
+    with pytest.raises(InputError, match=r"model\.embed_tokens\.weight has values beyond the largest float16"):
         write_folder(tmp_path / "model", CONFIG, read_arrays(large), "float16")
+    for bad in (np.nan, np.inf):
+        wrong = {**values, "embedding": np.where(values["embedding"] > 1, bad, values["embedding"])}
+        with pytest.raises(InputError, match=r"model\.embed_tokens\.weight holds NaN or infinite values"):
+            write_folder(tmp_path / "model", CONFIG, read_arrays(wrong), "bfloat16")
     assert [path.name for path in tmp_path.iterdir()] == ["fits"]
     with pytest.raises(InputError, match="The dtype is int8, but"):
         write_folder(tmp_path / "model", CONFIG, read_arrays(values), "int8")

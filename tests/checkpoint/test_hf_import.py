@@ -1,6 +1,8 @@
 """Parameters out of folders: any configuration, any layout of devices, in pieces, without a copy of the whole."""
 
 import dataclasses
+import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
+from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import abstract_model, random_values, tiny_config
 from tests.train_helpers import on_devices
 from zaya_jax.checkpoint import hf_import
@@ -23,6 +26,7 @@ from zaya_jax.model import tree
 from zaya_jax.parallel.layout import make_layout
 from zaya_jax.parallel.mesh import make_mesh
 
+QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
 GAMMA = "blocks.0.mixture.router.state_scale"
 
 
@@ -157,6 +161,17 @@ def test_parameters_of_another_architecture_are_refused_before_memory_is_taken(f
         read_parameters(open_folder(path), abstract)
 
 
+@pytest.mark.parametrize(("value", "dtype", "said"), [
+    (np.nan, "float32", "NaN or infinite"), (-np.inf, "bfloat16", "NaN or infinite"),
+    (1e5, "float16", "beyond the largest float16")])  # fmt: skip
+def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, value, dtype, said, tmp_path):
+    path, values, _ = folder
+    shutil.copytree(path, tmp_path / "model")
+    set_value(tmp_path / "model", QUERY, value)
+    with pytest.raises(InputError, match=rf"The tensor {re.escape(QUERY)} in {tmp_path}/model .*{said}"):
+        read_parameters(open_folder(tmp_path / "model"), abstract_of(values, dtype=dtype))
+
+
 def read_on_devices(path: str, parallel: ParallelConfig, piece: int):
     """Parameters read into the shards of a layout; runs where there are devices."""
     with pytest.MonkeyPatch.context() as patch:
@@ -184,7 +199,8 @@ def _collectives(leaf):
     start = jax.ShapeDtypeStruct((), np.int32)
     lowered = hf_import._writer(leaf.sharding).lower(leaf, piece, {0: start, 1: start})
     lines = lowered.compile().as_text().splitlines()
-    return [line for line in lines if " all-" in line or "collective-permute(" in line]
+    moved = [line for line in lines if " all-" in line or "collective-permute(" in line]
+    return [line for line in moved if "pred[]" not in line]  # whether the piece is finite, of one bit
 
 
 SHARDED = [(ParallelConfig(fsdp=8), 2**28), (ParallelConfig(fsdp=4, expert=2), 900)]

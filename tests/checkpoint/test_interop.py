@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_model
 from tests.train_helpers import MODEL, snapshot
 from zaya_jax import load_pretrained, save_pretrained
@@ -61,6 +62,20 @@ def test_the_dtype_stays_and_can_be_cast(tmp_path):
     main(["export-hf", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"])
     one, other = load_pretrained(tmp_path / "wide"), load_pretrained(tmp_path / "given")
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_nan_is_imported_only_where_it_is_asked_for(tmp_path, capsys):
+    name = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
+    save_pretrained(random_model(MODEL, 1), tmp_path / "given")
+    set_value(tmp_path / "given", name, np.nan)
+    command = ["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")]
+    assert main(command) == 2
+    assert f"The tensor {name} in {tmp_path / 'given'} holds NaN" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints" / "0").exists()
+    assert main([*command, "--allow-nonfinite"]) == 0
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 2
+    assert f"The tensor {name} holds NaN" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
 
 
 def test_what_is_no_folder_is_refused(tmp_path, capsys):

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_values
 from tests.train_helpers import change, compile_once, differing, on_devices, small_run
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
@@ -96,6 +97,14 @@ def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
     assert parameters_alone(imported)
     abstract = abstract_state(whole, 0)
     assert not differing(begin_with_given(imported, abstract, 0), begin_with_given(folder, abstract, 0))
+    set_value(tmp_path / "model", "model.norm.weight", np.inf)
+    import_hf(tmp_path / "model", tmp_path / "infinite", allow_nonfinite=True)
+    for wrong, named in (
+        (folder, "tensor model.norm.weight"),
+        (change(whole, {"init_from": str(tmp_path / "infinite")}), "parameter norm.weight"),
+    ):
+        with pytest.raises(InputError, match=f"{named}.* NaN or infinite values"):
+            begin_with_given(wrong, abstract, 0)
 
 
 def test_adapters_are_no_beginning(tmp_path, monkeypatch):

@@ -62,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add = verbs.add_parser("import-hf", help="a folder of transformers as a checkpoint")
     add.add_argument("folder", type=Path, metavar="FOLDER")
     add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="a new run folder")
+    add.add_argument("--allow-nonfinite", action="store_true", help="import NaN and infinite values too")
     add.set_defaults(run=_import_hf)
 
     add = verbs.add_parser("export-hf", help="a checkpoint as a folder that transformers, vLLM and SGLang load")
@@ -135,7 +136,7 @@ def _average(given: argparse.Namespace) -> int:
 def _import_hf(given: argparse.Namespace) -> int:
     from zaya_jax.checkpoint.interop import import_hf
 
-    print(import_hf(given.folder, given.output))
+    print(import_hf(given.folder, given.output, given.allow_nonfinite))
     return 0
 
 

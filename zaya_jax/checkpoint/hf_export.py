@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.checkpoint.hf_config import to_hf
 from zaya_jax.checkpoint.hf_folder import INDEX, read_object
 from zaya_jax.checkpoint.hf_legacy import legacy_tensors
@@ -55,7 +56,7 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
 
     Raises:
       InputError: `folder` is not free, `carry` is no folder, the layout has no form of the architecture, or a value
-        does not fit `dtype`; there is no folder then.
+        is not finite in `dtype`; there is no folder then.
     """
     kind, folder = np.dtype(jnp.dtype(dtype)), Path(folder).expanduser()
     if kind not in DTYPES.values():
@@ -114,8 +115,9 @@ def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
     for at in range(0, len(x), rows):
         with np.errstate(over="ignore"):
             block = np.ascontiguousarray(x[at : at + rows].astype(dtype, copy=False))
-        if dtype == np.float16 and not np.array_equal(np.isfinite(block), np.isfinite(x[at : at + rows])):
-            raise InputError(f"The tensor {tensor.name} has values beyond float16's largest; take bfloat16.")
+        if not is_finite(block):
+            raise not_finite(f"The tensor {tensor.name}", np.ascontiguousarray(x[at : at + rows]), dtype,
+                             "export an earlier checkpoint")  # fmt: skip
         yield block.reshape(-1).view(np.uint8).data
 
 

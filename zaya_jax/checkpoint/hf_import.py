@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zaya_jax.checkpoint.finite import not_finite
 from zaya_jax.checkpoint.hf_folder import Folder
 from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, Tensor
 from zaya_jax.checkpoint.safetensors import Stored
@@ -34,12 +35,17 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
       Arrays as `abstract` says; the first layer's router state scale, which no folder has, is one.
 
     Raises:
-      InputError: `abstract` is of another architecture than the folder; nothing is allocated then.
+      InputError: `abstract` is of another architecture than the folder, in which case nothing is allocated, or a
+        tensor is NaN or infinite somewhere, as stored or in the dtype of `abstract`; it is named.
     """
     _check(folder, abstract)
     made = _allocate(abstract)
     for tensor in folder.tensors:
-        made[tensor.leaf] = _placed(made[tensor.leaf], tensor, folder.stored[tensor.name])
+        stored = folder.stored[tensor.name]
+        made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
+        if not finite:
+            raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
+                             "the model would compute NaN")  # fmt: skip
     return made
 
 
@@ -66,11 +72,13 @@ def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Arr
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 
 
-def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> jax.Array:
-    """`leaf` with a tensor in its place; `leaf` is donated."""
+def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> tuple[jax.Array, bool]:
+    """`leaf` with a tensor in its place, and whether that is finite; `leaf` is donated."""
     whole = tensor.to_ours(stored.open())  # a view: nothing is read yet
     if whole.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
-        whole = whole.astype(np.float32)
+        with np.errstate(over="ignore"):  # which is found below
+            whole = whole.astype(np.float32)
+    finite = True
     stack = leaf.ndim - whole.ndim
     starts = {} if tensor.group is None else {0: tensor.group}
     if tensor.part is not None:
@@ -85,9 +93,9 @@ def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> jax.Array:
         placed = jax.make_array_from_callback(
             piece.shape, _piece_sharding(leaf, piece, spec, stack), lambda i, x=piece: np.ascontiguousarray(x[i])
         )
-        leaf = _writer(leaf.sharding)(leaf, placed, {axis: np.int32(start) for axis, start in here.items()})
-        leaf.block_until_ready()  # or the host would run ahead and hold many pieces
-    return leaf
+        leaf, good = _writer(leaf.sharding)(leaf, placed, {axis: np.int32(start) for axis, start in here.items()})
+        finite = finite and bool(good)  # waits: or the host would run ahead and hold many pieces
+    return leaf, finite
 
 
 def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
@@ -117,10 +125,15 @@ def _piece_sharding(leaf: jax.Array, piece: np.ndarray, spec: tuple[Any, ...], s
 
 @functools.lru_cache(maxsize=64)
 def _writer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-    """Compiled once for each pair of shapes: where a piece goes is an argument, on axes of which it is a part."""
+    """Compiled once for each pair of shapes: where a piece goes is an argument, on axes of which it is a part.
 
-    def write(leaf: jax.Array, piece: jax.Array, starts: dict[int, jax.Array]) -> jax.Array:
+    Whether a piece is finite is asked here, after the cast, so that all processes come to the same answer.
+    """
+
+    def write(leaf: jax.Array, piece: jax.Array, starts: dict[int, jax.Array]) -> tuple[jax.Array, jax.Array]:
         piece = piece.astype(leaf.dtype).reshape((1,) * (leaf.ndim - piece.ndim) + piece.shape)
-        return jax.lax.dynamic_update_slice(leaf, piece, [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)])
+        at = [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)]
+        return jax.lax.dynamic_update_slice(leaf, piece, at), jnp.isfinite(piece).all()
 
-    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, whole))

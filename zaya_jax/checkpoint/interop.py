@@ -10,6 +10,7 @@ import numpy as np
 from zaya_jax.checkpoint.adapters import read_merged, read_saved
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.checkpoint.folder import FOLDER, checkpoint_folder
 from zaya_jax.checkpoint.hf_export import Layout, write_folder
 from zaya_jax.checkpoint.hf_folder import Folder, open_folder
@@ -23,7 +24,7 @@ from zaya_jax.errors import InputError
 PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
 
 
-def import_hf(path: Path, output: Path) -> str:
+def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
     """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
 
     `init_from` takes it, and so do the commands. Two tensors are in memory at a time.
@@ -31,19 +32,20 @@ def import_hf(path: Path, output: Path) -> str:
     Args:
       path: of the folder, in either layout.
       output: a new run folder.
+      allow_nonfinite: import NaN and infinite values too.
 
     Returns:
       A sentence that says what was written.
 
     Raises:
-      InputError: see `open_folder` and `write_checkpoint`.
+      InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
     """
     folder = open_folder(path)
     leaves = _leaves(folder)
     about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ALONE: True, "heldout_loss": None,
              "versions": versions()}  # fmt: skip
     target = output.expanduser() / FOLDER / "0"
-    write_checkpoint(target, 0, about, leaves, _parts(folder, leaves))
+    write_checkpoint(target, 0, about, leaves, _parts(folder, leaves, allow_nonfinite))
     return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
 
 
@@ -102,12 +104,13 @@ def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
     return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
 
 
-def _parts(folder: Folder, leaves: dict[str, dict[str, Any]]) -> Iterator[Part]:
+def _parts(folder: Folder, leaves: dict[str, dict[str, Any]], allow_nonfinite: bool) -> Iterator[Part]:
     gamma = leaves[_named(FIRST_GAMMA)]
     ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
     yield Part(_named(FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
     for tensor in folder.tensors:
-        data = tensor.to_ours(folder.stored[tensor.name].open())
+        stored = folder.stored[tensor.name].open()
+        data = tensor.to_ours(stored)
         bounds = [(0, size) for size in data.shape]
         if tensor.part is not None:
             bounds[0] = (tensor.part.start, tensor.part.stop)
@@ -115,7 +118,12 @@ def _parts(folder: Folder, leaves: dict[str, dict[str, Any]]) -> Iterator[Part]:
             data, bounds = data[None], [(tensor.group, tensor.group + 1), *bounds]
         where = ",".join(f"{start}:{stop}" for start, stop in bounds)
         wanted = _dtype(leaves[_named(tensor.leaf)]["dtype"])
-        yield Part(_named(tensor.leaf), where, np.ascontiguousarray(data, wanted))
+        with np.errstate(over="ignore"):  # which is found below
+            data = np.ascontiguousarray(data, wanted)
+        if not allow_nonfinite and not is_finite(data):
+            raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored, wanted,
+                             "--allow-nonfinite imports it as it is")  # fmt: skip
+        yield Part(_named(tensor.leaf), where, data)
 
 
 def _named(leaf: str) -> str:

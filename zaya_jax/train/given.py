@@ -5,6 +5,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zaya_jax.checkpoint.folder import checkpoint_folder
 from zaya_jax.checkpoint.hf_folder import open_folder
@@ -75,7 +76,7 @@ def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping
       balance: those of each balancing bias.
 
     Raises:
-      InputError: they cannot be read, or are not what was saved.
+      InputError: they cannot be read, are not what was saved, or are NaN or infinite somewhere.
     """
     if _is_folder(config):
         values = read_parameters(open_folder(_path(config)), {**params, **balance})
@@ -91,8 +92,16 @@ def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping
 
     found = read_checkpoint(checkpoint_folder(config.init_from or ""), as_saved, part=True).state
     placed = jax.tree.map(lambda x: x.sharding, wanted)
-    cast = jax.jit(lambda tree: jax.tree.map(lambda x, w: x.astype(w.dtype), tree, wanted), out_shardings=placed)
-    found = cast(found)
+
+    def cast(tree: Any) -> Any:
+        made = jax.tree.map(lambda x, w: x.astype(w.dtype), tree, wanted)
+        return made, {name: jnp.isfinite(x).all() for part in made.values() for name, x in part.items()}
+
+    found, finite = jax.jit(cast, out_shardings=(placed, None))(found)
+    for name, good in jax.device_get(finite).items():
+        if not good:
+            raise InputError(f"init_from is {config.init_from!r}, whose parameter {name} has NaN or infinite values; "
+                             "take an earlier checkpoint.")  # fmt: skip
     return found["params"], found["balance"]
 
 
