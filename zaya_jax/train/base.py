@@ -14,6 +14,7 @@ from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import Arrays, balancing_biases, compute_dtypes, shapes
 from zaya_jax.ops.precision import wide
 from zaya_jax.parallel.mesh import replicated
+from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.given import check_given, given_parameters
 from zaya_jax.train.state import Blueprint, layout_of, make_blueprint, mesh_of
 
@@ -60,9 +61,12 @@ def open_base(config: Config, phase: int) -> Base:
 
 
 def note_base(folder: Path, config: Config, base: Base) -> None:
-    """Write into a run's folder which base its adapters are of; nothing where there is none."""
-    if config.lora is not None:
-        note = {"init_from": config.init_from, "fingerprint": fingerprint({**base.params, **base.balance})}
+    """Write into a run's folder which base its adapters are of; nothing without adapters. All processes call it."""
+    if config.lora is None:
+        return
+    digest = fingerprint({**base.params, **base.balance})  # a sum over the devices of all processes
+    if is_first():
+        note = {"init_from": config.init_from, "fingerprint": digest}
         write_atomically(folder / BASE, json.dumps(note, indent=1) + "\n")
 
 

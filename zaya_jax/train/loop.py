@@ -108,7 +108,7 @@ def train(config: Config) -> TrainResult:
             state = None if going_on else begin(config, base)
             if going_on:
                 check_base(folder, config, base)
-            elif is_first():
+            else:
                 note_base(folder, config, base)
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
