@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -7,13 +8,24 @@ import pytest
 import yaml
 
 from tests.train_helpers import ROOT, change, small_run, snapshot
-from zaya_jax.config import BatchConfig, CheckpointConfig, ParallelConfig, SourceConfig, Table, to_dict, to_yaml
+from zaya_jax.config import (
+    BatchConfig,
+    CheckpointConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SourceConfig,
+    Table,
+    load_config,
+    to_dict,
+    to_yaml,
+)
 from zaya_jax.errors import InputError
-from zaya_jax.train.run_folder import CHECKPOINTS, CONFIG, METRICS, check_past, claim_run, open_run
+from zaya_jax.train.run_folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, check_past, claim_run, open_run, record_changes
 
 SECTIONS = {"checkpoint": CheckpointConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
-        "sample.temperature", "preset", "train.batch.micro", "train.remat",
+        "sample.temperature", "preset", "train.batch.micro", "train.remat", "train.spike.window",
+        "train.spike.threshold", "train.max_skipped_steps",
         *(f"{name}.{one.name}" for name in SECTIONS for one in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
@@ -105,6 +117,62 @@ def test_how_a_begun_phase_is_computed_may_change(config):
     check_past(before, phase(batch=BatchConfig(tokens=128), remat="full", parallel=ParallelConfig(context=2)), 12)
     with pytest.raises(InputError, match="batch was"):
         check_past(before, phase(batch=BatchConfig(tokens=256, micro=2)), 12)
+
+
+def with_phases(config, *phases):
+    return dataclasses.replace(config, phases=phases)
+
+
+CONSTANT, COSINE = ScheduleConfig("constant", warmup_tokens=256), ScheduleConfig(warmup_tokens=256)
+WSD = ScheduleConfig("wsd", decay_tokens=512)  # its last four steps of twelve
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "fits"),
+    [(CONSTANT, 12, True), (WSD, 8, True), (COSINE, 2, True), (WSD, 9, False), (WSD, 12, False), (COSINE, 3, False)],
+)
+def test_a_run_can_become_longer_where_no_step_that_is_done_had_another_rate(config, schedule, step, fits):
+    (one,) = config.phases
+    before = with_phases(config, dataclasses.replace(one, schedule=schedule))
+    longer = with_phases(config, dataclasses.replace(one, schedule=schedule, tokens=2 * one.tokens))
+    appended = with_phases(config, *before.phases, dataclasses.replace(one, name="more", schedule=None))
+    for after in (longer, appended):
+        check_past(before, after, step, rates=False)
+        if fits:
+            check_past(before, after, step)
+            continue
+        with pytest.raises(InputError, match=rf"^phases\.train: the {schedule.shape} schedule spanned 1,536 .* now spans"):
+            check_past(before, after, step)
+    own = dataclasses.replace(one, name="more", schedule=COSINE)
+    check_past(before, with_phases(config, *before.phases, own), step)
+
+
+def test_a_run_can_become_shorter_down_to_what_is_done(config):
+    (one,) = config.phases
+    shorter = with_phases(config, dataclasses.replace(one, tokens=640, schedule=CONSTANT))
+    before = with_phases(config, dataclasses.replace(one, schedule=CONSTANT))
+    check_past(before, shorter, 5)
+    with pytest.raises(InputError, match=r"^phases\.train\.tokens is 640, but 768 tokens of that phase are done"):
+        check_past(before, shorter, 6)
+    bigger = dataclasses.replace(before, train=dataclasses.replace(config.train, batch=BatchConfig(tokens=256)))
+    with pytest.raises(InputError, match=r"train\.batch"):
+        check_past(before, bigger, 6)
+
+
+def test_changes_are_recorded_once_with_their_step(config, begun):
+    (one,) = config.phases
+    changed = change(config, {"train.spike.threshold": 20.0, "train.log_every": 7})
+    changed = with_phases(changed, dataclasses.replace(one, tokens=2048))
+    record_changes(begun, config, 3)
+    assert not (begun / CHANGES).exists()
+    for _ in range(2):
+        record_changes(begun, changed, 5)
+        (line,) = (begun / CHANGES).read_text().splitlines()
+        assert json.loads(line) == {
+            "step": 5, "changes": {"phases.train.tokens": [1536, 2048], "train.spike.threshold": [10.0, 20.0]}
+        }  # fmt: skip
+        assert load_config(begun / CONFIG) == changed
+        (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
 
 
 @pytest.mark.parametrize(

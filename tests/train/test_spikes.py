@@ -6,10 +6,11 @@ from hypothesis import strategies as st
 from tests.train_helpers import fast_jit
 from zaya_jax.config import SpikeConfig
 from zaya_jax.train import spikes
-from zaya_jax.train.spikes import REASONS, forget, judge, no_recent, remember
+from zaya_jax.train.spikes import REASONS, forget, judge, no_recent, remember, remember_skipped, resize
 
 CONFIG = SpikeConfig(window=20, threshold=6.0)
 _judge, _remember = (fast_jit(function, static_argnums=static) for function, static in ((judge, 0), (remember, ())))
+_remember_skipped, _resize = (fast_jit(function, static_argnums=0) for function in (remember_skipped, resize))
 
 
 def after(values, config=CONFIG):
@@ -78,3 +79,53 @@ def test_a_short_window_judges_once_it_is_full():
         recent = after([(1, 1)] * steps, config)
         assert int(_judge(config, recent, jnp.float32(100), jnp.float32(1))) == reason
     assert spikes.REASONS[2] == "loss spike"
+
+
+def follow(values, config=CONFIG, recent=None):
+    """The reason for each step in turn, and what is remembered in the end."""
+    recent, reasons = no_recent(config) if recent is None else recent, []
+    for loss, norm in values:
+        step = jnp.float32(loss), jnp.float32(norm)
+        reasons.append(int(_judge(config, recent, *step)))
+        recent = _remember_skipped(config, recent, *step) if reasons[-1] else _remember(recent, *step)
+    return reasons, recent
+
+
+STEADY = [(3 + 0.01 * (i % 7), 1 + 0.01 * (i % 5)) for i in range(40)]
+HIGHER = [(2 * loss, 3 * norm) for loss, norm in STEADY]
+
+
+def test_skipped_steps_that_agree_become_the_new_baseline():
+    reasons, recent = follow(STEADY + HIGHER)
+    assert reasons == [0] * 40 + [2] * CONFIG.window + [0] * (40 - CONFIG.window)
+    assert follow([(loss, norm) for loss, norm in STEADY[:5]], recent=recent)[0] == [0] * 5  # below is no spike
+    assert follow([(60, 3)], recent=recent)[0] == [2]  # and far above one again
+
+
+def test_skipped_steps_that_do_not_agree_do_not():
+    rising = [(6 * 1.3**i, 1) for i in range(40)]
+    assert follow(STEADY + rising)[0] == [0] * 40 + [2] * 40
+    parted = HIGHER[:19] + STEADY[:1] + HIGHER[:19]  # never in a row
+    assert follow(STEADY + parted)[0][40:] == [2] * 19 + [0] + [2] * 19
+    broken = HIGHER[:19] + [(np.nan, 1)] + HIGHER[:19]
+    assert follow(STEADY + broken)[0][40:] == [2] * 19 + [1] + [2] * 19
+
+
+@given(st.lists(st.tuples(losses, norms), max_size=12), st.integers(0, 6), st.integers(0, 6))
+def test_another_window_keeps_the_newest_steps(values, before, after_):
+    recent = after(values, SpikeConfig(before, 6.0))._replace(skipped=None)  # as in checkpoints of earlier versions
+    resized = _resize(SpikeConfig(after_, 6.0), recent)
+    kept, of = max(before, 1), max(after_, 1)
+    newest = values[-min(kept, of) :]
+    assert resized.values.shape == resized.skipped.shape == (2, of)
+    if before == after_:
+        assert np.array_equal(resized.values, recent.values)
+        assert int(resized.accepted) == len(values)
+    else:
+        assert int(resized.accepted) == len(newest)
+        np.testing.assert_allclose(resized.values[0, : len(newest)], [loss for loss, _ in newest], rtol=1e-6)
+    assert np.isinf(resized.skipped).all()
+    extended = _remember(resized, jnp.float32(99), jnp.float32(1))
+    expected_losses = [*(loss for loss, _ in newest), 99][-of:]
+    shown = np.array(extended.values[0])[: min(int(extended.accepted), of)]
+    np.testing.assert_allclose(sorted(shown), sorted(expected_losses), rtol=1e-6)

@@ -128,6 +128,8 @@ class Config:
     seed: int = 0
     # The state it begins with, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; parameters alone, hf:FOLDER.
     init_from: str | None = None
+    # The run it continues in a new run_dir: complete state and position of RUN_DIR, RUN_DIR@PHASE or a checkpoint of it.
+    resume_from: str | None = None
     lora: LoraConfig | None = None  # adapters are trained, on the parameters of init_from; all parameters where None
     start_phase: str | None = None  # the phase this run begins with; the first where None
     data: DataConfig = field(default_factory=DataConfig)
@@ -156,6 +158,14 @@ class Config:
             path = self.init_from.removeprefix(HF)
             require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
             require_path("init_from", path)
+        if self.resume_from is not None:
+            require(self.resume_from != "", "resume_from", self.resume_from, "the path of a run or a checkpoint")
+            require_path("resume_from", self.resume_from)
+            require(self.init_from is None, "resume_from", self.resume_from,
+                    f"null where init_from is given ({self.init_from!r}): resume_from takes another run's complete "
+                    "state and position, init_from begins anew with its parameters and optimizer")  # fmt: skip
+            require(not self.resume_from.startswith(HF), "resume_from", self.resume_from,
+                    f"a run, since {HF}FOLDER has no optimizer state to resume; use init_from")  # fmt: skip
         if self.lora is not None:
             self.lora.check()
             require(self.init_from is not None, "init_from", self.init_from,

@@ -18,6 +18,7 @@ from zaya_jax.config import Config, ModelConfig, to_dict
 from zaya_jax.config.schema import HF
 from zaya_jax.errors import InputError
 from zaya_jax.model.tree import Arrays
+from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.state import TrainState, init_counters, make_blueprint
 
 # Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
@@ -65,6 +66,27 @@ def check_architecture(config: Config, about: dict[str, Any], what: str, advice:
         if key not in FREE_SIZES and there.get(key) != value:
             raise InputError(f"{what} is of another architecture: model.{key} is {there.get(key)!r} there and "
                              f"{value!r} here; {advice}.")  # fmt: skip
+
+
+def warn_about_positions(config: Config, about: dict[str, Any], what: str, phase: int) -> None:
+    """Print a warning where `what`, of which `about` tells, was trained with another base of the rotary embedding.
+
+    Args:
+      config: of the run.
+      about: of a checkpoint, or of a folder of `transformers`, as `about_given` gives it.
+      what: names it.
+      phase: of `config`, which its parameters go into.
+    """
+    there, one = about["config"]["model"], config.phases[phase]
+    its_phase = next((p for p in about["config"].get("phases", ()) if p["name"] == about.get("phase")), {})
+    pairs = [("model.rope_base" if one.rope_base is None else f"phases.{one.name}.rope_base",
+              its_phase.get("rope_base") or there["rope_base"], config.model_of(one).rope_base)]  # fmt: skip
+    if "sliding" in config.model.period:
+        pairs.append(("model.sliding_rope_base", there["sliding_rope_base"], config.model.sliding_rope_base))
+    for key, theirs, ours in pairs:
+        if theirs != ours and is_first():
+            print(f"Warning: {what} was trained with a RoPE base of {theirs:g}, and {key} is {ours:g} here, so its "
+                  f"attention sees other positions. Take {key}={theirs:g}, unless you extend the context.")  # fmt: skip
 
 
 def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping[str, Any]) -> tuple[Arrays, Arrays]:

@@ -49,7 +49,17 @@ class Journal:
         self._report.row(row)
         if row["skipped"] >= most:
             raise RunStopped(
-                f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}. "
-                "Nothing was learned from them; try lower learning rates, train.compute_dtype=float32 or (for spikes) "
-                "a higher train.spike.threshold in a new run_dir."
+                f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}, and "
+                f"nothing was learned from them. {_advice(config, reason)}"
             )
+
+
+def _advice(config: Config, reason: str) -> str:
+    elsewhere = (f"with resume_from={config.run_dir} in a new run_dir, try lower learning rates or "
+                 "train.compute_dtype=float32.")  # fmt: skip
+    if reason == REASONS[1]:
+        return f"To continue {elsewhere}"
+    window = config.train.spike.window
+    return ("To continue in this run_dir, raise train.spike.threshold, set train.spike.window=0, or, where the loss "
+            f"stays at its new level, set train.max_skipped_steps above train.spike.window ({window}): {window} "
+            f"skipped steps that agree become the new baseline. Or, {elsewhere}")  # fmt: skip

@@ -24,7 +24,7 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
 from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
-from zaya_jax.train.beginning import begin, describe, go_on
+from zaya_jax.train.beginning import begin, describe, go_on, resume_from
 from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
@@ -36,8 +36,8 @@ from zaya_jax.train.run_folder import (
     METRICS,
     claim_run,
     name_phases,
-    note_phases,
     open_run,
+    record_changes,
     run_folder,
 )
 from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
@@ -105,7 +105,10 @@ def train(config: Config) -> TrainResult:
             # What process 0 sees: other machines may see what it has written only later.
             going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
             base = open_base(config, stage_at(config, first_step(config)).phase)
-            state = None if going_on else begin(config, base)
+            state, first = None, first_step(config)
+            if not going_on:
+                state = begin(config, base) if config.resume_from is None else resume_from(config, batches)
+                first = int(jax.device_get(state.step))
             if going_on:
                 check_base(folder, config, base)
             else:
@@ -114,16 +117,16 @@ def train(config: Config) -> TrainResult:
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
                 if state is None:
-                    state = go_on(config, store, batches)
+                    state, first = go_on(config, store, batches)
                 else:
                     store.take_over()
                 with CompiledSteps(config, choose_kernels(config).target) as compiled:
-                    state = _run(config, folder, store, batches, state, base.params, compiled, watched, shares, stop)
+                    state = _run(config, folder, store, batches, state, first, base.params, compiled, watched, shares, stop)
                     last = len(config.phases) - 1
                     whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
                     look = functools.partial(compiled.evaluation(last), frozen=base.params)
                     heldout_of = evaluate_each(look, state, whole, _layout(config, last), stop)
-                    about = describe(config, total_steps(config), batches.get_state(), None)
+                    about = describe(config, total_steps(config), batches.get_state(), None, first)
                     saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
                     if heldout_of is None or not saved:
                         raise Preempted(
@@ -142,7 +145,7 @@ def _layout(config: Config, phase: int) -> Layout:
     return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
 
 
-def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState, base: Arrays,
+def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState, first: int, base: Arrays,
          compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share],
          stop: Preemption) -> TrainState:  # fmt: skip
     """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
@@ -158,11 +161,11 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
         devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
         quiet=not is_first(),
     )  # fmt: skip
-    open_rows = functools.partial(JsonlTracker, folder / METRICS, step, first_step(config)) if is_first() else NoTracker
+    open_rows = functools.partial(JsonlTracker, folder / METRICS, step, first) if is_first() else NoTracker
     with report, first_alone(open_rows) as tracker:
         store.say = report.say
         if is_first():
-            note_phases(folder, config)
+            record_changes(folder, config, step)
             name_phases(folder, config, store.steps())
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
@@ -201,7 +204,7 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
                     journal.settle()
                     tracker.sync()
                     loss = together(heldout).nats_per_token if heldout else None
-                    store.save(step, state, describe(config, step, batches.get_state(), loss))
+                    store.save(step, state, describe(config, step, batches.get_state(), loss, first))
                 if ending:
                     said = _outcome(store.settle())
                     raise Preempted(f"asked to end (SIGTERM) after step {step}, which {said}. {_AGAIN}")

@@ -8,22 +8,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import yaml
 
 from zaya_jax.checkpoint.folder import FOLDER as CHECKPOINTS
 from zaya_jax.checkpoint.folder import PHASES
 from zaya_jax.config import Config, PhaseConfig, to_dict, to_yaml
-from zaya_jax.config.stages import phase_steps, schedule_spans
+from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
 from zaya_jax.files import write_atomically
+from zaya_jax.optim.schedule import learning_rate_factor
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 
-# Keys that change nothing of what is computed, or its last bits alone, as other devices do: they may differ when a run
-# goes on. `check_past` sees to phases.
-_FREE = ("run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every", "checkpoint.",
-         "sample.", "data.cache_dir", "data.workers", "phases")  # fmt: skip
+CHANGES = "changes.jsonl"
+
+# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. `check_past`
+# sees to phases.
+_RECORDED = ("phases", "train.spike.", "train.max_skipped_steps")
+# The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
+_FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every",
+         "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip
 
 
 def run_folder(config: Config) -> Path:
@@ -66,11 +73,26 @@ def claim_run(folder: Path, config: Config) -> None:
         write_atomically(folder / CONFIG, to_yaml(config))
 
 
-def note_phases(folder: Path, config: Config) -> None:
-    """Write `config.yaml` anew where phases to come have changed; done once they are known to be to come."""
-    there = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    if there["phases"] != to_dict(config)["phases"]:
-        write_atomically(folder / CONFIG, to_yaml(config))
+def record_changes(folder: Path, config: Config, step: int) -> None:
+    """Note in `changes.jsonl` which settings of the run are others after `step` steps, and bring `config.yaml` up to date.
+
+    A line is `{"step": …, "changes": {key: [old, new], …}}`; done once the new settings are known to be possible.
+    """
+    old, new = (_recorded(tree) for tree in (yaml.safe_load((folder / CONFIG).read_text("utf-8")), to_dict(config)))
+    changes = {key: [old.get(key), new.get(key)] for key in [*new, *(key for key in old if key not in new)]
+               if old.get(key) != new.get(key)}  # fmt: skip
+    if not changes:
+        return
+    path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    if lines[-1:] != [line]:  # else an earlier start was killed before it could write the configuration
+        write_atomically(path, "".join([*lines, line]))
+    write_atomically(folder / CONFIG, to_yaml(config))
+
+
+def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
+    phases = {phase["name"]: phase for phase in tree["phases"]}
+    return {key: value for key, value in _leaves({**tree, "phases": phases}, "") if key.startswith(_RECORDED)}
 
 
 def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
@@ -82,34 +104,80 @@ def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
         write_atomically(path, text)
 
 
-def check_past(old: Config, new: Config, step: int) -> None:
-    """Raise `InputError` where phases that are begun after `step` steps of a run have changed since."""
+def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
+    """Raise `InputError` where `new` has other batches or rates than `old` in the first `step` steps.
+
+    Args:
+      old: of the run so far.
+      new: to resume with. A phase may be as long as it likes once what is done fits into it.
+      step: steps done.
+      rates: whether learning rates must have been the same, too.
+    """
     begun = sum(first < step for first, _ in phase_steps(old))
     for index, phase in enumerate(old.phases[:begun]):
-        where = f"phases[{index}] ({phase.name})"
+        where = f"phases.{phase.name}"
         if index >= len(new.phases):
             raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
                              "run_dir.")  # fmt: skip
         before, now = _fixed(phase), _fixed(new.phases[index])
+        if index < begun - 1:
+            before["tokens"], now["tokens"] = phase.tokens, new.phases[index].tokens
         for key, value in before.items():
             if value != now[key]:
                 raise InputError(
-                    f"{where}: {key} was {value!r} and is now {now[key]!r}, but the phase is begun. Take the old value "
-                    "to go on with that run, or choose another run_dir."
+                    f"{where}.{key} was {value!r} and is now {now[key]!r}, but the run is past the beginning of that "
+                    "phase. Take the old value to resume that run, or choose another run_dir."
                 )
-    for index, (was, becomes) in enumerate(zip(schedule_spans(old)[:begun], schedule_spans(new), strict=False)):
-        # A constant rate does not depend on where its span ends.
-        if was != becomes and (was.schedule != becomes.schedule or was.schedule.shape != "constant"):
-            raise InputError(
-                f"phases[{index}] ({old.phases[index].name}): schedule spanned {was.tokens} tokens and now spans "
-                f"{becomes.tokens}, since a phase after it has changed; give the first new phase a schedule of its "
-                "own, or choose another run_dir."
-            )
+    if _steps_done(old, step) != _steps_done(new, step):
+        where, budget = f"phases.{old.phases[begun - 1].name}", new.phases[begun - 1].tokens
+        done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[begun - 1][0])
+        if budget < done:
+            raise InputError(f"{where}.tokens is {budget:,}, but {done:,} tokens of that phase are done; take at least "
+                             "as many.")  # fmt: skip
+        raise InputError(f"The batch (train.batch) or the context (data.context) of the {step} steps that are done was "
+                         "another one. Take the old values; a new phase may have others.")  # fmt: skip
+    if rates:
+        _check_rates(old, new, step, begun)
+
+
+def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
+    """Raise `InputError` where the learning rate of a step that is done would have been another."""
+    spans, now = schedule_spans(old)[:begun], schedule_spans(new)[:begun]
+    if spans == now:
+        return
+    differing = np.flatnonzero(_factors(old, step) != _factors(new, step))
+    if not differing.size:
+        return
+    first = int(differing[0])
+    phase = stage_at(old, first).phase
+    was, becomes = spans[phase], now[phase]
+    what = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
+    if was.schedule != becomes.schedule:
+        what = f"was {to_dict(was.schedule)} and is now {to_dict(becomes.schedule)}"
+    raise InputError(
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so the learning rate of the steps "
+        f"after step {first}, of which {step - first} are done, would have been another. Take the old values and append "
+        "a phase with a schedule of its own; or go on at the new rates in a new run_dir with resume_from="
+        f"{new.run_dir} (with {new.run_dir}/checkpoints/STEP, STEP at most {first}, all rates are those of the new "
+        "schedule)."
+    )
+
+
+def _factors(config: Config, steps: int) -> np.ndarray:
+    """The learning-rate factor of each of the first `steps` steps."""
+    return np.asarray(jax.jit(jax.vmap(learning_rate_factor(config)))(np.arange(steps, dtype=np.int32)))
+
+
+def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
+    """Phase, first step, end, context and sequences of each stage in the first `step` steps."""
+    return [(one.phase, one.first_step, min(one.end, step), one.context, one.sequences)
+            for one in stages(config) if one.first_step < step]  # fmt: skip
 
 
 def _fixed(phase: PhaseConfig) -> dict[str, Any]:
-    """What of a phase may not change once it is begun."""
-    found = {key: value for key, value in to_dict(phase).items() if key not in ("parallel", "remat")}
+    """What of a phase may not change once it is begun; that lengths and rates fit is seen from the steps themselves."""
+    free = ("parallel", "remat", "tokens", "schedule")
+    found = {key: value for key, value in to_dict(phase).items() if key not in free}
     if found["batch"] is not None:
         found["batch"] = {key: value for key, value in found["batch"].items() if key != "micro"}
     return found
@@ -125,7 +193,7 @@ def _compare(folder: Path, config: Config) -> None:
         return
     try:
         there = yaml.safe_load(path.read_text(encoding="utf-8"))
-        old = dict(_leaves(there, ""))
+        old = {"resume_from": None} | dict(_leaves(there, ""))  # a key that runs of earlier versions do not have
     except (OSError, ValueError, yaml.YAMLError, AttributeError) as error:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
     new = dict(_leaves(to_dict(config), ""))

@@ -16,21 +16,24 @@ _LEAST_LOG_NORM = 0.1
 
 
 class Recent(NamedTuple):
-    """What the last accepted steps of the phase had.
+    """Loss (nats/token) and logarithm of the gradient norm of the last steps of the phase.
 
     Attributes:
-      values: fp32 [2, window], loss (nats/token) and logarithm of the gradient norm; 0 where there is none yet.
+      values: fp32 [2, window], of accepted steps; 0 where there is none yet.
       accepted: int32, accepted steps of the phase.
+      skipped: fp32 [2, window], of the steps skipped in a row just now, the newest last; inf where there is none, or
+        where one was not finite. None in checkpoints of versions that did not keep it.
     """
 
     values: jax.Array
     accepted: jax.Array
+    skipped: jax.Array | None
 
 
 def no_recent(config: SpikeConfig) -> Recent:
     """Before the first step."""
     kept = max(config.window, 1)  # a checkpoint holds no empty array
-    return Recent(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32))
+    return Recent(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32), _no_skipped(kept))
 
 
 def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> jax.Array:
@@ -46,24 +49,74 @@ def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array)
     if not config.window:
         return jnp.where(finite, 0, 1)
     known = jnp.where(jnp.arange(config.window) < recent.accepted, recent.values, jnp.nan)
-    median = jnp.nanmedian(known, axis=1)
-    deviation = 1.4826 * jnp.nanmedian(jnp.abs(known - median[:, None]), axis=1)
-    least = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])
-    limit = median + config.threshold * jnp.maximum(deviation, least)
     enough = recent.accepted >= min(_FEWEST, config.window)
-    above = enough & (_values(loss, norm) > limit)
+    above = enough & (_values(loss, norm) > _limit(config, known))
     return jnp.select([~finite, above[0], above[1]], [1, 2, 3], 0)
 
 
 def remember(recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
     """`recent` with an accepted step's values in place of the oldest."""
-    values = recent.values.at[:, recent.accepted % recent.values.shape[1]].set(_values(loss, norm))
-    return Recent(values, recent.accepted + 1)
+    kept = recent.values.shape[1]
+    values = recent.values.at[:, recent.accepted % kept].set(_values(loss, norm))
+    return Recent(values, recent.accepted + 1, _no_skipped(kept))
+
+
+def remember_skipped(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
+    """`recent` after a skipped step.
+
+    Once `window` steps in a row were skipped, all of them finite and none a spike among them, the loss has settled at
+    another level: they become the history that the next step is compared with.
+    """
+    newest = _values(loss, norm)
+    newest = jnp.where(jnp.isfinite(newest).all(), newest, jnp.inf)
+    skipped = jnp.concatenate([recent.skipped[:, 1:], newest[:, None]], axis=1)
+    if not config.window:
+        return recent._replace(skipped=skipped)
+    consistent = (skipped <= _limit(config, skipped)[:, None]).all() & jnp.isfinite(skipped).all()
+    return Recent(
+        jnp.where(consistent, skipped, recent.values),
+        jnp.where(consistent, config.window, recent.accepted),
+        jnp.where(consistent, _no_skipped(config.window), skipped),
+    )
 
 
 def forget(recent: Recent, new_phase: jax.Array) -> Recent:
     """Nothing where a phase begins, whose data and rates are others."""
-    return Recent(jnp.where(new_phase, 0.0, recent.values), jnp.where(new_phase, 0, recent.accepted))
+    return Recent(
+        jnp.where(new_phase, 0.0, recent.values),
+        jnp.where(new_phase, 0, recent.accepted),
+        jnp.where(new_phase, jnp.inf, recent.skipped),
+    )
+
+
+def resize(config: SpikeConfig, recent: Recent) -> Recent:
+    """`recent` of a checkpoint, whose window may have been another: the newest steps of it that `config` has room for."""
+    before, kept = recent.values.shape[1], max(config.window, 1)
+    skipped = _no_skipped(before) if recent.skipped is None else recent.skipped
+    if before == kept:
+        return recent._replace(skipped=skipped)
+    oldest_first = jnp.roll(recent.values, -(recent.accepted % before), axis=1)  # empty places come first
+    accepted = jnp.minimum(recent.accepted, min(before, kept))
+    values = jnp.roll(_last(oldest_first, kept, 0.0), accepted - kept, axis=1)
+    values = jnp.where(jnp.arange(kept) < accepted, values, 0.0)
+    return Recent(values, accepted, _last(skipped, kept, jnp.inf))
+
+
+def _last(values: jax.Array, count: int, empty: float) -> jax.Array:
+    missing = max(0, count - values.shape[1])
+    return jnp.pad(values, ((0, 0), (missing, 0)), constant_values=empty)[:, -count:]
+
+
+def _no_skipped(window: int) -> jax.Array:
+    return jnp.full((2, window), jnp.inf, jnp.float32)
+
+
+def _limit(config: SpikeConfig, known: jax.Array) -> jax.Array:
+    """Above which a loss and a log norm are spikes, fp32 [2], beside those of `known` steps [2, n]; NaN is no step."""
+    median = jnp.nanmedian(known, axis=1)
+    deviation = 1.4826 * jnp.nanmedian(jnp.abs(known - median[:, None]), axis=1)
+    least = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])
+    return median + config.threshold * jnp.maximum(deviation, least)
 
 
 def _values(loss: jax.Array, norm: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.guard import guarded
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.mesh import AnyMesh
-from zaya_jax.train.spikes import forget, judge, remember
+from zaya_jax.train.spikes import forget, judge, remember, remember_skipped
 from zaya_jax.train.state import Blueprint, TrainState, layout_of
 
 Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]
@@ -88,7 +88,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
         new = (params, balance, balance_state, remember(recent, loss, norm))
-        old = (state.params, state.balance, state.balance_state, recent)
+        old = (state.params, state.balance, state.balance_state, remember_skipped(spike, recent, loss, norm))
         moved = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
         skipped = jnp.where(skip == 0, 0, state.skipped + 1)
         metrics = {

@@ -24,7 +24,7 @@ class JsonlTracker:
           InputError: the row of one of these steps is missing or cannot be read; the file is left as it is.
         """
         rows = read_rows(path)
-        kept = [row for row in rows if row["step"] <= step]
+        kept = [row for row in rows if first < row["step"] <= step]
         for index, expected in enumerate(range(first + 1, step + 1)):
             if index >= len(kept) or kept[index]["step"] != expected:
                 raise InputError(
