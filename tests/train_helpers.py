@@ -31,6 +31,7 @@ from zaya_jax.config import (
     OptimizerConfig,
     PhaseConfig,
     ScheduleConfig,
+    SourceConfig,
     Table,
     TrainConfig,
     load_config,
@@ -217,7 +218,8 @@ def _jit(function: Callable, **options: Any) -> Any:
 def _same_step(config: Config) -> Config:
     """`config` without what no compiled function depends on."""
     train = dataclasses.replace(config.train, max_skipped_steps=10, log_every=10)
-    data = DataConfig(context=config.data.context)
+    sources = {name: SourceConfig(name) for name in config.data.sources}
+    data = DataConfig(context=config.data.context, sources=Table(sources))
     phases = tuple(dataclasses.replace(phase, mixture=Table(), template=None, packing="windows", over_length="split")
                    for phase in config.phases)  # fmt: skip
     return Config(config.model, phases, lora=config.lora, optimizer=config.optimizer, train=train, data=data)

@@ -20,6 +20,11 @@ def dense(hidden, head, bias, targets, weights):
     return -(jnp.take_along_axis(jax.nn.log_softmax(z), targets[:, None], 1)[:, 0] * weights).sum()
 
 
+def total(*arguments):
+    """The sum alone."""
+    return chunked_loss(*arguments)[0]
+
+
 @functools.cache
 def compiled(function, biased):
     if biased:
@@ -41,7 +46,7 @@ def test_equals_the_dense_loss(seed):
     hidden, head, bias, targets, weights = draw(seed)
     for arguments in ((hidden, head, bias, targets, weights), (hidden, head, targets, weights)):
         biased = len(arguments) == 5
-        ours = compiled(chunked_loss, biased)(*arguments)
+        ours = compiled(total, biased)(*arguments)
         chex.assert_trees_all_close(ours, compiled(dense, biased)(*arguments), rtol=1e-4, atol=1e-5)
         assert not np.any(np.asarray(ours[1][0])[weights == 0]), "a token of weight zero has no gradient"
 
@@ -51,15 +56,20 @@ def test_any_size_of_chunk_gives_the_same(size):
     arguments = draw(1)
     expected = compiled(dense, True)(*arguments)
     with blocks_of(size):
-        ours = jax.jit(jax.value_and_grad(chunked_loss, argnums=(0, 1, 2)))(*arguments)
-        alone = chunked_loss(*arguments)  # forward only, which evaluation uses
+        ours = jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2)))(*arguments)
+        alone, terms = chunked_loss(*arguments)  # forward only, which evaluation uses
+        same = jax.value_and_grad(chunked_loss, has_aux=True)(*arguments)[0][1]
     chex.assert_trees_all_close(ours, expected, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
+    hidden, head, bias, targets, weights = arguments
+    each = [dense(hidden[i : i + 1], head, bias, targets[i : i + 1], weights[i : i + 1]) for i in range(T)]
+    for found in (terms, same):
+        np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-5)
 
 
 def test_the_logits_of_all_tokens_never_exist():
     with blocks_of(4):
-        jaxpr = str(jax.make_jaxpr(jax.value_and_grad(chunked_loss, argnums=(0, 1, 2)))(*draw(0)))
+        jaxpr = str(jax.make_jaxpr(jax.value_and_grad(total, argnums=(0, 1, 2)))(*draw(0)))
     assert f"4,{V}]" in jaxpr
     for rows in (T, 16):
         assert f"[{rows},{V}]" not in jaxpr
@@ -67,15 +77,15 @@ def test_the_logits_of_all_tokens_never_exist():
 
 def test_the_gradient_is_scaled_by_what_comes_after():
     hidden, head, bias, targets, weights = draw(2)
-    gradient = compiled(chunked_loss, True)(hidden, head, bias, targets, weights)[1]
-    tripled = jax.grad(lambda *a: 3 * chunked_loss(*a, targets, weights), argnums=(0, 1, 2))(hidden, head, bias)
+    gradient = compiled(total, True)(hidden, head, bias, targets, weights)[1]
+    tripled = jax.grad(lambda *a: 3 * total(*a, targets, weights), argnums=(0, 1, 2))(hidden, head, bias)
     chex.assert_trees_all_close(tripled, jax.tree.map(lambda x: 3 * x, gradient), rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_hidden_with_a_float32_head():
     hidden, head, bias, targets, weights = draw(3)
     low = hidden.astype(jnp.bfloat16)
-    loss, gradient = compiled(chunked_loss, True)(low, head, bias, targets, weights)
+    loss, gradient = compiled(total, True)(low, head, bias, targets, weights)
     chex.assert_type([loss, *gradient], [jnp.float32, jnp.bfloat16, jnp.float32, jnp.float32])
     expected, wide = compiled(dense, True)(hidden, head, bias, targets, weights)
     np.testing.assert_allclose(loss, expected, rtol=0.02)
@@ -89,7 +99,7 @@ def test_one_chunk_in_bfloat16_computes_where_it_is_compiled():
     hidden, head = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((512, 32), (300, 32)))
     targets, weights = rng.integers(0, 300, 512).astype(np.int32), np.ones(512, np.float32)
     given = (hidden, head.astype(jnp.float32), targets, weights)
-    loss, (_, gradient) = compiled(chunked_loss, False)(*given)
+    loss, (_, gradient) = compiled(total, False)(*given)
     expected, (_, wide) = compiled(dense, False)(*given)
     np.testing.assert_allclose(loss, expected, rtol=0.01)
     assert np.linalg.norm(gradient - wide) < 0.03 * np.linalg.norm(wide)
@@ -97,7 +107,7 @@ def test_one_chunk_in_bfloat16_computes_where_it_is_compiled():
 
 def test_large_logits_stay_finite():
     hidden, head, bias, targets, weights = draw(4)
-    loss, gradient = compiled(chunked_loss, True)(1e4 * hidden, head, bias, targets, weights)
+    loss, gradient = compiled(total, True)(1e4 * hidden, head, bias, targets, weights)
     chex.assert_tree_all_finite((loss, gradient))
     expected, theirs = compiled(dense, True)(1e4 * hidden, head, bias, targets, weights)
     chex.assert_trees_all_close((loss, gradient), (expected, theirs), rtol=1e-4, atol=1e-2)
@@ -107,7 +117,7 @@ def test_a_frozen_head_changes_nothing_but_its_own_gradient():
     hidden, head, bias, targets, weights = draw(3)
 
     def value(hidden, head, bias, frozen):
-        return chunked_loss(hidden, head, bias, targets, weights, frozen)
+        return total(hidden, head, bias, targets, weights, frozen)
 
     whole, frozen = (jax.value_and_grad(value, argnums=(0, 1, 2))(hidden, head, bias, kind) for kind in (False, True))
     np.testing.assert_array_equal(whole[0], frozen[0])
@@ -120,7 +130,7 @@ def test_a_frozen_head_has_no_sum_of_its_size():
     hidden, head, bias, targets, weights = draw(3)
 
     def text(frozen):
-        gradient = jax.grad(lambda h: chunked_loss(h, head, bias, targets, weights, frozen))
+        gradient = jax.grad(lambda h: total(h, head, bias, targets, weights, frozen))
         return str(jax.make_jaxpr(gradient)(hidden))
 
     assert f"f32[{D},{V}]" in text(False)

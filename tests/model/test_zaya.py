@@ -57,7 +57,7 @@ def run(variant: str, remat: str = "none"):
         out = model(tokens, segments, remat=remat)
         bias = model.head_bias[...] if model.config.head_bias else None
         hidden = out.hidden_bsd.reshape(ROWS * LENGTH, -1)
-        total = chunked_loss(hidden, model.embedding[...], bias, targets.reshape(-1), weights.reshape(-1))
+        total, _ = chunked_loss(hidden, model.embedding[...], bias, targets.reshape(-1), weights.reshape(-1))
         return total, (out.hidden_bsd, out.stats.expert_counts_le)
 
     compiled = jit(jax.value_and_grad(loss, has_aux=True))

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
-from zaya_jax.config import ScheduleConfig, SpikeConfig
+from zaya_jax.config import ScheduleConfig, SourceConfig, SpikeConfig, Table
 from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
@@ -106,6 +106,33 @@ def test_loss_and_gradient_are_those_of_the_mean_over_real_tokens():
     assert_close(ours, grads)
 
 
+def test_norms_by_role_are_those_of_the_gradient_and_of_the_change():
+    metrics, _, grads = descent()
+    norm, squares = plain_gradient()[2], 0.0
+    for role in {setup().blueprint.roles[name] for name in setup().state.params}:
+        names = [name for name in setup().state.params if setup().blueprint.roles[name] == role]
+        expected = np.sqrt(sum((grads[f"['{name}']"] ** 2).sum() for name in names))
+        for kind in ("grad_norm_by_role", "update_norm_by_role"):  # one is the other, by this optimizer
+            assert metrics[f"['{kind}']['{role}']"] == pytest.approx(expected, rel=1e-3, abs=1e-4 * norm)
+        squares += metrics[f"['grad_norm_by_role']['{role}']"] ** 2
+    assert np.sqrt(squares) == pytest.approx(metrics["['grad_norm']"], rel=1e-5)
+
+
+def test_the_loss_is_summed_for_each_source_of_the_rows():
+    config = change(CONFIG, {"data.sources": Table({name: SourceConfig(name) for name in "abc"})})
+    state, batch = setup().state, jax.tree.map(lambda a: a[0], make_batch())
+    rows = np.arange(len(batch["tokens"])) % 2 * 2  # none of b
+    batch |= {"sources": np.repeat(rows[:, None], batch["tokens"].shape[1], 1).astype(np.int16)}
+    loss = fast_jit(make_local_loss(config, setup().blueprint))
+    sums = jax.device_get(loss(state.params, state.balance, batch)[1])
+    for source in range(3):
+        alone = batch | {"loss_mask": batch["loss_mask"] & (rows == source)[:, None]}
+        expected = jax.device_get(loss(state.params, state.balance, alone)[1])
+        assert sums["source_tokens"][source] == expected["tokens"] == alone["loss_mask"].sum()
+        assert sums["source_loss"][source] == pytest.approx(expected["loss"], rel=1e-5)
+    assert sums["source_loss"].sum() == pytest.approx(sums["loss"], rel=1e-6)
+
+
 def test_positions_are_those_of_the_batch():
     loss, batch = float(first_step()[1]["loss"]), make_batch()
     for factor, offset, same in ((1, 3, True), (2, 0, False)):  # attention sees distances alone
@@ -177,6 +204,7 @@ def test_biases_move_against_the_load_and_skip_stays_at_minus_one():
     assert np.array_equal(np.sign(moved[:, :-1]), np.sign(mean - counts[:, :-1]))
     assert (np.array(new.balance[name])[:, -1] == -1).all()
     np.testing.assert_allclose(metrics["max_load"], counts[:, :-1].max(1) / mean[:, 0], rtol=1e-6)
+    assert np.array_equal(metrics["expert_counts"], counts)
     np.testing.assert_allclose(metrics["skip_rate"], counts[:, -1] / counts.sum(1))
     np.testing.assert_allclose(metrics["bias_range"], np.ptp(np.array(new.balance[name])[:, :-1], 1))
     for _ in range(20):
@@ -267,6 +295,7 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
     state, heal = poisoned(started, value)
     first, metrics = setup().step(state, make_batch())
     assert not np.isfinite(metrics["loss"])
+    assert not any(float(x) for x in metrics["update_norm_by_role"].values())
     assert set(differing(state, first)) == COUNTERS
     assert (int(first.step), int(first.skipped), int(metrics["skipped"])) == (2, 1, 1)
     second, metrics = setup().step(first, make_batch())

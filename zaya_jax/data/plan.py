@@ -5,6 +5,8 @@ import dataclasses
 import hashlib
 from typing import NamedTuple
 
+import numpy as np
+
 from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.data import CORPUS
 from zaya_jax.config.stages import phase_steps, rows_before
@@ -39,11 +41,19 @@ class PhasePlan:
     shares: dict[str, Share]
     bytes_per_token: float | None  # of text, on average; None where the loss does not count all tokens
     order: str  # digest of what the rows and their order depend on
+    sources: tuple[str, ...]  # of the run
 
     def row(self, index: int) -> Row:
-        """Row `index` of the phase, see `rows.Packing.row`."""
+        """Row `index` of the phase, see `rows.Packing.row`; in a run of several sources also `sources` int16 [s].
+
+        All its values are the index of the row's source.
+        """
         source, place = self.mixture.locate(index)
-        return self.shares[self.mixture.names[source]].stage.row(place)
+        name = self.mixture.names[source]
+        row = self.shares[name].stage.row(place)
+        if len(self.sources) == 1:
+            return row
+        return row | {"sources": np.full(self.context, self.sources.index(name), np.int16)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +104,8 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             shares[name] = Share(count, epochs - before.epochs_read, stage, documents, counts)
             positions[name] = after
         phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
-                                _order(config.seed, phase, context, first_row, mixture, shares)))  # fmt: skip
+                                _order(config.seed, phase, context, first_row, mixture, shares),
+                                tuple(prepared.sources)))  # fmt: skip
     return RunPlan(tuple(phases))
 
 

@@ -22,8 +22,8 @@ CHUNK = 512  # tokens
 def chunked_loss(
     hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array,
     frozen_head: bool = False,
-) -> jax.Array:  # fmt: skip
-    """Sum over tokens of weight times cross-entropy of `hidden_td @ head_vd.T + bias_v`.
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Sum over tokens, and its terms, of weight times cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
     Args:
       hidden_td: after the final norm, in the compute dtype.
@@ -34,7 +34,8 @@ def chunked_loss(
       frozen_head: whether head and bias are constants, of which no gradient is made.
 
     Returns:
-      fp32 scalar, in nats. Differentiable in `hidden_td`, `head_vd` and `bias_v`.
+      fp32 scalar, in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and fp32 [t], the terms of the sum,
+      which are not.
     """
     del frozen_head
     return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
@@ -56,25 +57,27 @@ def _chunk_logits(h_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None)
 def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:
     lse_t = jax.nn.logsumexp(z_tv, axis=-1)
     right_t = jnp.take_along_axis(z_tv, targets_t[:, None], axis=-1)[:, 0]
-    return (weights_t * (lse_t - right_t)).sum(), lse_t
+    return weights_t * (lse_t - right_t), lse_t
 
 
 def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-          weights_t: jax.Array) -> jax.Array:  # fmt: skip
-    def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+          weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         h, targets, weights = chunk
-        return total + _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)[0], None
+        loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
+        return total + loss.sum(), loss
 
     zero = jnp.zeros((), wide(hidden_td.dtype))
-    return jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))[0]
+    total, losses = jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))
+    return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
 def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
-             weights_t: jax.Array, frozen_head: bool = False) -> tuple[jax.Array, Any]:  # fmt: skip
+             weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, wide(hidden_td.dtype)
 
-    def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], jax.Array]:
+    def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         total, dw_dv, db_v = carry
         h, h_dt, targets, weights = chunk
         z = _chunk_logits(h, head_vd, bias_v)
@@ -86,21 +89,22 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         # With the long dimension innermost on both sides and in the result, no operand is transposed.
         dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
         db_v = None if db_v is None else db_v + dz.sum(0)
-        return (total + loss, dw_dv, db_v), dh.astype(dtype)
+        return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
 
     start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
              None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
     h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
-    (total, dw_dv, db_v), dh = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
+    (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
     # Of one chunk XLA would make a single product of sum and transposition, which CPUs refuse in bf16.
     dw_vd = None if dw_dv is None else jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
-    return total, (dh_td, dw_vd, db_v, weights_t)
+    return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t)
 
 
-def _backward(frozen_head: bool, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     del frozen_head  # whose gradients are None, which stands for zero
+    g, _ = cotangents
     dh_td, dw_vd, db_v, weights_t = saved
     no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
     no_weights = jnp.zeros_like(weights_t)  # weights are data, not a function of the parameters

@@ -71,7 +71,8 @@ def trace_step(config: Config, stage: Stage, target: Target | None = None) -> ja
     """
     key, mesh, state = step_key(config, stage), mesh_of(config, stage.phase), abstract_state(config, stage.phase)
     shape, sharding = (key.micro_batches, key.sequences, key.context), batch_sharding(mesh, leading=1)
-    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in _TYPES.items()}
+    types = _TYPES | ({"sources": np.int16} if len(config.data.source_names) > 1 else {})
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
     step = make_train_step(config, make_blueprint(config, stage.phase, target), mesh)
     out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
     return jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch, abstract_base(config, stage.phase))

@@ -22,7 +22,9 @@ from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.train.spikes import forget, judge, remember, remember_skipped
 from zaya_jax.train.state import Blueprint, TrainState, layout_of
 
-Batch = dict[str, jax.Array]  # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]
+# tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; of several sources also
+# sources: int16 [.., b, s], index in `data.sources`.
+Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
@@ -42,10 +44,18 @@ def make_local_loss(
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat,
                     dtype=config.train.compute_dtype)  # fmt: skip
         weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
-        loss: jax.Array = chunked_loss(out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"],
-                                       params.get("head_bias"), batch["targets"].reshape(-1), weights,
-                                       lora is not None)  # fmt: skip
-        return loss, {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
+        losses: tuple[jax.Array, jax.Array] = chunked_loss(
+            out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"], params.get("head_bias"),
+            batch["targets"].reshape(-1), weights, lora is not None,
+        )  # fmt: skip
+        loss, loss_t = losses
+        sums = {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
+        if "sources" in batch:
+            # Not a scatter, whose order of summation is not fixed on GPUs.
+            is_source_nt = batch["sources"].reshape(-1) == jnp.arange(len(config.data.source_names))[:, None]
+            sums["source_loss"] = jnp.where(is_source_nt, loss_t, 0.0).sum(1)
+            sums["source_tokens"] = jnp.where(is_source_nt, weights, 0.0).sum(1)
+        return loss, sums
 
     return local_loss
 
@@ -60,7 +70,9 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
     Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (the matrices' base rate),
     `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
     (over the mean), `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row, `skip` says why
-    (index of `spikes.REASONS`).
+    (index of `spikes.REASONS`). Also `expert_counts` int32 [l, experts and skip] (tokens), `grad_norm_by_role` (before
+    clipping) and `update_norm_by_role` (of what the step adds to the parameters), and of several sources `source_loss`
+    (summed, in nats) and `source_tokens`, [n] each, in the order of `data.sources`.
     """
     layout = layout_of(config, blueprint, mesh)
     gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops()))
@@ -83,6 +95,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
             target=layout.target,
         )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
+        update_norms = _norm_by_role(updates, blueprint)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
@@ -98,6 +111,10 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
             "tokens": sums["tokens"],
             "skipped": skipped,
             "skip": skip,
+            "grad_norm_by_role": {role: x / tokens for role, x in _norm_by_role(grads, blueprint).items()},
+            "update_norm_by_role": {role: jnp.where(skip == 0, rate * x, 0.0) for role, x in update_norms.items()},
+            "expert_counts": sums["counts"],
+            **{name: sums[name] for name in ("source_loss", "source_tokens") if name in sums},
             **_expert_metrics(sums["counts"], moved[1]),
         }
         params, balance, balance_state, recent = moved
@@ -121,6 +138,13 @@ def make_evaluation_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) ->
         return {"loss": found["loss"], "tokens": found["tokens"]}
 
     return layout.sums(sums)
+
+
+def _norm_by_role(tree: Any, blueprint: Blueprint) -> dict[str, jax.Array]:
+    """Euclidean norm over all leaves of each role; of gradients XLA merges the sums with those of the whole norm."""
+    roles = {blueprint.roles[name] for name in tree}
+    return {role: optax.tree.norm({name: x for name, x in tree.items() if blueprint.roles[name] == role})
+            for role in sorted(roles)}  # fmt: skip
 
 
 def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
