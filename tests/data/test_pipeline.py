@@ -1,5 +1,6 @@
 import dataclasses
 import hashlib
+import itertools
 import json
 import pickle
 import subprocess
@@ -8,14 +9,18 @@ import threading
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data_helpers import run_config, write_source
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import first_step, rows_before, stage_at, total_steps
-from zaya_jax.data.pipeline import heldout_batches, heldout_bytes, train_batches
+from zaya_jax.data.pipeline import _part_bytes, heldout_batches, heldout_text, train_batches
+from zaya_jax.data.rows import Part
+from zaya_jax.data.shards import Text
 from zaya_jax.data.sources import open_sources
+from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, train_tokenizer
 from zaya_jax.errors import InputError
 
 
@@ -211,11 +216,36 @@ def test_heldout_is_given_once_in_order_and_filled_up(tiny):
     assert len(batches) == -(-rows // 3)
 
 
-def test_heldout_text_is_counted_for_its_source(tiny):
+@pytest.mark.parametrize("limit", [1, 2, None])
+@pytest.mark.parametrize("phase", [{}, {"packing": "bins", "over_length": "trim"}])
+def test_the_text_of_heldout_batches_is_counted(tiny, phase, limit):
     config, prepared = tiny
-    entry = prepared.sources["corpus"].manifest.heldout
-    assert heldout_bytes(config, prepared, "corpus") == (entry.documents, entry.text_bytes)
-    assert entry.documents * entry.text_bytes > 0
+    config = dataclasses.replace(config, phases=(PhaseConfig(tokens=320, **phase),))
+    entry, eot = prepared.sources["corpus"].manifest.heldout, prepared.tokenizer.eot
+    text = heldout_text(config, prepared, "corpus", limit)
+    assert text[2:] == (entry.documents, entry.text_bytes)
+    batches = list(heldout_batches(config, prepared, "corpus", limit))
+    targets = np.concatenate([batch["targets"][batch["loss_mask"]] for batch in batches])
+    assert text.text_bytes == len(prepared.tokenizer.decode(targets[targets != eot].tolist()).encode())
+    assert (text[:2] == text[2:]) == (limit is None)
+
+
+@pytest.fixture(scope="module")
+def kinds_of_tokenizers():
+    words = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
+    words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
+    words.train_from_iterator(["ab äb", "b ä"], tokenizers.trainers.BpeTrainer(special_tokens=[EOT_TEXT]))
+    return Tokenizer(words), train_tokenizer(["ab äb"], 258)
+
+
+@given(text=st.text("abä ", min_size=1), cuts=st.sets(st.integers(1, 60)))
+def test_the_bytes_of_parts_of_a_document_add_up_to_its_text(kinds_of_tokenizers, text, cuts):
+    for tokenizer in kinds_of_tokenizers:
+        tokens = np.array([tokenizer.eot, *tokenizer.encode(text), tokenizer.eot])
+        edges = [0, *sorted(cut for cut in cuts if cut < len(tokens) - 1), len(tokens) - 1]
+        parts = [Part(0, start, stop + 1) for start, stop in itertools.pairwise(edges)]
+        sizes = [_part_bytes(tokenizer, Text(tokens, None), part) for part in parts]
+        assert sum(sizes) == len(tokenizer.decode(tokens[1:-1].tolist()).encode())
 
 
 def test_heldout_text_is_cut_into_windows_of_the_context_whatever_the_training_does(tiny):

@@ -61,10 +61,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """The held-out loss: on a fixed part during the run, on every byte at its end."""
+    """The held-out loss, over the same batches during the run and at its end."""
 
     every: int = 100  # steps
-    batches: int = 8  # evaluated during the run
+    batches: int = 8  # of each source, from all over its held-out text; all of it where there are fewer
     batch: int = 16  # sequences a batch
 
     def check(self) -> None:

@@ -2,16 +2,18 @@
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import Stage, first_step, rows_before, stages
 from zaya_jax.data.plan import RunPlan, heldout_phase, packer_of, plan_run
-from zaya_jax.data.rows import Row
+from zaya_jax.data.rows import Packing, Part, Row
+from zaya_jax.data.shards import Documents, Text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import Position
+from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
@@ -162,8 +164,17 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Share]
                         shares=shares)  # fmt: skip
 
 
+class HeldoutText(NamedTuple):
+    """How much of a source's held-out text the held-out loss covers: `documents` of `all_documents`, and its bytes."""
+
+    documents: int  # of which at least a part is covered
+    text_bytes: int  # UTF-8, of the tokens whose loss counts
+    all_documents: int
+    all_bytes: int
+
+
 def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:
-    """The held-out split of a source in its natural order, each document once.
+    """Batches of the held-out split of a source, in its natural order, each document at most once.
 
     Args:
       config: `evaluation.batch` and `data.context` are used, and of the last phase that reads the source its
@@ -175,29 +186,65 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
     Yields:
       Dicts of arrays [evaluation.batch, s], the last one filled up with rows that are all padding.
     """
-    phase = heldout_phase(config, prepared.sources[name])
-    if phase is None:
+    heldout = _open_heldout(config, prepared, name, limit)
+    if heldout is None:
         return
-    documents, manifest = prepared.open(name, "heldout", phase, config.data.context)
-    if documents.lengths.max(initial=0) < 2:
-        return
-    packer = packer_of(config, prepared, phase, None)
-    rows = packer.stage(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
-    starts = range(0, rows.per_epoch, config.evaluation.batch)
-    given = len(starts) if limit is None else min(limit, len(starts))
-    for start in (starts[index * len(starts) // given] for index in range(given)):
-        batch = [rows.row(0, row) for row in range(start, min(start + config.evaluation.batch, rows.per_epoch))]
+    for indices in heldout.batches:
+        batch = [heldout.rows.row(0, row) for row in indices]
         padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
         yield _stack(batch + [padding] * (config.evaluation.batch - len(batch)))
 
 
-def heldout_bytes(config: Config, prepared: Prepared, name: str) -> tuple[int, int]:
-    """Documents that `heldout_batches` reads of a source, and the UTF-8 bytes of the text whose loss they count."""
+def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> HeldoutText | None:
+    """The text whose loss `heldout_batches` with the same arguments count; None if no phase reads the source."""
     phase = heldout_phase(config, prepared.sources[name])
     if phase is None:
-        return 0, 0
+        return None
+    heldout = _open_heldout(config, prepared, name, limit)
     _, manifest = prepared.open(name, "heldout", phase, config.data.context)
-    return manifest.heldout.documents - manifest.counts.get("dropped", 0), manifest.heldout.text_bytes
+    count = manifest.heldout.documents - manifest.counts.get("dropped", 0)
+    if heldout is None:
+        return HeldoutText(0, 0, count, manifest.heldout.text_bytes)
+    parts = [part for indices in heldout.batches for row in indices for part in heldout.rows.parts(0, row)]
+    size = sum(_part_bytes(prepared.tokenizer, heldout.documents[part.document], part) for part in parts)
+    covered = {part.document for part in parts if part.stop - part.start > 1}
+    return HeldoutText(len(covered), size, count, manifest.heldout.text_bytes)
+
+
+class _Heldout(NamedTuple):
+    documents: Documents
+    rows: Packing
+    batches: list[range]  # of rows
+
+
+def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | None) -> _Heldout | None:
+    """The rows of `heldout_batches`; None if there are none."""
+    phase = heldout_phase(config, prepared.sources[name])
+    if phase is None:
+        return None
+    documents, manifest = prepared.open(name, "heldout", phase, config.data.context)
+    if documents.lengths.max(initial=0) < 2:
+        return None
+    packer = packer_of(config, prepared, phase, None)
+    rows = packer.stage(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
+    size = config.evaluation.batch
+    starts = range(0, rows.per_epoch, size)
+    given = len(starts) if limit is None else min(limit, len(starts))
+    chosen = [starts[index * len(starts) // given] for index in range(given)]
+    return _Heldout(documents, rows, [range(start, min(start + size, rows.per_epoch)) for start in chosen])
+
+
+def _part_bytes(tokenizer: Tokenizer, text: Text, part: Part) -> int:
+    """UTF-8 bytes of the tokens of a part that are predicted and that the loss counts."""
+    tokens = text.tokens[part.start : part.stop].tolist()
+    if text.counts is not None:
+        counted = zip(tokens[1:], text.counts[part.start + 1 : part.stop], strict=True)
+        return len(tokenizer.decode([token for token, counts in counted if counts]).encode())
+    # A token inside a document is decoded after the one before it: some tokenizers leave out a space at the start.
+    before = tokens[:1] if part.start else []
+    end = -1 if tokens[-1] == tokenizer.eot else len(tokens)
+    inside = before + tokens[1:end]
+    return len(tokenizer.decode(inside).encode()) - len(tokenizer.decode(before).encode())
 
 
 def _stack(rows: list[Row]) -> Batch:

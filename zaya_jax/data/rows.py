@@ -6,7 +6,7 @@ knowing one number.
 
 import functools
 import itertools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -19,6 +19,14 @@ Row = dict[str, np.ndarray]
 LANES = 64  # places of the concatenation that windows are read from in turn
 
 _EPOCHS_KEPT = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
+
+
+class Part(NamedTuple):
+    """The tokens [start, stop) of a document."""
+
+    document: int
+    start: int
+    stop: int
 
 
 class Packing(Protocol):
@@ -37,6 +45,10 @@ class Packing(Protocol):
           `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
           item. `loss_mask` bool: true where the target belongs to the same item as the token and the loss counts it.
         """
+        ...
+
+    def parts(self, epoch: int, index: int) -> list[Part]:
+        """The parts of documents that row `index` of an epoch is made of; the first token of each is only an input."""
         ...
 
     def after(self, epoch: int, rows: int) -> Items:
@@ -73,16 +85,8 @@ class Windows:
     def row(self, epoch: int, index: int) -> Row:
         """See `Packing.row`."""
         row = _RowMaker(self._context + 1)
-        order, ends = self._epoch(epoch)
-        start = self._window(index) * self._context
-        stop = min(start + self._context + 1, self._tokens)
-        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
-        for place in range(first, last + 1):
-            item = order[place]
-            begin = ends[place] - self._items.length[item]  # of the item in the concatenation
-            skip = self._items.start[item] - begin  # from a place in the concatenation to one in the document
-            text = self._documents[int(self._items.document[item])]
-            row.add(text, max(start, begin) + skip, min(stop, ends[place]) + skip)
+        for document, start, stop in self.parts(epoch, index):
+            row.add(self._documents[document], start, stop)
         return {
             "tokens": row.tokens[:-1],
             "targets": row.tokens[1:],
@@ -90,6 +94,21 @@ class Windows:
             "positions": row.positions[:-1],
             "loss_mask": (row.segments[1:] == row.segments[:-1]) & (row.segments[1:] > 0) & row.counts[1:],
         }
+
+    def parts(self, epoch: int, index: int) -> list[Part]:
+        """See `Packing.parts`."""
+        order, ends = self._epoch(epoch)
+        start = self._window(index) * self._context
+        stop = min(start + self._context + 1, self._tokens)
+        first, last = np.searchsorted(ends, [start, stop - 1], side="right")
+        parts = []
+        for place in range(first, last + 1):
+            item = order[place]
+            begin = ends[place] - self._items.length[item]  # of the item in the concatenation
+            skip = self._items.start[item] - begin  # from a place in the concatenation to one in the document
+            document = int(self._items.document[item])
+            parts.append(Part(document, int(max(start, begin) + skip), int(min(stop, ends[place]) + skip)))
+        return parts
 
     def after(self, epoch: int, rows: int) -> Items:
         """See `Packing.after`. Items that a read window's edge cuts are left with what is not read of them."""
@@ -163,13 +182,12 @@ class BinRows:
         """See `Packing.row`."""
         row = _RowMaker(self._context)
         targets, mask = np.zeros((2, self._context), np.int32)
-        for item in self._bins[int(self._epoch(epoch)[index])]:
-            start, length = int(self._items.start[item]), int(self._items.length[item])
-            text = self._documents[int(self._items.document[item])]
-            place = slice(row.filled, row.filled + length - 1)
-            targets[place] = text.tokens[start + 1 : start + length]
-            mask[place] = True if text.counts is None else text.counts[start + 1 : start + length]
-            row.add(text, start, start + length - 1)
+        for document, start, stop in self.parts(epoch, index):
+            text = self._documents[document]
+            place = slice(row.filled, row.filled + stop - start - 1)
+            targets[place] = text.tokens[start + 1 : stop]
+            mask[place] = True if text.counts is None else text.counts[start + 1 : stop]
+            row.add(text, start, stop - 1)
         return {
             "tokens": row.tokens,
             "targets": targets,
@@ -177,6 +195,12 @@ class BinRows:
             "positions": row.positions,
             "loss_mask": mask.astype(bool),
         }
+
+    def parts(self, epoch: int, index: int) -> list[Part]:
+        """See `Packing.parts`."""
+        items = self._items.take(self._bins[int(self._epoch(epoch)[index])])
+        return [Part(*map(int, part)) for part in zip(items.document, items.start, items.start + items.length,
+                                                      strict=True)]  # fmt: skip
 
     def after(self, epoch: int, rows: int) -> Items:
         """See `Packing.after`."""
