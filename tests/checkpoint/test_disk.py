@@ -12,7 +12,6 @@ import pytest
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import ABOUT, abstract, open_store
 from tests.train_helpers import ROOT
-from zaya_jax.checkpoint import store as module  # noqa: F401 (for the code that runs elsewhere)
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
@@ -109,12 +108,12 @@ def read_only_for_a_while(root):
 
 
 def in_own_file_system(folder, function):
-    """Call a function of this module where `folder` is a file system of 300 MB; gives what it returns."""
+    """Call a function of a module of tests where `folder` is a file system of 300 MB; gives what it returns."""
     if subprocess.run(["unshare", "-rm", "mount", "-t", "tmpfs", "none", str(folder)], check=False,
                       capture_output=True).returncode:  # fmt: skip
         pytest.skip("This system lets a user mount no file system of their own (unshare -rm).")
-    code = (f"import json; from pathlib import Path; import tests.checkpoint.test_disk as here\n"
-            f"here.module._RETRY = 0.2  # seconds, for 10\n"
+    code = (f"import json; from pathlib import Path; import {function.__module__} as here\n"
+            f"from zaya_jax.checkpoint import store\nstore._RETRY = 0.2  # seconds, for 10\n"
             f"print(json.dumps(here.{function.__name__}(Path({str(folder)!r}))))")  # fmt: skip
     command = 'mount -t tmpfs -o size=300m none "$1" && exec "$2" -c "$3"'
     done = subprocess.run(

@@ -5,17 +5,6 @@ from hypothesis import strategies as st
 from zaya_jax.train.console import ConsoleReport, _clock
 
 
-class Clock:
-    def __init__(self, monkeypatch):
-        self.now = 100.0
-        monkeypatch.setattr("zaya_jax.train.console.time.monotonic", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    return Clock(monkeypatch)
-
-
 def make(**changes):
     options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": lambda _: 2e6,
                "bytes_per_token": lambda _: 4.0, "tokens_left": lambda step: (12 - step) * 100, "devices": 2,
@@ -35,11 +24,10 @@ def row(step, **changes):
     }
 
 
-def test_a_line_every_few_steps_and_one_at_the_end(clock, capsys):
+def test_a_line_every_few_steps_and_one_at_the_end(capsys):
     with make(steps=12) as report:
         for step in range(1, 13):
-            clock.now += 0.5
-            report.row(row(step))
+            report.row(row(step), 0.5)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     assert lines[0] == (
@@ -57,41 +45,43 @@ def test_a_line_every_few_steps_and_one_at_the_end(clock, capsys):
         ("new", "GFLOP/s"),
     ],
 )
-def test_a_known_device_gives_the_share_of_its_peak(clock, capsys, kind, share):
+def test_a_known_device_gives_the_share_of_its_peak(capsys, kind, share):
     report = make(device_kind=kind, flops_per_token=lambda _: 989e12 / 200, log_every=1)
-    clock.now += 0.5
-    report.row(row(1, tokens=100.0))
+    report.row(row(1, tokens=100.0), 0.5)
     assert share in capsys.readouterr().out
 
 
-def test_the_operations_of_a_token_are_those_of_the_step(clock, capsys):
+def test_the_operations_of_a_token_are_those_of_the_step(capsys):
     asked = []
     report = make(device_kind="new", flops_per_token=lambda step: asked.append(step) or step * 1e9, log_every=2)
     for step in range(1, 5):
-        clock.now += 0.5
-        report.row(row(step))
+        report.row(row(step), 0.5)
     assert asked == [2, 4]
     assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()] == ["400.0 GFLOP/s", "800.0 GFLOP/s"]
 
 
-def test_what_is_not_training_does_not_count_as_time(clock, capsys):
+def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys):
     report = make(log_every=2)
-    report.row(row(1))
-    clock.now += 1000
-    report.restart_clock()
-    clock.now += 1
-    report.row(row(2))
-    assert " 100 tokens/s " in capsys.readouterr().out
+    for step in (1, 2):
+        report.row(row(step, tokens=25.0), 1.0)
+    assert " 25 tokens/s " in (out := capsys.readouterr().out)
+    assert out.rstrip().endswith("| ETA 0:10")
 
 
-def test_evaluations_and_skipped_steps_are_told(clock, capsys):
+def test_the_speed_of_a_step_has_no_share_of_a_peak_that_is_not_known():
+    known, unknown = make(device_kind="NVIDIA H200"), make(device_kind="new")
+    speed = {"tokens_per_second": 200.0, "flops_per_second": 4e8, "mfu": 4e8 / 2 / 989e12}
+    assert known.throughput(1, 100.0, 0.5) == pytest.approx(speed)
+    assert unknown.throughput(1, 100.0, 0.5) == speed | {"mfu": None}
+
+
+def test_evaluations_and_skipped_steps_are_told(capsys):
     report = make(log_every=1)
-    clock.now += 1
-    report.row(row(1, heldout_loss=3.14159, skipped=2))
+    report.row(row(1, heldout_loss=3.14159, skipped=2), 1.0)
     out = capsys.readouterr().out
     assert "| held-out 3.142 |" in out
     assert out.rstrip().endswith("| skipped 2 in a row")
-    report.row(row(2, loss=float("nan"), tokens=0.0))  # neither a time nor a token passed
+    report.row(row(2, loss=float("nan"), tokens=0.0), 0.0)  # neither a time nor a token passed
     assert "loss nan" in capsys.readouterr().out
 
 

@@ -81,11 +81,15 @@ def test_the_model_learns_to_answer(tuned):
     config, result, _ = tuned
     rows = read_rows(result.run_dir / METRICS)
     assert [row["step"] for row in rows] == list(range(1, 31))
-    looked = [row["heldout_loss_of"]["talk"] for row in rows if "heldout_loss_of" in row]
-    assert len(looked) == 3
-    assert looked[-1] < looked[0] - 0.5  # the phase of conversations began at step 10
-    assert set(result.heldout_of) == {"code", "talk"}
-    assert result.heldout.tokens == sum(loss.tokens for loss in result.heldout_of.values())
+    heldout = [row["heldout_loss_by_source"] for row in rows if "heldout_loss_by_source" in row]
+    assert len(heldout) == 3
+    assert heldout[-1] == {name: loss.nats_per_token for name, loss in result.heldout_by_source.items()}
+    assert heldout[-1]["talk"] < heldout[0]["talk"] - 0.5  # the phase of conversations began at step 10
+    assert set(result.heldout_by_source) == {"code", "talk"}
+    assert result.heldout.tokens == sum(loss.tokens for loss in result.heldout_by_source.values())
+    assert [row["loss_by_source"] for row in (rows[9], rows[19])] == [
+        {"code": pytest.approx(rows[9]["loss"])}, {"talk": pytest.approx(rows[19]["loss"])}
+    ]  # fmt: skip
     text = report(config, result)
     assert "documents of code: " in text
     assert "documents of talk: " in text
@@ -218,7 +222,8 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     layout = layout_of(plain, make_blueprint(plain), make_mesh(devices=jax.devices()[:1]))
     step = fast_jit(make_evaluation_step(plain, make_blueprint(plain), layout.mesh))
     state = dataclasses.replace(result.state, params=parameters(result.model))
-    assert evaluate(step, state, heldout_batches(config, result.prepared, "talk"), layout) == result.heldout_of["talk"]
+    batches = heldout_batches(config, result.prepared, "talk", config.evaluation.batches)
+    assert evaluate(step, state, batches, layout) == result.heldout_by_source["talk"]
 
 
 def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):

@@ -141,10 +141,18 @@ def test_phases_to_come_may_change(begun):
         (0, {"tokens": 1024}, r"^phases\.one\.tokens was 768 and is now 1024, but the run is past the beginning"),
         (0, {"name": "first"}, r"^phases\.one\.name was 'one' and is now 'first'"),
         (1, {"rope_base": 2.0e3}, r"^phases\.two\.rope_base was 1000\.0 and is now 2000\.0"),
-        (1, {"schedule": ScheduleConfig()}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 768,"),
+        (
+            1,
+            {"schedule": ScheduleConfig()},
+            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 768,",
+        ),
         (1, {"batch": None}, r"^phases\.two\.batch was "),
         (2, {"schedule": None}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,792,"),
-        (1, {"tokens": 768}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,536, .*resume_from"),
+        (
+            1,
+            {"tokens": 768},
+            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,536, .*resume_from",
+        ),
     ],
 )
 def test_phases_that_are_begun_may_not(begun, index, changes, match):

@@ -20,7 +20,16 @@ from zaya_jax.config import (
     to_yaml,
 )
 from zaya_jax.errors import InputError
-from zaya_jax.train.run_folder import CHANGES, CHECKPOINTS, CONFIG, METRICS, check_past, claim_run, open_run, record_changes
+from zaya_jax.train.run_folder import (
+    CHANGES,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    check_past,
+    claim_run,
+    open_run,
+    record_changes,
+)
 
 SECTIONS = {"checkpoint": CheckpointConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
@@ -141,7 +150,9 @@ def test_a_run_can_become_longer_where_no_step_that_is_done_had_another_rate(con
         if fits:
             check_past(before, after, step)
             continue
-        with pytest.raises(InputError, match=rf"^phases\.train: the {schedule.shape} schedule spanned 1,536 .* now spans"):
+        with pytest.raises(
+            InputError, match=rf"^phases\.train: the {schedule.shape} schedule spanned 1,536 .* now spans"
+        ):
             check_past(before, after, step)
     own = dataclasses.replace(one, name="more", schedule=COSINE)
     check_past(before, with_phases(config, *before.phases, own), step)

@@ -75,6 +75,8 @@ class CheckpointStore:
         """
         self.folder = folder.resolve()
         self.say = say
+        # Called before each save: syncs what must not be older than the checkpoint; a sentence where that fails.
+        self.ready: Callable[[], str] = str
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._generation = 0
@@ -116,8 +118,6 @@ class CheckpointStore:
 
         What unfinished saves have left is removed, and what was saved by processes given up for dead set aside.
         So that processes which end too soon do not pile them up, checkpoints that need not be kept are removed too.
-
-        Where that cannot be written, as on a full disk, the next save sees to it.
 
         Args:
           step: that these processes go on from; what others have saved of later ones since is set aside too.
@@ -161,8 +161,8 @@ class CheckpointStore:
     def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated to the next step at once.
 
-        One save is in flight at a time: where another is, it is waited for. A save that fails is told, and tried
-        again when `due` says so.
+        One save is in flight at a time: where another is, it is waited for. A save that fails is reported, and should
+        be tried again when `due` says so, not before (`backing_off`), except at the end of a phase or of the process.
 
         Args:
           step: of the run; a checkpoint of it that there already is stays.
@@ -203,7 +203,7 @@ class CheckpointStore:
         """In process 0: `_SAVED`, or what stands against saving `size` bytes of `step` as `work`, or nothing."""
         if self._is_saved(step):
             return _SAVED
-        return self._room(size) or self._make_way(work)
+        return self.ready() or self._room(size) or self._make_way(work)
 
     def _is_saved(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`; what has its name and is none is set aside."""
@@ -229,6 +229,10 @@ class CheckpointStore:
             return False
         self.settle()
         return view == "again"
+
+    def backing_off(self) -> bool:
+        """Whether a save has failed and its next try is not due; the same in all processes."""
+        return bool(self._problem) and from_first(self._view()) == "wait"
 
     def finish(self, save: Callable[[], None], ending: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
@@ -283,8 +287,8 @@ class CheckpointStore:
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
                              f"{since}.")  # fmt: skip
-        self._tell(f"The checkpoint of step {step} could not be saved: {problem} Training goes on, {since}; the next "
-                   f"try is in {self._pause:.0f} s.")  # fmt: skip
+        self._tell(f"The checkpoint of step {step} could not be saved: {problem} Training continues, {since}; trying "
+                   f"again in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 

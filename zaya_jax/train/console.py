@@ -1,8 +1,8 @@
 """What a person sees while a run goes on: a progress bar on a terminal, and a line now and then."""
 
+import contextlib
 import math
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -30,7 +30,7 @@ class ConsoleReport:
             console=self._console, disable=not self._console.is_terminal, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("training", total=steps, completed=start)
-        self._tokens, self._since = 0.0, time.monotonic()
+        self._tokens, self._seconds, self._left = 0.0, 0.0, tokens_left(start)
 
     def __enter__(self) -> Self:
         """Say which preset is in force, and show the bar inside a `with` block."""
@@ -45,14 +45,18 @@ class ConsoleReport:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        self._console.print(text, markup=False)
+        with contextlib.suppress(OSError):  # the disk that the output goes to may be full
+            self._console.print(text, markup=False)
 
-    def restart_clock(self) -> None:
-        """Leave what happened until now (compilation, evaluation, saving) out of the speed."""
-        self._tokens, self._since = 0.0, time.monotonic()
+    def throughput(self, step: int, tokens: float, seconds: float) -> dict[str, Any]:
+        """`tokens_per_second`, `flops_per_second` and `mfu` (None if the peak of the devices is unknown) of a step."""
+        speed = tokens / max(seconds, 1e-9)
+        work = speed * self._flops(step)
+        mfu = None if self._peak is None else work / self._peak
+        return {"tokens_per_second": speed, "flops_per_second": work, "mfu": mfu}
 
-    def row(self, row: dict[str, Any]) -> None:
-        """Take note of one step's metrics, and print them when it is time."""
+    def row(self, row: dict[str, Any], seconds: float) -> None:
+        """Take the metrics of a step that took `seconds`, and print a line every `log_every` steps."""
         step = row["step"]
         if row["phase"] != self._phase:
             if self._phase is not None:
@@ -61,24 +65,29 @@ class ConsoleReport:
         if "skip" in row:
             self.say(f"Step {step} changed nothing: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
         self._tokens += row["tokens"]
+        self._seconds += seconds
         self._bar.update(self._task, completed=step)
         if step % self._log_every and step != self._steps:
             return
-        seconds = max(time.monotonic() - self._since, 1e-9)
-        speed = self._tokens / seconds
+        speed = self.throughput(step, self._tokens, self._seconds)
         per_token = self._bytes(step)
         bits = "" if per_token is None else f" | {row['loss'] / per_token / math.log(2):.3f} bits/byte"
-        work = speed * self._flops(step)
-        share = f"{work / 1e9:.1f} GFLOP/s" if self._peak is None else f"MFU {100 * work / self._peak:.1f} %"
+        work = (
+            f"{speed['flops_per_second'] / 1e9:.1f} GFLOP/s"
+            if speed["mfu"] is None
+            else f"MFU {100 * speed['mfu']:.1f} %"
+        )
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
-        left = self._tokens_left(step) / speed if speed else 0.0
+        left = self._tokens_left(step)
+        eta = left * self._seconds / max(self._left - left, 1)  # by budget, which counts padding
         held = f" | held-out {row['heldout_loss']:.3f}" if "heldout_loss" in row else ""
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         self.say(
             f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{held} | "
-            f"{speed:,.0f} tokens/s | {share} | load entropy {entropy:.3f} | ETA {_clock(left)}{skipped}"
+            f"{speed['tokens_per_second']:,.0f} tokens/s | {work} | load entropy {entropy:.3f} | "
+            f"ETA {_clock(eta)}{skipped}"
         )
-        self.restart_clock()
+        self._tokens, self._seconds, self._left = 0.0, 0.0, left
 
 
 def _clock(seconds: float) -> str:

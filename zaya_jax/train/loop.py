@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -33,7 +35,10 @@ from zaya_jax.train.kernels import choose_kernels
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import (
     CHECKPOINTS,
+    CONFIG,
     METRICS,
+    PHASES,
+    TIMINGS,
     claim_run,
     name_phases,
     open_run,
@@ -41,7 +46,7 @@ from zaya_jax.train.run_folder import (
     run_folder,
 )
 from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
-from zaya_jax.train.tracker import JsonlTracker, NoTracker, read_rows
+from zaya_jax.train.tracker import DiskGuard, JsonlFile, JsonlTracker, NoTracker, StepFiles, read_rows
 
 PICTURE = "loss.png"
 _AGAIN = "The same command goes on from there."
@@ -54,9 +59,9 @@ class TrainResult:
     Attributes:
       config: of the run.
       state: the last state, from which training could go on.
-      run_dir: folder with `config.yaml`, `metrics.jsonl`, `checkpoints/` and `loss.png`.
-      heldout: loss over all held-out text.
-      heldout_of: that of each source that holds text out.
+      run_dir: folder with `config.yaml`, `metrics.jsonl`, `timings.jsonl`, `checkpoints/` and `loss.png`.
+      heldout: loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`.
+      heldout_by_source: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
       base: what adapters are of.
     """
@@ -65,7 +70,7 @@ class TrainResult:
     state: TrainState
     run_dir: Path
     heldout: HeldoutLoss
-    heldout_of: dict[str, HeldoutLoss]
+    heldout_by_source: dict[str, HeldoutLoss]
     prepared: Prepared
     base: Base = NO_BASE
 
@@ -113,6 +118,7 @@ def train(config: Config) -> TrainResult:
                 check_base(folder, config, base)
             else:
                 note_base(folder, config, base)
+            disk = DiskGuard()
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
@@ -121,18 +127,21 @@ def train(config: Config) -> TrainResult:
                 else:
                     store.take_over()
                 with CompiledSteps(config, choose_kernels(config).target) as compiled:
-                    state = _run(config, folder, store, batches, state, first, base.params, compiled, watched, shares, stop)
-                    last = len(config.phases) - 1
-                    whole = {name: heldout_batches(config, prepared, name) for name in prepared.sources}
-                    look = functools.partial(compiled.evaluation(last), frozen=base.params)
-                    heldout_of = evaluate_each(look, state, whole, _layout(config, last), stop)
-                    about = describe(config, total_steps(config), batches.get_state(), None, first)
+                    state, heldout = _run(config, folder, disk, stack, store, batches, state, first, base.params,
+                                          compiled, watched, shares, stop)  # fmt: skip
+                    if heldout is None:  # the run was finished before
+                        last = len(config.phases) - 1
+                        evaluation = functools.partial(compiled.evaluation(last), frozen=base.params)
+                        heldout = evaluate_each(evaluation, state, watched, _layout(config, last), stop)
+                    about = describe(config, total_steps(config), batches.get_state(), _mean(heldout), first)
                     saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
-                    if heldout_of is None or not saved:
+                    if heldout is None or not saved:
                         raise Preempted(
                             f"asked to end (SIGTERM) after the last step, which {_outcome(saved)}. {_AGAIN}"
                         )
-        return TrainResult(config, state, folder, together(heldout_of), heldout_of, prepared, base)
+                    if is_first():
+                        _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
+        return TrainResult(config, state, folder, together(heldout), heldout, prepared, base)
 
 
 def _check_precision(config: Config) -> None:
@@ -145,36 +154,35 @@ def _layout(config: Config, phase: int) -> Layout:
     return layout_of(config, make_blueprint(config, phase), mesh_of(config, phase))
 
 
-def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBatches, state: TrainState, first: int, base: Arrays,
-         compiled: CompiledSteps, watched: dict[str, list[Batch]], shares: list[Share],
-         stop: Preemption) -> TrainState:  # fmt: skip
-    """Steps until the last phase is done, with a look at the `watched` held-out batches of each source."""
+def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitStack, store: CheckpointStore,
+         batches: TrainBatches, state: TrainState, first: int, base: Arrays, compiled: CompiledSteps,
+         watched: dict[str, list[Batch]], shares: list[Share],
+         stop: Preemption) -> tuple[TrainState, dict[str, HeldoutLoss] | None]:  # fmt: skip
+    """Train until the last phase is done, and evaluate on the `watched` held-out batches of each source.
+
+    Returns:
+      The last state, and its held-out losses; None if no step was left to do, or the last evaluation was given up.
+    """
     step, steps = int(jax.device_get(state.step)), total_steps(config)
     boundaries = {end for _, end in phase_steps(config)}
-    report = ConsoleReport(
-        steps=steps, start=step, log_every=config.train.log_every,
-        flops_per_token=lambda step: training_flops_per_token(
-            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
-        ),
-        bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
-        tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
-        devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
-        quiet=not is_first(),
-    )  # fmt: skip
-    open_rows = functools.partial(JsonlTracker, folder / METRICS, step, first) if is_first() else NoTracker
-    with report, first_alone(open_rows) as tracker:
-        store.say = report.say
+    report = _console(config, batches, step)
+    heldout: dict[str, HeldoutLoss] | None = None
+    with report:
+        store.say = disk.say = report.say
+        # They stay open until the last save has succeeded, in case they cannot be written before.
+        files = stack.enter_context(first_alone(lambda: _open_rows(folder, step, first, disk)))
+        store.ready = files.sync
         if is_first():
-            record_changes(folder, config, step)
-            name_phases(folder, config, store.steps())
+            with disk.writing(folder / CONFIG):
+                record_changes(folder, config, step)
+            _name_phases(folder, config, store, disk)
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
-        elif tracker.dropped:
-            report.say(
-                f"There is no checkpoint of the {tracker.dropped} steps in {METRICS}: starting again from the first."
-            )
+        elif files.metrics.dropped:
+            report.say(f"There is no checkpoint of the {files.metrics.dropped} steps in {METRICS}: starting again from "
+                       "the first.")  # fmt: skip
 
-        journal = Journal(config, tracker, report)
+        journal = Journal(config, files, report)
         for stage in stages(config):
             if step >= stage.end:
                 continue
@@ -183,48 +191,82 @@ def _run(config: Config, folder: Path, store: CheckpointStore, batches: TrainBat
             # Where a phase begins, its layout may be another.
             state, base = (jax.device_put(tree, layout.shardings(tree)) for tree in (state, base))
             look = functools.partial(compiled.evaluation(stage.phase), frozen=base)
-            report.restart_clock()
+            journal.restart_clock()
             while step < stage.end:
-                batch = layout.place(next(batches), count, shares[stage.phase])
+                batch, data_wait = _timed(lambda: next(batches))
+                batch = layout.place(batch, count, shares[stage.phase])
                 with jax.transfer_guard("disallow"):
                     state, metrics = train_step(state, batch, base)
                 step += 1
-                journal.begun(step, metrics)
+                journal.begun(step, metrics, data_wait)
                 boundary, heldout = step in boundaries, None
                 looking = step % config.evaluation.every == 0 or boundary
-                saving = step % config.checkpoint.every == 0 or boundary
+                saving = boundary or (step % config.checkpoint.every == 0 and not store.backing_off())
                 if looking:
+                    journal.wait()  # the evaluation is not a part of the step's time
                     heldout = evaluate_each(look, state, watched, layout, stop)
                     journal.settle(heldout)
                     if is_first():
-                        _draw(folder, report)  # before the save: what a restart takes for done has its picture
+                        _draw(folder, disk)  # before the save: what a restart takes for done has its picture
                 late = step % config.train.log_every == 0 and store.due()
                 ending = stop.reached()
                 if saving or late or ending:
                     journal.settle()
-                    tracker.sync()
-                    loss = together(heldout).nats_per_token if heldout else None
-                    store.save(step, state, describe(config, step, batches.get_state(), loss, first))
+                    store.save(step, state, describe(config, step, batches.get_state(), _mean(heldout), first))
                 if ending:
                     said = _outcome(store.settle())
                     raise Preempted(f"asked to end (SIGTERM) after step {step}, which {said}. {_AGAIN}")
                 if boundary:
                     store.settle()  # before it is named
                     if is_first():
-                        name_phases(folder, config, store.steps())
-                if looking or saving:
-                    report.restart_clock()
+                        _name_phases(folder, config, store, disk)
+                if looking or saving or late:
+                    journal.restart_clock()
     if is_first() and not (folder / PICTURE).exists():  # a finished run whose picture was removed
-        plot_run(read_rows(folder / METRICS), folder / PICTURE)
-    return state
+        _draw(folder, disk)
+    return state, heldout
+
+
+def _console(config: Config, batches: TrainBatches, start: int) -> ConsoleReport:
+    steps = total_steps(config)
+    return ConsoleReport(
+        steps=steps, start=start, log_every=config.train.log_every,
+        flops_per_token=lambda step: training_flops_per_token(
+            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
+        ),
+        bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
+        tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
+        devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
+        quiet=not is_first(),
+    )  # fmt: skip
+
+
+def _open_rows(folder: Path, step: int, first: int, disk: DiskGuard) -> StepFiles:
+    if not is_first():
+        return StepFiles(NoTracker(), NoTracker())
+    return StepFiles(JsonlTracker(folder / METRICS, step, first, disk),
+                     JsonlFile(folder / TIMINGS, step, first, disk))  # fmt: skip
+
+
+def _timed(get: Callable[[], Batch]) -> tuple[Batch, float]:
+    """What `get` returns, and after how many seconds."""
+    start = time.monotonic()
+    return get(), time.monotonic() - start
+
+
+def _mean(heldout: dict[str, HeldoutLoss] | None) -> float | None:
+    return together(heldout).nats_per_token if heldout else None
 
 
 def _outcome(saved: bool) -> str:
     return "is saved" if saved else "could not be saved"
 
 
-def _draw(folder: Path, report: ConsoleReport) -> None:
-    try:
+def _name_phases(folder: Path, config: Config, store: CheckpointStore, disk: DiskGuard) -> None:
+    with disk.writing(folder / PHASES):
+        name_phases(folder, config, store.steps())
+
+
+def _draw(folder: Path, disk: DiskGuard) -> None:
+    with disk.writing(folder / PICTURE):
         plot_run(read_rows(folder / METRICS), folder / PICTURE)
-    except OSError as error:  # a picture is not worth a checkpoint
-        report.say(f"{folder / PICTURE} cannot be written: {error}.")

@@ -31,8 +31,11 @@ def plot_run(rows: list[dict[str, Any]], path: Path) -> None:
     if rows and len(rows[0]["load_entropy"]) <= 8:
         entropy.legend(fontsize="small", ncols=4, loc="lower right")
     part = path.with_name(path.name + ".part")
-    figure.savefig(part, dpi=110, format="png")
-    part.replace(path)
+    try:
+        figure.savefig(part, dpi=110, format="png")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

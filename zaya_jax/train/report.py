@@ -1,38 +1,99 @@
-"""The last words of a run: the held-out loss beside general compressors, and a sample."""
+"""The end of a run: the held-out loss beside general compressors, and a sample; printed, and kept in `summary.json`."""
+
+import json
+from typing import Any
 
 import jax
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import total_steps
-from zaya_jax.data.pipeline import heldout_bytes
+from zaya_jax.data.pipeline import HeldoutText, heldout_text
+from zaya_jax.files import write_atomically
 from zaya_jax.generate.decode import generate
+from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.loop import TrainResult
+from zaya_jax.train.run_folder import SUMMARY
+from zaya_jax.train.tracker import DiskGuard, finite
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """A few lines to print."""
+    """Write `summary.json` into the run folder; a few lines that say the same to print."""
+    found = summary(config, result)
+    path = result.run_dir / SUMMARY
+    if is_first():
+        with DiskGuard().writing(path):
+            write_atomically(path, json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
     lines = []
-    for name, held in result.heldout_of.items():
-        documents, text_bytes = heldout_bytes(config, result.prepared, name)
-        rows = [("this model", held.bits_per_byte(text_bytes)), *result.prepared.baselines.items()]
+    for name, held in found["heldout_by_source"].items():
+        covered, bits = f"{held['bytes']:,}", held["bits_per_byte"]
+        # Compressors have read all of it.
+        whole = "" if held["bytes"] == held["all_bytes"] else f" (all {held['all_bytes']:,} bytes)"
+        if whole:
+            covered += f" of {held['all_bytes']:,}"
+        rows = [("this model", f"{bits:.3f} bits/byte")]
+        rows += [(row, f"{bits:.3f} bits/byte{whole}") for row, bits in found["baselines"].items()]
         width = max(len(row) for row, _ in rows)
-        of = f" of {name}" if config.data.sources else ""
+        source = f" of {name}" if config.data.sources else ""
         lines += [
-            f"Held-out loss over {text_bytes:,} bytes in {documents:,} documents{of}: "
-            f"{held.nats_per_token:.4f} nats/token",
-            *(f"  {row:<{width}}  {bits:.3f} bits/byte" for row, bits in rows),
+            f"Held-out loss over {covered} bytes in {held['documents']:,} documents{source}: "
+            f"{held['nats_per_token']:.4f} nats/token",
+            *(f"  {row:<{width}}  {value}" for row, value in rows),
         ]
-    if config.sample.tokens:
-        lines += [f"Continuation of {config.sample.prompt!r}:", continuation(config, result)]
+    lines += [
+        f"Source {name} holds out no document to evaluate, so it has no held-out loss; prepare it with a larger "
+        "--heldout."
+        for name in found["sources_without_heldout"]
+    ]
+    for sample in found["samples"]:
+        lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
     return "\n".join([*lines, f"Run folder: {result.run_dir}"])
 
 
+def summary(config: Config, result: TrainResult) -> dict[str, Any]:
+    """What is known of a run once it is finished.
+
+    Returns:
+      A dict for JSON. `heldout`, and `heldout_by_source` for each source: loss (`nats_per_token`, over `tokens`), and
+      for a source also `bits_per_byte`, the `bytes` and `documents` that its evaluated batches cover, and those of all
+      its held-out text (`all_bytes`, `all_documents`). `sources_without_heldout`: names of those that a phase reads.
+      `baselines`: bits per byte that compressors need for all held-out text of the corpus, see
+      `data.baselines.compressor_baselines`. `samples`: each a `prompt` and its `continuation`.
+    """
+    texts = {name: heldout_text(config, result.prepared, name, config.evaluation.batches)
+             for name in result.prepared.sources}  # fmt: skip
+    by_source = {name: _heldout(result, name, text) for name, text in texts.items()
+                 if text is not None and name in result.heldout_by_source}  # fmt: skip
+    total = result.heldout
+    sample = config.sample
+    return {
+        "steps": total_steps(config),
+        "heldout": {"nats_per_token": total.nats_per_token, "tokens": total.tokens},
+        "heldout_by_source": by_source,
+        "sources_without_heldout": [name for name, text in texts.items() if text is not None and name not in by_source],
+        "baselines": result.prepared.baselines,
+        "samples": [{"prompt": sample.prompt, "continuation": continuation(config, result)}] if sample.tokens else [],
+    }
+
+
+def _heldout(result: TrainResult, name: str, text: HeldoutText) -> dict[str, Any]:
+    held = result.heldout_by_source[name]
+    return {
+        "nats_per_token": held.nats_per_token,
+        "bits_per_byte": held.bits_per_byte(text.text_bytes),
+        "tokens": held.tokens,
+        "bytes": text.text_bytes,
+        "documents": text.documents,
+        "all_bytes": text.all_bytes,
+        "all_documents": text.all_documents,
+    }
+
+
 def continuation(config: Config, result: TrainResult) -> str:
-    """The configured prompt and what the model writes after it."""
+    """What the model writes after the configured prompt."""
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
     (tokens,) = generate(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
                          stop_token=tokenizer.eot, key=key)  # fmt: skip
-    return sample.prompt + tokenizer.decode(tokens)
+    return tokenizer.decode(tokens)

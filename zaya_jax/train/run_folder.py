@@ -22,6 +22,8 @@ from zaya_jax.optim.schedule import learning_rate_factor
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
+TIMINGS = "timings.jsonl"
+SUMMARY = "summary.json"
 
 CHANGES = "changes.jsonl"
 
@@ -69,8 +71,12 @@ def open_run(config: Config) -> Iterator[Path]:
 
 def claim_run(folder: Path, config: Config) -> None:
     """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good."""
-    if not (folder / CONFIG).exists():
+    if (folder / CONFIG).exists():
+        return
+    try:
         write_atomically(folder / CONFIG, to_yaml(config))
+    except OSError as error:
+        raise InputError(f"run_dir is {config.run_dir!r}, which cannot be written to: {error.strerror}.") from error
 
 
 def record_changes(folder: Path, config: Config, step: int) -> None:

@@ -1,39 +1,76 @@
-"""`metrics.jsonl`: one row a step, whatever happened to the process in between.
+"""`metrics.jsonl` and `timings.jsonl`: one row per step, whatever happens to the process or the disk in between.
 
-Rows hold nothing that depends on time or machine load, so that two runs of one configuration can be
-compared bitwise.
+Rows of `metrics.jsonl` contain nothing that depends on time or machine load, so that two runs of one configuration can
+be compared bitwise; times are in `timings.jsonl`.
 """
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from zaya_jax.errors import InputError
-from zaya_jax.files import write_atomically
+
+_SYNC_BYTES = 2**20  # rows kept in memory before they are synced, where checkpoints are rare
 
 
-class JsonlTracker:
-    """Appends rows; a run that goes on from step n first drops what stands after n (`dropped` rows)."""
+class DiskGuard:
+    """Writes files of the run folder that training can wait for: a failure is one warning, not the end of the run."""
 
-    def __init__(self, path: Path, step: int, first: int = 0) -> None:
-        """Open the file `path` of a run that began after step `first` and has come to `step`.
+    def __init__(self, say: Callable[[str], object] = print) -> None:
+        """Report to `say`: one sentence when writing begins to fail, one when every file has been written again."""
+        self.say = say
+        self._failed: dict[Path, str] = {}
 
-        Raises:
-          InputError: the row of one of these steps is missing or cannot be read; the file is left as it is.
+    @contextlib.contextmanager
+    def writing(self, path: Path) -> Iterator[None]:
+        """Suppress and report an `OSError` while `path` is being written."""
+        failing = bool(self._failed)
+        try:
+            yield
+        except OSError as error:
+            self._failed[path] = f"{path} cannot be written: {error.strerror or error}."
+            if not failing:
+                self.say(f"{self._failed[path]} Training continues; what could not be written is kept in memory and "
+                          "written when there is room.")  # fmt: skip
+        else:
+            self._failed.pop(path, None)
+            if failing and not self._failed:
+                self.say(f"{path.parent} can be written again; no row is missing.")
+
+    def problem(self, path: Path) -> str:
+        """The sentence about the last failure to write `path`; empty if it is written."""
+        return self._failed.get(path, "")
+
+
+class JsonlFile:
+    """Appends rows; a run that resumes after step n first drops the rows after n (`dropped` of them).
+
+    Rows that cannot be written, or that were written but not synced, stay in memory until they are on the disk.
+    """
+
+    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None) -> None:
+        """Open the file `path` of a run that started after `first` steps and resumes after `step`, or create it.
+
+        `disk` reports failures.
         """
-        rows = read_rows(path)
-        kept = [row for row in rows if first < row["step"] <= step]
-        for index, expected in enumerate(range(first + 1, step + 1)):
-            if index >= len(kept) or kept[index]["step"] != expected:
-                raise InputError(
-                    f"{path} should hold a row for each of the {step - first} steps of the newest checkpoint, but that "
-                    f"of step {expected} is missing or damaged. Bring the file back, or choose another run_dir."
-                )
+        self._path, self._disk = path, disk or DiskGuard()
+        rows = list(_parse(path.read_bytes())) if path.exists() else []
+        # A run that has no checkpoint of its own starts anew, and may start after another step than the last time.
+        kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
+        self._check([row["step"] for row, _ in kept])
         self.dropped = len(rows) - len(kept)
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file: int | None = None
+        self._synced = kept[-1][1] if kept else 0  # bytes of the file that are on the disk
+        self._rows = bytearray()  # after them
+        self._written = 0  # bytes of `_rows` that the file has
+        self._write()
+
+    def _check(self, steps: list[int]) -> None:
+        """Raise `InputError` unless the rows of these steps are all that must be there."""
 
     def __enter__(self) -> Self:
         """Close at the end of a `with` block."""
@@ -41,20 +78,65 @@ class JsonlTracker:
 
     def __exit__(self, *_: object) -> None:
         """Close the file."""
-        self._file.close()
+        self._write()
+        if self._file is not None:
+            os.close(self._file)
 
     def log(self, row: dict[str, Any]) -> None:
-        """Write one row, null where a number is not finite; it outlives the process from here on."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
-        self._file.flush()
+        """Write one row, null where a number is not finite; from here on it outlives the process."""
+        self._rows += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
+        self._write()
+        if len(self._rows) > _SYNC_BYTES:
+            self.sync()
 
-    def sync(self) -> None:
-        """Bring all rows to the disk, so that no checkpoint can be newer than its rows."""
-        os.fsync(self._file.fileno())
+    def sync(self) -> str:
+        """Bring all rows to the disk, so that no checkpoint is newer than its rows; a sentence if that fails."""
+        self._write()
+        if self._file is not None and self._written == len(self._rows):
+            with self._disk.writing(self._path):
+                try:
+                    os.fsync(self._file)
+                except OSError:
+                    self._written = 0  # the system may have dropped any of it
+                    raise
+                self._synced, self._rows, self._written = self._synced + self._written, bytearray(), 0
+        return self._disk.problem(self._path)
+
+    def _write(self) -> None:
+        with self._disk.writing(self._path):
+            if self._file is None:
+                file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.ftruncate(file, self._synced)  # needs no room on a full disk
+                self._file = file
+            while self._written < len(self._rows):
+                rest = bytes(self._rows[self._written :])
+                self._written += os.pwrite(self._file, rest, self._synced + self._written)
+
+
+class JsonlTracker(JsonlFile):
+    """A file in which each step has a row."""
+
+    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None) -> None:
+        """Open the file of a run that started after `first` steps, see `JsonlFile`.
+
+        Raises:
+          InputError: the row of a step from `first` to `step` is missing or cannot be read; the file is left as it is.
+        """
+        self._expected = range(first + 1, step + 1)
+        super().__init__(path, step, first, disk)
+
+    def _check(self, steps: list[int]) -> None:
+        for index, expected in enumerate(self._expected):
+            if index >= len(steps) or steps[index] != expected:
+                raise InputError(
+                    f"{self._path} must have a row for each of the {len(self._expected)} steps of the newest "
+                    f"checkpoint, but the row of step {expected} is missing or damaged. Restore the file, or choose "
+                    "another run_dir."
+                )
 
 
 class NoTracker:
-    """Notes nothing: the rows of a job of several processes are written by the first."""
+    """Writes nothing: the rows of a job of several processes are written by process 0."""
 
     dropped = 0
 
@@ -66,31 +148,57 @@ class NoTracker:
         """Nothing to close."""
 
     def log(self, row: dict[str, Any]) -> None:
-        """Leave the row to the first process."""
+        """Leave the row to process 0."""
 
-    def sync(self) -> None:
+    def sync(self) -> str:
         """There is nothing to bring to the disk."""
+        return ""
 
 
-def _finite(value: Any) -> Any:
+class StepFiles(NamedTuple):
+    """`metrics.jsonl` and `timings.jsonl` of a run."""
+
+    metrics: JsonlTracker | NoTracker
+    timings: JsonlFile | NoTracker
+
+    def __enter__(self) -> Self:
+        """Close both at the end of a `with` block."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close them."""
+        for file in self:
+            file.__exit__()
+
+    def sync(self) -> str:
+        """Bring all rows to the disk; a sentence if that fails for `metrics.jsonl`, which resuming needs."""
+        self.timings.sync()
+        return self.metrics.sync()
+
+
+def finite(value: Any) -> Any:
+    """`value` for JSON: null where a number is not finite."""
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows up to the first that is cut off (by a kill) or damaged."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
+
+
+def _parse(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
+    """Each row up to the first that is cut off or damaged, and where in `content` its line ends."""
+    end = 0
+    for line in content.splitlines(keepends=True):
+        end += len(line)
         try:
             row = json.loads(line)
         except ValueError:
-            break
-        if not isinstance(row, dict) or "step" not in row:
-            break
-        rows.append(row)
-    return rows
+            return
+        if not line.endswith(b"\n") or not isinstance(row, dict) or "step" not in row:
+            return
+        yield row, end
