@@ -171,7 +171,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
     [
         (RunStopped("Three steps failed."), 1, "Stopped: Three steps failed.\n"),
         (InputError("A file is bad."), 2, "Error: A file is bad.\n"),
-        (KeyboardInterrupt(), 130, "Interrupted: the same command goes on from the last checkpoint.\n"),
+        (KeyboardInterrupt(), 130, "Stopped by Ctrl-C.\n"),
     ],
 )
 def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):

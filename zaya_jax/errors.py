@@ -14,13 +14,17 @@ class RunStopped(RuntimeError):
 
 
 class Preempted(RuntimeError):
-    """A run that was asked to end (SIGTERM) and has saved where it is."""
+    """A run that was asked to end (Ctrl-C, SIGTERM) and has saved where it is; `status` is that of the process."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def last_words(error: BaseException) -> tuple[str, int]:
     """What a command says that ends with `error`, and its exit status."""
     if isinstance(error, KeyboardInterrupt):
-        return "Interrupted: the same command goes on from the last checkpoint.", 130
+        return "Stopped by Ctrl-C.", 130
     if isinstance(error, Preempted):
-        return f"Stopped: {error}", 143
+        return str(error), error.status
     return (f"Error: {error}", 2) if isinstance(error, InputError) else (f"Stopped: {error}", 1)

@@ -1,10 +1,17 @@
 """Train: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
 
+import sys
+
+from zaya_jax.signals import NAMES, Listener, exit_status, say_and_exit
+
+if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
+    Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
+
 import argparse
 import os
-import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.hardware import HARDWARE
@@ -17,7 +24,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The exit status is 0, 2 for bad input, 1 for a run that had to stop, 130 for Ctrl-C, 143 for SIGTERM.
     """
-    given, watch = _parser().parse_intermixed_args(arguments), None
+    given, watch, run_dir = _parser().parse_intermixed_args(arguments), None, ""
+
+    def stop(number: int) -> None:
+        """Answer a signal that finds nothing to save, or is the second one."""
+        sentence, status = f"Stopped by {NAMES[number]}.{_saved(run_dir)}", exit_status(number)
+        (say_and_exit if watch is None else watch.leave)(sentence, status)
+
+    listener = Listener(stop).__enter__()
     try:
         config = _checked(given)
         if given.print_config:
@@ -29,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             print(dry_run(config, given.devices, given.hardware, given.json))
             return 0
+        run_dir = config.run_dir
         preset = _prepare_jax(config)
         from zaya_jax.parallel.processes import is_first, join
         from zaya_jax.train.loop import train
@@ -54,7 +69,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         why = (str(error).splitlines() or [type(error).__name__])[0][:300]
         watch.leave(f"Stopped: {why} The same command goes on from the last checkpoint.", 1)
+    finally:
+        listener.__exit__()
     return 0
+
+
+def _saved(run_dir: str) -> str:
+    """What a run that ends at once has saved; nothing is imported for it, since another import may be under way."""
+    if not run_dir:
+        return ""
+    try:
+        steps = [int(name) for name in os.listdir(Path(run_dir).expanduser() / "checkpoints") if name.isdecimal()]
+    except OSError:
+        steps = []
+    if not steps:
+        return f" There is no checkpoint in {run_dir}: the same command starts from the first step."
+    return f" The newest checkpoint in {run_dir} is that of step {max(steps)}: the same command resumes from it."
 
 
 def _parser() -> argparse.ArgumentParser:

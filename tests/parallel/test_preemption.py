@@ -12,35 +12,33 @@ from tests.train_helpers import differing, restore, write_run
 from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
 from zaya_jax.parallel.preemption import Preemption
+from zaya_jax.signals import NAMES
 from zaya_jax.train.run_folder import METRICS
 
 
-def ask():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-def test_it_is_heeded_in_the_block_alone():
-    before = signal.getsignal(signal.SIGTERM)
-    with Preemption() as stop:
-        assert not stop.reached()
-        ask()
-        assert stop.reached()
-        assert stop.reached()  # and remembered
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_second_signal_does_what_it_did_before():
+@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(capfd, number, name, status):
     heard = []
-    before = signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+    before = signal.signal(number, lambda *_: heard.append(1))
     try:
+        handler = signal.getsignal(number)
         with Preemption() as stop:
-            ask()
-            assert heard == []
-            ask()
-            assert heard == [1]
-            assert stop.reached()
+            os.kill(os.getpid(), number)
+            assert (heard, stop.reached()) == ([1], False)  # does what it did before
+            stop.arm()
+            os.kill(os.getpid(), number)
+            assert (heard, stop.reached()) == ([1], True)
+            assert stop.reached()  # and remembered
+            assert (stop.name, stop.status) == (name, status)
+            os.kill(os.getpid(), number)
+            assert heard == [1, 1]  # a second one, too
+        assert signal.getsignal(number) is handler
+        assert signal.set_wakeup_fd(-1) == -1
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(number, before)
+    assert capfd.readouterr().err == (
+        f"{name}: saving after the current step, then ending. Another {name} ends at once.\n"
+    )
 
 
 def test_in_another_thread_the_signal_is_left_alone():
@@ -56,7 +54,7 @@ def test_in_another_thread_the_signal_is_left_alone():
     assert found == [(signal.getsignal(signal.SIGTERM), False)]
 
 
-def ask_one_of(folder, run, processes, sent_to):
+def ask_one_of(folder, run, processes, sent_to, number):
     """Start a job, ask one of its processes to end after some rows, and give how each ended."""
     command = ["--config", str(write_run(folder, run)), "train.batch.micro=1", "evaluation.batch=4", "sample.tokens=1",
                'phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=1000",
@@ -66,17 +64,22 @@ def ask_one_of(folder, run, processes, sent_to):
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < 20:
         time.sleep(0.02)
         assert [process.poll() for process in job] == [None] * processes, finish_job(folder, job)
-    job[sent_to].send_signal(signal.SIGTERM)
+    for process in job if sent_to is None else [job[sent_to]]:
+        process.send_signal(number)
     return command, finish_job(folder, job)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("processes", "sent_to"), [(1, 0), (2, 0), (2, 1)])
-def test_real_processes_save_at_one_step_and_go_on_bitwise(tmp_path, processes, sent_to):
-    command, found = ask_one_of(tmp_path, "asked", processes, sent_to)
-    assert [status for status, _ in found] == [143] * processes, found
+@pytest.mark.parametrize(
+    ("processes", "sent_to", "number"),
+    [(1, 0, signal.SIGTERM), (1, 0, signal.SIGINT), (2, 0, signal.SIGTERM), (2, 1, signal.SIGTERM),
+     (2, None, signal.SIGINT)],
+)  # fmt: skip
+def test_real_processes_save_at_one_step_and_go_on_bitwise(tmp_path, processes, sent_to, number):
+    command, found = ask_one_of(tmp_path, "asked", processes, sent_to, number)
+    assert [status for status, _ in found] == [128 + number] * processes, found
     for _, text in found:
-        assert text.count("Stopped: asked to end (SIGTERM) after step ") == 1
+        assert text.count(f"Stopped by {NAMES[number]} after step ") == 1
         assert "which is saved" in text
         assert "Traceback" not in text
     (step,) = saved_steps(tmp_path / "asked" / "checkpoints")

@@ -181,11 +181,11 @@ def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, n
     config = small_run(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         when(patch, number)
-        with pytest.raises(Preempted, match="asked to end") as ended:
+        with pytest.raises(Preempted, match="^Stopped by SIGTERM after") as ended:
             train(config)
     sentence, status = last_words(ended.value)
     assert status == 143
-    assert "is saved. The same command goes on from there." in sentence
+    assert "which is saved. The same command resumes from there." in sentence
     assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
     result = train(config)
     assert not differing(result.state, finished[1].state)

@@ -1,51 +1,84 @@
-"""The request to end (SIGTERM), which all processes of a job heed after the same step."""
+"""The request to end (Ctrl-C or SIGTERM), which all processes of a job heed after the same step."""
 
+import os
 import signal
-import threading
+import sys
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
+from zaya_jax.signals import NAMES, Listener, exit_status
+
 
 class Preemption:
-    """Takes SIGTERM for a request to save and end, inside a `with` block.
+    """Takes a first Ctrl-C or SIGTERM for a request to save and end, inside a `with` block and once it is `arm`ed.
 
-    In a job of several processes jax's preemption service takes the signal, whichever process gets it, and agrees with
-    the others on the poll that heeds it. A second signal ends a process that is alone at once.
+    Before that, and from the second signal on, the process ends as it would without it: at once.
+    In a job of several processes jax's preemption service takes SIGTERM, whichever process gets it, and agrees with
+    the others on the poll that heeds it; Ctrl-C is handed to it as SIGTERM.
     """
 
     def __init__(self) -> None:
-        self._asked, self._polls = False, 0
-        self._before: Any = None
-        # Only the main thread may set handlers: in any other, as a notebook's, the signal does what it did before.
-        self._handles = jax.process_count() == 1 and threading.current_thread() is threading.main_thread()
+        self._several = jax.process_count() > 1
+        numbers = (int(signal.SIGINT),) if self._several else tuple(NAMES)
+        self._listener = Listener(self._answer, self._note, numbers)
+        self._armed = self._said = self._heeded = False
+        self._number: int | None = None
+        self._polls = 0
 
     def __enter__(self) -> Self:
         """Begin to listen."""
-        if self._handles:
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+        self._listener.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave the signal to whoever had it before."""
-        if self._handles:
-            signal.signal(signal.SIGTERM, self._before)
+        """Leave the signals to whoever had them before."""
+        self._listener.__exit__()
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
-        self._asked = True
-        signal.signal(signal.SIGTERM, self._before)
+    def arm(self) -> None:
+        """From now on there is something to save."""
+        self._armed = True
 
     def reached(self) -> bool:
         """Whether the run is to save and end now; called equally often by all processes."""
-        if jax.process_count() == 1:
-            return self._asked
+        if not self._several:
+            return self._number is not None
         self._polls += 1
-        return self._asked or self._heeded()
-
-    def _heeded(self) -> bool:
         # True at one poll alone, so that it is remembered.
-        self._asked = multihost_utils.reached_preemption_sync_point(self._polls)
-        return self._asked
+        self._heeded = self._heeded or multihost_utils.reached_preemption_sync_point(self._polls)
+        return self._heeded
+
+    @property
+    def name(self) -> str:
+        """Of the signal: 'Ctrl-C' or 'SIGTERM'."""
+        return NAMES[self._number or signal.SIGTERM]
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that ends for it."""
+        return exit_status(self._number or signal.SIGTERM)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread, before its next instruction."""
+        if self._armed and self._number is None:
+            self._number = number
+            if self._several:
+                os.kill(os.getpid(), signal.SIGTERM)
+        elif not self._listener.nested:
+            before = self._listener.before.get(number)
+            if callable(before):
+                before(number, frame)
+            else:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+
+    def _answer(self, number: int) -> None:
+        """In a thread, at once."""
+        if self._armed and not self._said:
+            self._said = True
+            print(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.",
+                  file=sys.stderr, flush=True)  # fmt: skip
+        else:
+            self._listener.pass_on(number)

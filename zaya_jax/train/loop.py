@@ -49,7 +49,6 @@ from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
 from zaya_jax.train.tracker import DiskGuard, JsonlFile, JsonlTracker, NoTracker, StepFiles, read_rows
 
 PICTURE = "loss.png"
-_AGAIN = "The same command goes on from there."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +91,7 @@ def train(config: Config) -> TrainResult:
     Raises:
       InputError: the configuration, the corpus, or the run folder cannot be used; nothing is overwritten.
       RunStopped: too many steps in a row were skipped, or nothing could be saved for too long.
-      Preempted: the process was asked to end (SIGTERM), and has saved.
+      Preempted: the process was asked to end (Ctrl-C, SIGTERM), and has saved.
     """
     config.check()
     _check_precision(config)
@@ -136,9 +135,7 @@ def train(config: Config) -> TrainResult:
                     about = describe(config, total_steps(config), batches.get_state(), _mean(heldout), first)
                     saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
                     if heldout is None or not saved:
-                        raise Preempted(
-                            f"asked to end (SIGTERM) after the last step, which {_outcome(saved)}. {_AGAIN}"
-                        )
+                        raise _preempted(stop, "the last step", saved)
                     if is_first():
                         _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
         return TrainResult(config, state, folder, together(heldout), heldout, prepared, base)
@@ -191,6 +188,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
             # Where a phase begins, its layout may be another.
             state, base = (jax.device_put(tree, layout.shardings(tree)) for tree in (state, base))
             look = functools.partial(compiled.evaluation(stage.phase), frozen=base)
+            stop.arm()
             journal.restart_clock()
             while step < stage.end:
                 batch, data_wait = _timed(lambda: next(batches))
@@ -214,8 +212,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                     journal.settle()
                     store.save(step, state, describe(config, step, batches.get_state(), _mean(heldout), first))
                 if ending:
-                    said = _outcome(store.settle())
-                    raise Preempted(f"asked to end (SIGTERM) after step {step}, which {said}. {_AGAIN}")
+                    raise _preempted(stop, f"step {step}", store.settle())
                 if boundary:
                     store.settle()  # before it is named
                     if is_first():
@@ -258,8 +255,9 @@ def _mean(heldout: dict[str, HeldoutLoss] | None) -> float | None:
     return together(heldout).nats_per_token if heldout else None
 
 
-def _outcome(saved: bool) -> str:
-    return "is saved" if saved else "could not be saved"
+def _preempted(stop: Preemption, after: str, saved: bool) -> Preempted:
+    outcome = "is saved. The same command resumes from there" if saved else "could not be saved"
+    return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
 
 
 def _name_phases(folder: Path, config: Config, store: CheckpointStore, disk: DiskGuard) -> None:

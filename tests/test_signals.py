@@ -1,0 +1,91 @@
+"""Real signals to a real process; tests/parallel/test_preemption.py has those that a run saves for."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.compile_helpers import CHEAP
+from tests.train_helpers import ROOT, write_run
+from zaya_jax.signals import NAMES, Listener
+from zaya_jax.train.run_folder import METRICS
+
+
+def start(path, *overrides):
+    """A run, in a process group of its own as a terminal starts it, once it listens to signals."""
+    environment = {**os.environ, "XLA_FLAGS": CHEAP}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "zaya_jax.main", "--config", str(path), "sample.tokens=1", *overrides], cwd=ROOT,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    while not _listens(run.pid):
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.001)
+    return run
+
+
+def _listens(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)  # which Python leaves alone
+
+
+@pytest.mark.parametrize("number", NAMES)
+def test_a_process_that_imports_ends_at_once_with_a_sentence(tmp_path, number):
+    run = start(write_run(tmp_path))
+    time.sleep(0.3)
+    os.killpg(run.pid, number)
+    said = run.communicate(timeout=20)[0]
+    assert run.returncode == 128 + number
+    assert said.startswith(f"Stopped by {NAMES[number]}.")
+    assert said.count("\n") == 1
+    assert "newest checkpoint" not in said
+
+
+def test_listeners_nest_and_leave_nothing_behind():
+    outer, inner = [], []
+    before = signal.getsignal(signal.SIGTERM)
+    with Listener(outer.append) as first:
+        with Listener(inner.append) as second:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not inner:
+                time.sleep(0.001)
+            second.pass_on(signal.SIGTERM)
+        while not outer:
+            time.sleep(0.001)
+        assert (first.nested, second.nested) == (False, True)
+    assert (outer, inner) == ([signal.SIGTERM], [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [0, 1])
+def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(tmp_path, workers):
+    path, rng = write_run(tmp_path), random.Random(workers)
+    settings = ['phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=50",
+                "evaluation.every=70", f"data.workers={workers}"]  # fmt: skip
+    whole = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
+    began = time.monotonic()
+    assert "Run folder" in whole.communicate()[0]
+    length = time.monotonic() - began
+    for _ in range(12):
+        run = start(path, *settings)
+        number, presses = rng.choice(list(NAMES)), rng.choice((1, 2))
+        time.sleep(rng.uniform(0, 1.1 * length))
+        for _ in range(presses):
+            if run.poll() is None:
+                os.killpg(run.pid, number)
+            time.sleep(0.05)
+        said = run.communicate(timeout=60)[0]
+        assert run.returncode in (128 + number, 0), said
+        assert "Traceback" not in said
+        assert "leaked" not in said
+        assert "Error" not in said
+    assert "Run folder" in start(path, *settings).communicate()[0]
+    assert (tmp_path / "run" / METRICS).read_bytes() == (tmp_path / "whole" / METRICS).read_bytes()

@@ -1,0 +1,155 @@
+"""Runs that resume with other settings: longer, with other limits for spikes, or in another folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_loop import refused, rows_of, train_until
+from tests.train_helpers import CONFIG, change, compile_once, differing, small_run, snapshot
+from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.train import loop
+from zaya_jax.train.given import warn_about_positions
+from zaya_jax.train.loop import train
+
+pytestmark = pytest.mark.usefixtures("quick")
+CONSTANT = ScheduleConfig("constant", warmup_tokens=256)
+
+
+def of_steps(config, steps, **changes):
+    """`config` with so many steps at a constant rate."""
+    return change(config, {"phases": (PhaseConfig(steps * 128, schedule=CONSTANT),), **changes})
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    """A run of 14 steps at a constant rate."""
+    config = of_steps(small_run(tmp_path_factory.mktemp("long")), 14)
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        return config, train(config)
+
+
+def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path, capsys):
+    config, whole = long
+    config = change(config, {"run_dir": str(tmp_path / "run")})
+    train(of_steps(config, 12))
+    capsys.readouterr()
+    result = train(config)
+    assert "Going on after step 12 of 14." in capsys.readouterr().out
+    assert not differing(result.state, whole.state)
+    rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)
+    assert rows[11].pop("heldout_loss")  # taken where the run ended then, and every six steps
+    assert others[11].pop("heldout_loss")
+    assert rows == others
+    assert load_config(result.run_dir / "config.yaml") == config
+    assert json.loads((result.run_dir / "changes.jsonl").read_text()) == {
+        "step": 12, "changes": {"phases.train.tokens": [12 * 128, 14 * 128]}
+    }  # fmt: skip
+    assert json.loads((result.run_dir / "phases.json").read_text()) == {"train": 14}
+
+
+def test_another_run_is_continued_in_a_new_folder(long, tmp_path, monkeypatch, capsys):
+    config, whole = long
+    source = change(config, {"run_dir": str(tmp_path / "source")})
+    train_until(source, 8)  # its checkpoint is that of step 5
+    before = snapshot(tmp_path / "source")
+    settings = {"evaluation.every": 7, "checkpoint.every": 4, "train.max_skipped_steps": 3}
+    config = change(source, {"run_dir": str(tmp_path / "new"), "resume_from": source.run_dir, **settings})
+    train_until(config, 10)
+    assert f"Resuming from {tmp_path}/source/checkpoints/5 after step 5 of 14." in capsys.readouterr().out
+    Path(source.run_dir).rename(tmp_path / "gone")  # no longer needed
+    result = train(config)
+    assert snapshot(tmp_path / "gone") == before
+    assert not differing(result.state, whole.state)
+    rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)[5:]
+    for row in rows + others:
+        row.pop("heldout_loss", None)
+    assert rows == others
+
+
+def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypatch):
+    config, whole = long
+    base = change(config, {"run_dir": str(tmp_path / "new"), "resume_from": str(whole.run_dir)})
+
+    def said(changes, match):
+        with pytest.raises(InputError, match=match):
+            train(change(base, changes))
+        assert not (tmp_path / "new" / "config.yaml").exists()
+
+    said({}, r"^resume_from=.* is at step 14, and this configuration ends after 14 steps; raise phases\.train\.tokens")
+    longer = of_steps(base, 16).phases
+    said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: model\.num_experts is 4")
+    said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed 0, and here it is 3")
+    said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule 'adamw'")
+    said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position is in other data")
+    said({"phases": longer, "train.batch.tokens": 256}, r"^resume_from=.*train\.batch")
+    said({"phases": of_steps(base, 9).phases}, r"^resume_from=.*phases\.train\.tokens is 1,152, but 1,792 tokens")
+    said({"init_from": str(whole.run_dir)}, r"^resume_from is .* must be null where init_from is given")
+    said({"resume_from": "hf:folder"}, r"^resume_from is 'hf:folder'.* no optimizer state")
+    said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be the folder of a run that has a checkpoint")
+
+
+def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finished, tmp_path):
+    usual = change(finished[0], {"run_dir": str(tmp_path / "run"), "checkpoint.every": 1})
+    config = change(usual, {"train.spike": SpikeConfig(1, 1e-3), "train.max_skipped_steps": 1})
+    match = r"loss spike|gradient spike"
+    for _ in range(2):
+        with pytest.raises(RunStopped, match=match) as stopped:
+            train(config)
+    for key in ("train.spike.threshold", "train.max_skipped_steps", f"resume_from={config.run_dir}"):
+        assert key in str(stopped.value)
+    step = rows_of(tmp_path / "run")[-1]["step"] - 1
+    config = change(usual, {"train.max_skipped_steps": 2})
+    result = train(config)
+    assert int(result.state.step) == 12
+    assert [row.get("skip") for row in rows_of(result.run_dir)] == [None] * 12
+    assert load_config(result.run_dir / "config.yaml") == change(config, {"checkpoint.every": 1})
+    line = json.loads((result.run_dir / "changes.jsonl").read_text())
+    assert line["step"] <= step
+    assert line["changes"]["train.spike.threshold"] == [1e-3, 10.0]
+    assert line["changes"]["train.max_skipped_steps"] == [1, 2]
+
+
+def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_path, monkeypatch):
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
+
+    class Store(loop.CheckpointStore):
+        def save(self, step, state, about):
+            state = dataclasses.replace(state, recent=state.recent._replace(skipped=None))
+            about = {key: value for key, value in about.items() if key != "first_step"}
+            super().save(step, state, about)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "CheckpointStore", Store)
+        train_until(config, 8)
+    result = train(config)
+    assert not differing(result.state, finished[1].state)
+    assert rows_of(result.run_dir) == rows_of(finished[1].run_dir)
+
+
+def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
+    config = finished[0]
+    # Refused after that, so that nothing is compiled.
+    base = change(config, {"run_dir": str(tmp_path / "run"), "optimizer.balance.rule": "sign"})
+    with pytest.raises(InputError, match=r"optimizer\.balance\.rule"):
+        train(change(base, {"init_from": config.run_dir, "model.rope_base": 5.0e5}))
+    out = capsys.readouterr().out
+    assert f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, and model.rope_base is 500000" in out
+    with pytest.raises(InputError):
+        train(change(base, {"init_from": config.run_dir}))
+    assert "RoPE" not in capsys.readouterr().out
+
+
+def test_each_base_is_compared_with_that_of_the_phase(capsys):
+    model = dataclasses.replace(CONFIG.model, layer_pattern=("full", "sliding"), sliding_rope_base=3.0)
+    config = change(CONFIG, {"model": model, "phases": (PhaseConfig(256), PhaseConfig(256, "long", rope_base=7.0))})
+    about = {"config": to_dict(config), "phase": "long"}
+    warn_about_positions(config, about, "X", 1)
+    assert capsys.readouterr().out == ""
+    warn_about_positions(change(config, {"model.sliding_rope_base": 4.0}), about, "X", 0)
+    full, sliding = capsys.readouterr().out.splitlines()
+    assert full.startswith("Warning: X was trained with a RoPE base of 7, and model.rope_base is 10000 here")
+    assert sliding.startswith("Warning: X was trained with a RoPE base of 3, and model.sliding_rope_base is 4 here")

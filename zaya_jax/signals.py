@@ -1,0 +1,103 @@
+"""Ctrl-C (SIGINT) and SIGTERM, answered at once, whatever the main thread is at: importing, compiling, or waiting.
+
+Python runs the handler of a signal between two instructions of the main thread, which may be seconds away, and an
+exception that it raises can be swallowed or end in a traceback, as during imports and at the end of the process. So a
+signal also writes its number into a pipe, and a thread reads that.
+"""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Self
+
+NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+
+
+def exit_status(number: int) -> int:
+    """Of a process that a signal ends, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
+    return 128 + number
+
+
+class Listener:
+    """Calls a function in a thread of its own for each signal that comes inside a `with` block; blocks may nest.
+
+    In another thread than the main one, which alone may set handlers, signals do what they did before.
+    """
+
+    def __init__(self, answer: Callable[[int], object], handler: Callable[[int, FrameType | None], object] | None = None,
+                 numbers: tuple[int, ...] = tuple(NAMES)) -> None:  # fmt: skip
+        """Listen to nothing yet.
+
+        Args:
+          answer: is given the number of each signal, at once and in another thread.
+          handler: is called in the main thread, when that comes to it.
+          numbers: of the signals.
+        """
+        self._answer, self._handler, self._numbers = answer, handler or (lambda number, frame: None), numbers
+        self.before: dict[int, Any] = {}  # handlers of the main thread
+        self._outer = -1  # the pipe of the listener around this one
+
+    def __enter__(self) -> Self:
+        """Begin to listen."""
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
+        self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        self.before = {number: signal.signal(number, self._handler) for number in self._numbers}
+        os.register_at_fork(after_in_child=self._leave_to_child)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave signals to whoever had them before."""
+        if not self.before:
+            return
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.before = {}
+        signal.set_wakeup_fd(self._outer)
+        os.write(self._writer, bytes(1))
+        self._thread.join()
+        os.close(self._writer)
+        os.close(self._reader)
+
+    @property
+    def nested(self) -> bool:
+        """Whether there is a listener around this one."""
+        return self._outer >= 0
+
+    def pass_on(self, number: int) -> None:
+        """Let the listener around this one answer."""
+        if self.nested:
+            os.write(self._outer, bytes([number]))
+
+    def _read(self) -> None:
+        while (number := os.read(self._reader, 1)[0]) != 0:
+            if number in self._numbers:
+                self._answer(number)
+
+    def _leave_to_child(self) -> None:
+        """In a forked process, which would write into this one's pipe."""
+        if self.before:
+            signal.set_wakeup_fd(-1)
+            for number in self.before:
+                signal.signal(number, signal.SIG_DFL)
+            self.before = {}
+
+
+def say_and_exit(sentence: str, status: int) -> None:
+    """End this process at once with a sentence, from any thread; processes that it started are ended, too."""
+    # A thread, since nobody may be reading what is printed.
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush.start()
+    flush.join(1)
+    os.write(2, f"{sentence}\n".encode())
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.kill()
+    os._exit(status)
