@@ -65,7 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         from zaya_jax.parallel.processes import lost
 
-        if not lost(error):
+        if lost(error):
+            watch.wait()  # for the name of the process that is lost, with which this one then ends
+        else:
             traceback.print_exc()
         why = (str(error).splitlines() or [type(error).__name__])[0][:300]
         watch.leave(f"Stopped: {why} The same command goes on from the last checkpoint.", 1)

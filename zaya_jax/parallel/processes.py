@@ -5,16 +5,17 @@ import importlib.util
 import itertools
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed
+from jax._src import clusters, distributed
 
-from zaya_jax.errors import InputError
-from zaya_jax.parallel.watch import Watch, end
+from zaya_jax.errors import InputError, last_words
+from zaya_jax.parallel.relay import relay
+from zaya_jax.parallel.rendezvous import Job, meet
+from zaya_jax.parallel.watch import Watch
 
 T = TypeVar("T")
 
@@ -57,42 +58,50 @@ def join(
     given = (coordinator, processes, process)
     if any(one is not None for one in given) and None in given:
         raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
-    _check_flags(coordinator, processes, process)
-    if coordinator is None and launcher() is None:
+    name = launcher()
+    if coordinator is None and name is None:
         return None
-    if coordinator is None and launcher() == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+    if coordinator is None and name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
         raise InputError("This is a pod of an indexed Kubernetes job, whose pods find each other by the package "
                          "kubernetes (pip install 'jax[k8s]'), or by --coordinator, --processes and --process, as in "
                          "launch/jobset.yaml.")  # fmt: skip
-    where = coordinator or f"that {launcher()} names"
-    late = f"The coordinator {where} was not reached by all processes within {join_seconds} s"
-    # jax aborts, with a stack trace, where its own time is over.
-    alarm = threading.Timer(join_seconds, end, [f"Error: {late}.", 2])
-    alarm.daemon = True
-    alarm.start()
+    source = "--coordinator" if coordinator is not None else f"{name}'s coordinator"
+    try:
+        if coordinator is None or processes is None or process is None:
+            coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, join_seconds
+            )
+    except Exception as error:  # of a launcher's variables, or of the Kubernetes API
+        raise _unusable(source, error) from error
+    job = _job(coordinator, processes, process, source)
+    peers = meet(job, join_seconds)
+    watch = Watch(peers, silence_seconds) if peers else None
     try:
         jax.distributed.initialize(
-            coordinator, processes, process, initialization_timeout=join_seconds + _LATER,
+            relay(job.host.strip("[]"), job.port) if job.process else job.address, job.processes, job.process,
+            initialization_timeout=join_seconds + _LATER,
             heartbeat_timeout_seconds=math.ceil(silence_seconds) + _LATER,
             shutdown_timeout_seconds=math.ceil(silence_seconds),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
-        raise InputError(f"The coordinator {where} cannot be used: {str(error).splitlines()[0][:200]}") from error
-    finally:
-        alarm.cancel()
-    if jax.process_count() == 1:
-        return None
-    return Watch(_store(), jax.process_index(), jax.process_count(), silence_seconds)
+        refused = _unusable(job.coordinator, error)
+        if watch is not None:
+            watch.leave(*last_words(refused))
+        raise refused from error
+    return watch
 
 
-def _check_flags(coordinator: str | None, processes: int | None, process: int | None) -> None:
-    if coordinator is None or processes is None or process is None:
-        return
-    host, _, port = coordinator.rpartition(":")
+def _unusable(what: str, error: Exception) -> InputError:
+    return InputError(f"{what} cannot be used: {(str(error).splitlines() or [type(error).__name__])[0][:200]}")
+
+
+def _job(coordinator: str | None, processes: int | None, process: int | None, source: str) -> Job:
+    host, _, port = (coordinator or "").rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise InputError(f"--coordinator is {coordinator!r}, but must be HOST:PORT.")
-    if processes < 1 or not 0 <= process < processes:
+        raise InputError(f"{source} is {coordinator!r}, but must be HOST:PORT.")
+    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
         raise InputError(f"--process is {process} of --processes {processes}, but must be at least 0 and below it.")
+    return Job(host, int(port), source, processes, process)
 
 
 def is_first() -> bool:

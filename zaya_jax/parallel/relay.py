@@ -1,0 +1,43 @@
+"""Connections to the coordination service that outlast it.
+
+jax's client aborts its process, with a C++ stack, as soon as its connection to the service closes, as when process 0 is
+killed. Behind a relay it sees a service that does not answer, and `Watch` ends the process with a sentence.
+"""
+
+import contextlib
+import socket
+import threading
+import time
+
+
+def relay(host: str, port: int) -> str:
+    """HOST:PORT on this machine, connections to which go on to `host` and `port`; they are never closed from there."""
+    server = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=_accept, args=(server, host, port), name="relay", daemon=True).start()
+    return "{}:{}".format(*server.getsockname())
+
+
+def _accept(server: socket.socket, host: str, port: int) -> None:
+    while True:
+        near, _ = server.accept()
+        threading.Thread(target=_forward, args=(near, host, port), name="relay", daemon=True).start()
+
+
+def _forward(near: socket.socket, host: str, port: int) -> None:
+    while True:
+        try:
+            far = socket.create_connection((host, port))
+            break
+        except OSError:  # the service does not listen yet, or is gone
+            time.sleep(0.1)
+    threading.Thread(target=_answer, args=(far, near), name="relay", daemon=True).start()
+    with near, far, contextlib.suppress(OSError):
+        while data := near.recv(2**16):
+            with contextlib.suppress(OSError):  # the service is gone, which `near` is not to learn
+                far.sendall(data)
+
+
+def _answer(far: socket.socket, near: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := far.recv(2**16):
+            near.sendall(data)

@@ -1,0 +1,316 @@
+"""Where the processes of a job meet before jax does, so that one that is missing or numbered twice is named.
+
+Process 0 listens at the coordinator's address until every process has connected and told its number. Then jax's
+coordination service takes the port, and `Watch` the connections, which stay open.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import selectors
+import socket
+import time
+import uuid
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from zaya_jax.errors import InputError
+
+ENDS = "!"  # begins the last line of a process that ends the job: then its exit status, and why
+_HELLO = "zaya_jax "  # begins the first line of a connection
+_READY = "ready"
+_LONGEST = 2**16  # bytes of a line; another program may have connected
+_ANSWER = 2.0  # seconds that a process which has the port already is asked
+_MARGIN = 5.0  # seconds beyond process 0's time, since it is the one that knows who is missing
+
+
+class Job(NamedTuple):
+    """A process and the job it belongs to.
+
+    Attributes:
+      host: where process 0 listens.
+      port: at which.
+      source: the flag or the launcher that names the two.
+      processes: of the job.
+      process: the number of this one.
+    """
+
+    host: str
+    port: int
+    source: str
+    processes: int
+    process: int
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def coordinator(self) -> str:
+        """The address, as messages name it."""
+        return f"{self.source} {self.address}"
+
+
+class Peer:
+    """A connection to another process, over which both send lines; neither waits for the other."""
+
+    def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
+        """Take a connection to `process` on `host`; without a number until it is told."""
+        connection.setblocking(False)
+        self._connection, self._rest = connection, b""
+        self.process, self.host = process, host
+
+    def __str__(self) -> str:
+        """As messages name it."""
+        return f"{self.process} on {self.host}"
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, line: str) -> None:
+        """Send a line. One that cannot be sent is lost: the peer timeout sees to that."""
+        with contextlib.suppress(OSError):
+            self._connection.send(f"{line}\n".encode())
+
+    def receive(self) -> list[str] | None:
+        """The lines that have come in since the last call; None where the other side has closed."""
+        try:
+            data = self._connection.recv(_LONGEST)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data or len(self._rest) > _LONGEST:
+            return None
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def finish(self) -> None:
+        """Send nothing more."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def dismiss(peers: Iterable[Peer], line: str, seconds: float) -> None:
+    """Send a last line, wait until the others have closed, and close; unread, what they still send would undo it."""
+    peers = list(peers)
+    with selectors.DefaultSelector() as selector:
+        for peer in peers:
+            selector.register(peer, selectors.EVENT_READ)
+            peer.send(line)
+            peer.finish()
+        deadline = time.monotonic() + seconds
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj.receive() is None:  # pyright: ignore[reportAttributeAccessIssue]
+                    selector.unregister(key.fileobj)
+    for peer in peers:
+        peer.close()
+
+
+def meet(job: Job, seconds: float) -> list[Peer]:
+    """Wait until all processes of the job are there.
+
+    Args:
+      job: of this process.
+      seconds: to wait.
+
+    Returns:
+      Connections: of process 0 to every other, of the others to process 0.
+
+    Raises:
+      InputError: a process is missing or lost, two have one number or another number of processes, the address cannot
+        be reached or cannot be listened at.
+    """
+    if job.process == 0:
+        return _Gathering(job, seconds).wait()
+    return [_admitted(_connect(job, seconds), job, seconds + _MARGIN)]
+
+
+class _Refused(InputError):
+    """Process 0 said why the job cannot begin."""
+
+
+class _Gathering:
+    """Process 0's side."""
+
+    def __init__(self, job: Job, seconds: float) -> None:
+        self._job, self._seconds = job, seconds
+        self._arrived: dict[int, Peer] = {}
+        self._token = uuid.uuid4().hex  # tells this process from another that is numbered 0
+        self._selector = selectors.DefaultSelector()
+
+    def wait(self) -> list[Peer]:
+        """The other processes, once all are there."""
+        deadline = time.monotonic() + self._seconds
+        with contextlib.ExitStack() as stack, self._listen() as listener, self._selector:
+            # Where another process 0 listens at the address, this one learns it from that.
+            itself = stack.enter_context(contextlib.closing(_connect(self._job, self._seconds)))
+            itself.send(_hello(self._job, self._token))
+            for one in (listener, itself):
+                self._selector.register(one, selectors.EVENT_READ)
+            while len(self._arrived) < self._job.processes:
+                events = self._selector.select(max(0, deadline - time.monotonic()))
+                if time.monotonic() >= deadline:
+                    self._refuse(self._missing())
+                for key, _ in events:
+                    if key.fileobj is itself:
+                        _raise_verdict(itself.receive() or [])
+                    elif isinstance(key.fileobj, Peer):
+                        self._hear(key.fileobj)
+                    else:
+                        self._selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
+        self._arrived.pop(0).close()
+        for peer in self._arrived.values():  # not before the port is free
+            peer.send(_READY)
+        return list(self._arrived.values())
+
+    def _listen(self) -> socket.socket:
+        # As jax's service will: at every interface, unless told otherwise.
+        anywhere = f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{self._job.port}"  # noqa: S104
+        host, _, port = (os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or anywhere).rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=self._job.processes + 1,
+                                        dualstack_ipv6=host == "[::]")  # fmt: skip
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # by another program, or by another process 0, which then tells both
+                self._ask_another()
+            raise InputError(
+                f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
+                f"that uses port {port}, or choose another port"
+                f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
+            ) from error
+
+    def _ask_another(self) -> None:
+        try:
+            _admitted(_connect(self._job, 0), self._job, _ANSWER)
+        except _Refused:
+            raise
+        except InputError:
+            return
+
+    def _hear(self, peer: Peer) -> None:
+        lines = peer.receive()
+        if lines is None:
+            if peer.process is not None:
+                self._refuse(f"Process {peer} was lost before all {self._job.processes} processes had arrived. Start "
+                             "all of them again.")  # fmt: skip
+            self._selector.unregister(peer)
+            peer.close()
+        elif lines and peer.process is None:
+            self._introduce(peer, lines[0])
+
+    def _introduce(self, peer: Peer, line: str) -> None:
+        try:
+            said = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
+            peer.process, processes, peer.host, token = (
+                int(said["process"]), int(said["processes"]), str(said["host"]), said["token"],
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError):  # another program, which will go away
+            return
+        if processes != self._job.processes or not 0 <= peer.process < processes:
+            self._refuse(f"Process {peer} was started with --processes {processes}, and process 0 with --processes "
+                         f"{self._job.processes}. Start all with the same number.")  # fmt: skip
+        first = self._arrived.setdefault(peer.process, peer)
+        if first is not peer or (peer.process == 0 and token != self._token):
+            hosts = f"{first.host or socket.gethostname()} and {peer.host}"
+            self._refuse(f"Two processes are numbered {peer.process}, on {hosts}. Give each of the {processes} "
+                         f"processes a --process of its own, 0 to {processes - 1}, and each job a port of its "
+                         "own.")  # fmt: skip
+
+    def _missing(self) -> str:
+        absent = [one for one in range(self._job.processes) if one not in self._arrived]
+        return (
+            f"{_named(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
+            f"{self._seconds:g} s; {_named(sorted(self._arrived)).lower()} did. Start each with this address and a "
+            "number of its own."
+        )
+
+    def _refuse(self, sentence: str) -> None:
+        peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]
+        dismiss(peers, f"{ENDS}2 Error: {sentence}", _ANSWER)
+        raise InputError(sentence)
+
+
+def _named(numbers: list[int]) -> str:
+    """'Process 3', 'Processes 1, 2 and 3 more'."""
+    some = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"Process{'es' if len(numbers) > 1 else ''} {some}"
+
+
+def _hello(job: Job, token: str = "") -> str:
+    return _HELLO + json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
+                                "token": token})  # fmt: skip
+
+
+def _connect(job: Job, seconds: float) -> Peer:
+    """A connection to process 0, which may not listen yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection = socket.create_connection((job.host.strip("[]"), job.port), timeout=5)
+            if connection.getsockname() != connection.getpeername():  # which a free port of this machine may give
+                return Peer(connection, 0, job.host)
+            connection.close()
+            problem = os.strerror(errno.ECONNREFUSED)
+        except socket.gaierror as error:
+            # Kubernetes gives a pod its name only when it is scheduled.
+            if "KUBERNETES_SERVICE_HOST" not in os.environ or time.monotonic() >= deadline:
+                raise InputError(f"The host of {job.coordinator} cannot be found ({error.strerror}). Correct the "
+                                 "name, or use an IP address.") from error  # fmt: skip
+            problem = ""
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if time.monotonic() >= deadline:
+            raise InputError(f"Process {job.process} could not reach process 0 at {job.coordinator} within "
+                             f"{seconds:g} s ({problem}). Start process 0 on that host, or correct the "
+                             "address.")  # fmt: skip
+        time.sleep(0.2)
+
+
+def _admitted(peer: Peer, job: Job, seconds: float) -> Peer:
+    """`peer`, process 0, once it has said that all are there."""
+    peer.send(_hello(job))
+    try:
+        _wait_until_ready(peer, job, seconds)
+    except InputError:
+        peer.close()
+        raise
+    return peer
+
+
+def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        selector.register(peer, selectors.EVENT_READ)
+        while (left := deadline - time.monotonic()) > 0:
+            lines = peer.receive() if selector.select(left) else []
+            if lines is None:
+                raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
+                                 "connection: process 0 has ended, or another program or a job that has begun uses the "
+                                 "port. Start all processes again, or choose another port.")  # fmt: skip
+            _raise_verdict(lines)
+            if _READY in lines:
+                return
+    raise InputError(f"Process {job.process} had no answer from {job.coordinator} for {seconds:g} s. Check that "
+                     "process 0 runs there, and that no other program uses the port.")  # fmt: skip
+
+
+def _raise_verdict(lines: list[str]) -> None:
+    for line in lines:
+        if line.startswith(ENDS):
+            raise _Refused(verdict(line)[1].removeprefix("Error: "))
+
+
+def verdict(line: str) -> tuple[int, str]:
+    """Exit status and sentence of a line that ends the job."""
+    status, _, sentence = line.removeprefix(ENDS).partition(" ")
+    return int(status), sentence
