@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import DataConfig
-from zaya_jax.data.corpus import find_corpus
+from zaya_jax.data.corpus import SPLITS, find_corpus
 from zaya_jax.errors import InputError
 
 
@@ -34,14 +34,20 @@ def test_files_are_sorted_and_empty_or_other_ones_left_out(tmp_path):
     assert corpus.text_bytes("train") == sum(len(text) for text in corpus.texts("train"))
 
 
-def test_the_split_of_a_file_depends_on_its_path_alone(tmp_path):
+def test_the_split_of_a_file_depends_on_its_content_alone(tmp_path):
     names = [f"{i}.txt" for i in range(40)]
     few = find_corpus(config(write(tmp_path / "few", names[:20])))
     many = find_corpus(config(write(tmp_path / "many", names)))
     assert set(few.heldout) == set(many.heldout) & set(names[:20])
     assert set(find_corpus(config(tmp_path / "many", heldout_fraction=0.2)).heldout) <= set(many.heldout)
     # A fixed expectation: the hash must not change between versions, or held-out text would be trained on.
-    assert few.heldout == ("14.txt", "16.txt", "19.txt", "7.txt")
+    assert few.heldout == ("0.txt", "10.txt", "13.txt", "14.txt", "15.txt", "19.txt", "7.txt")
+    for i, name in enumerate(names):
+        (tmp_path / "many" / f"copy {i} of {name}").write_bytes((tmp_path / "many" / name).read_bytes())
+    copied = find_corpus(config(tmp_path / "many"))
+    assert set(copied.texts("heldout")) == set(many.texts("heldout"))
+    assert not set(copied.texts("heldout")) & set(copied.texts("train"))
+    assert len(copied.heldout) == 2 * len(many.heldout)
 
 
 def test_the_fraction_is_that_of_the_files(tmp_path):
@@ -83,11 +89,25 @@ def test_a_folder_without_such_files_is_named(tmp_path):
         find_corpus(config(tmp_path))
 
 
-@pytest.mark.parametrize(("fraction", "split"), [(1e-9, "heldout"), (1 - 1e-9, "train")])
-def test_an_empty_split_is_named(tmp_path, fraction, split):
+@pytest.mark.parametrize("fraction", [1e-9, 0.04, 1 - 1e-9])
+def test_each_split_of_a_small_corpus_has_a_text(tmp_path, fraction):
     write(tmp_path, ["a.txt", "b.txt"])
-    with pytest.raises(InputError, match=f"The {split} split is empty: of the 2 files"):
-        find_corpus(config(tmp_path, heldout_fraction=fraction))
+    assert {len(find_corpus(config(tmp_path, heldout_fraction=fraction)).files(split)) for split in SPLITS} == {1}
+    write(tmp_path, [f"{i}.txt" for i in range(20)])
+    corpus = find_corpus(config(tmp_path, heldout_fraction=fraction))
+    if fraction != 0.04:
+        assert len(corpus.heldout if fraction < 0.5 else corpus.train) == 1
+    (tmp_path / "copy.txt").write_text(corpus.read(corpus.heldout[0]))
+    assert "copy.txt" in find_corpus(config(tmp_path, heldout_fraction=fraction)).heldout
+
+
+def test_a_corpus_of_one_text_is_refused(tmp_path):
+    write(tmp_path, ["a.txt"])
+    with pytest.raises(InputError, match=r"data\.corpus is .* holds one text only \(a\.txt, 1 file that .* split this"):
+        find_corpus(config(tmp_path))
+    (tmp_path / "b.txt").write_text("text of a.txt")
+    with pytest.raises(InputError, match=r"one text only \(a\.txt, 2 files that end in"):
+        find_corpus(config(tmp_path))
 
 
 def test_a_file_that_is_not_utf8_is_named_with_the_offset(tmp_path):

@@ -62,6 +62,14 @@ def start(*command, **settings):
                             text=True, **settings)  # fmt: skip
 
 
+def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys):
+    assert main([*call, "--heldout", "1e-9"]) == 0
+    assert "No document is held out for evaluation. To hold out about 5, " in capsys.readouterr().out
+    call[call.index("--output") + 1] += "-other"
+    assert main([*call, "--heldout", "0.1"]) == 0
+    assert "held out for evaluation" not in capsys.readouterr().out
+
+
 def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):
     assert main([*call, "--heldout", "0.25"]) == 0
     manifest = open_manifest(tmp_path / "out")
@@ -194,7 +202,7 @@ def test_the_command_imports_neither_jax_nor_grain(call, tmp_path):
     command = start(sys.executable, "-c", LOOK, *call)
     out, err = command.communicate(timeout=60)
     assert command.returncode == 0, err
-    assert out.endswith(" shards\nimported:\n")
+    assert out.endswith("\nimported:\n")
     assert (tmp_path / "out" / MANIFEST).exists()
 
 

@@ -22,7 +22,7 @@ class DataConfig:
 
     corpus: str = "stdlib"  # 'stdlib' (the source of the running Python's standard library) or a folder
     suffixes: tuple[str, ...] = (".py",)  # files taken from the folder
-    heldout_fraction: float = 0.04  # of the files, by a hash of each path
+    heldout_fraction: float = 0.04  # of the files, by a hash of their content
     sources: Table[SourceConfig] = field(
         default_factory=Table[SourceConfig]
     )  # read in place of the corpus where there are any

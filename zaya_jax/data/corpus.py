@@ -1,13 +1,14 @@
 """The text files of a corpus, and which of them are held out.
 
-Nothing is kept in memory: a corpus is two lists of paths, and its texts are read when they are iterated over.
+No text is kept in memory: a corpus is two lists of paths with a hash of each file, and texts are read when they are
+iterated over.
 """
 
 import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -28,6 +29,7 @@ class Corpus:
     root: Path
     train: tuple[str, ...]
     heldout: tuple[str, ...]
+    hashes: dict[str, int] = field(repr=False)  # of each file's content, see `content_hash`
 
     def files(self, split: Split) -> tuple[str, ...]:
         """Relative paths of the split's files, sorted."""
@@ -39,15 +41,7 @@ class Corpus:
         Raises:
           InputError: the file cannot be read or is not UTF-8.
         """
-        try:
-            return (self.root / file).read_bytes().decode("utf-8")
-        except OSError as error:
-            raise InputError(f"The corpus file {self.root / file} cannot be read: {error.strerror}.") from error
-        except UnicodeDecodeError as error:
-            raise InputError(
-                f"The corpus file {self.root / file} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
-                "Convert the file, or leave it out through data.suffixes."
-            ) from error
+        return _read(self.root / file)
 
     def texts(self, split: Split) -> Iterator[str]:
         """The split's texts, in the order of `files`."""
@@ -58,18 +52,19 @@ class Corpus:
         return sum((self.root / file).stat().st_size for file in self.files(split))
 
     def digest(self) -> str:
-        """A digest of every path, every text and the split each is in.
-
-        Raises:
-          InputError: as `read`.
-        """
+        """A digest of every path, every content's hash and the split each file is in."""
         digest = hashlib.blake2b(digest_size=16)
         for split in SPLITS:
             for file in self.files(split):
-                for part in (split.encode(), os.fsencode(file), self.read(file).encode()):
+                for part in (split.encode(), os.fsencode(file), self.hashes[file].to_bytes(8, "little")):
                     digest.update(len(part).to_bytes(8, "little"))  # so that no two corpora spell the same bytes
                     digest.update(part)
         return digest.hexdigest()
+
+
+def content_hash(content: bytes) -> int:
+    """A hash of 64 bits that decides whether a document is held out: copies are on the same side."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def find_corpus(config: DataConfig) -> Corpus:
@@ -78,15 +73,16 @@ def find_corpus(config: DataConfig) -> Corpus:
     Args:
       config: `corpus` is 'stdlib' (the source of the running Python's standard library, without its tests and
         without installed packages) or a folder; `suffixes` the endings of the names of the files taken;
-        `heldout_fraction` the part of the files held out, chosen by a hash of each relative path, so that a
-        file added later moves no other.
+        `heldout_fraction` the part of the files held out, chosen by a hash of their content, so that copies are on
+        the same side and a file added later moves no other. Each split has at least one text: where none is below
+        the fraction, the one of the smallest hash is held out.
 
     Returns:
       The corpus; empty files are left out. Links to folders are not followed.
 
     Raises:
-      InputError: the folder is missing or cannot be listed, it has no such file, or one of the splits would
-        have none.
+      InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are not
+        two different texts.
     """
     if config.corpus == "stdlib":
         root, excluded = Path(sysconfig.get_path("stdlib")), STDLIB_EXCLUDED
@@ -101,16 +97,30 @@ def find_corpus(config: DataConfig) -> Corpus:
             f"data.corpus is {config.corpus!r}, but {root} holds no file that ends in {suffixes} and is not empty; "
             "change data.corpus or data.suffixes."
         )
-    heldout = {file for file in files if _is_heldout(file, config.heldout_fraction)}
-    corpus = Corpus(root, tuple(f for f in files if f not in heldout), tuple(f for f in files if f in heldout))
-    for split in SPLITS:
-        if not corpus.files(split):
-            raise InputError(
-                f"The {split} split is empty: of the {len(files)} files that end in {suffixes} in {root}, "
-                f"data.heldout_fraction ({config.heldout_fraction}) holds out {len(heldout)}; "
-                "change the fraction or add files."
-            )
-    return corpus
+    hashes = {file: content_hash(_read(root / file).encode()) for file in files}
+    ordered = sorted(set(hashes.values()))
+    if len(ordered) == 1:
+        raise InputError(
+            f"data.corpus is {config.corpus!r}, but {root} holds one text only ({files[0]}, {len(files)} "
+            f"file{'s' if len(files) > 1 else ''} that end{'' if len(files) > 1 else 's'} in {suffixes}), and one must "
+            "be held out of training; add a file, or split this one."
+        )
+    below = sum(value < config.heldout_fraction * 2**64 for value in ordered)
+    last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
+    train, heldout = (tuple(f for f in files if (hashes[f] <= last) == held) for held in (False, True))
+    return Corpus(root, train, heldout, hashes)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"The corpus file {path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
+            "Convert the file, or leave it out through data.suffixes."
+        ) from error
 
 
 def _files(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Iterator[str]:
@@ -130,8 +140,3 @@ def _is_empty(path: Path) -> bool:
         return path.stat().st_size == 0
     except OSError as error:
         raise InputError(f"The corpus file {path} cannot be read: {error.strerror}.") from error
-
-
-def _is_heldout(file: str, fraction: float) -> bool:
-    digest = hashlib.blake2b(os.fsencode(file), digest_size=8).digest()
-    return int.from_bytes(digest, "little") < fraction * 2**64

@@ -91,7 +91,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             train = end_of(map(corpus.read, reversed(corpus.train)))
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
-        if corpus.digest() != corpus_digest:  # the texts were read several times
+        if find_corpus(config.data).digest() != corpus_digest:  # the texts were read several times
             raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; start again.")
         manifest = Manifest(
             format=FORMAT,

@@ -1,7 +1,6 @@
 """Documents as records: what can be used, its tokens, and the split it belongs to."""
 
 import functools
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import numpy as np
 
 from zaya_jax.data.chat import Conversation, find_special, parse_conversation
 from zaya_jax.data.convert import Record, Skipped
-from zaya_jax.data.corpus import Split
+from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
 from zaya_jax.data.readers.read import read_unit
 from zaya_jax.data.readers.unit import Bad, Document, Unit
@@ -112,8 +111,7 @@ class PrepareWork:
 
     def _split(self, content: bytes) -> Split:
         """By content, so that two copies of a document are on the same side."""
-        digest = hashlib.blake2b(content, digest_size=8).digest()
-        return "heldout" if int.from_bytes(digest, "little") < self.settings.heldout * 2**64 else "train"
+        return "heldout" if content_hash(content) < self.settings.heldout * 2**64 else "train"
 
 
 def spoken(conversation: Conversation) -> list[str]:

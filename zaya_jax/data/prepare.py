@@ -330,6 +330,10 @@ def summary(folder: Path, manifest: Manifest) -> str:
         entry = manifest.split(split)
         lines.append(f"  {split}: {entry.documents:,} documents, {entry.tokens:,} tokens, {entry.text_bytes:,} bytes, "
                      f"{len(entry.shards)} shards")  # fmt: skip
+    if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
+        fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
+        lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
+                     f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
     lines += [f"  left out, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)
