@@ -81,6 +81,14 @@ def test_damage_is_told_with_the_name_of_the_file(tmp_path, write_arrow, stream)
             list(read_arrow(unit, "text"))
 
 
+def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path, write_arrow):
+    data = write_arrow(tmp_path / "a.arrow", [["one"] * 3, ["two"], ["three"]]).read_bytes()
+    for cut in range(1, len(data)):
+        (tmp_path / "a.arrow").write_bytes(data[:cut])
+        with pytest.raises(InputError, match=r"a\.arrow (cannot be read|ends without its end-of-stream marker)"):
+            list(read_arrow(Unit("arrow", (str(tmp_path / "a.arrow"),), 0, 1, cut), "text"))
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_offsets_that_point_outside_are_damage(tmp_path, write_arrow, stream):
     path = write_arrow(tmp_path / "a.arrow", [["a" * 1000, "b" * 1001, "c"]], stream=stream)

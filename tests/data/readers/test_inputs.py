@@ -155,13 +155,15 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["pipe.jsonl"], r"pipe\.jsonl is neither a file nor a folder"),
         (["a.jsonl", "./none/../a.jsonl"], r"a\.jsonl is given twice"),
         (["a.jsonl", "folder", "folder/b.jsonl"], r"b\.jsonl is given twice"),
+        (["linked"], r"linked/b\.jsonl is given twice, as a link to .*linked/a\.jsonl;"),
         (["rows.parquet"], r"hold no document: .*rows\.parquet"),
         ([], "must be a list of at least one"),
     ],
 )
 def test_what_cannot_be_used_is_named(tmp_path, given, message):
-    for name in ("a.jsonl", "code.xyz", "none/code.xyz", "folder/b.jsonl"):
+    for name in ("a.jsonl", "code.xyz", "none/code.xyz", "folder/b.jsonl", "linked/a.jsonl"):
         touch(tmp_path / name)
+    (tmp_path / "linked/b.jsonl").symlink_to("a.jsonl")
     for name in ("empty.jsonl", "empty.txt", "hollow/empty.jsonl"):
         touch(tmp_path / name, b"")
     (tmp_path / "broken").mkdir()

@@ -27,6 +27,24 @@ def count_pieces(file: str) -> int:
         return reader.num_record_batches if isinstance(reader, pa.RecordBatchFileReader) else 1
 
 
+def count_rows(file: str) -> int:
+    """How many rows the file has; reads no column.
+
+    Raises:
+      InputError: the file cannot be read, is damaged or incomplete.
+    """
+    with closing(_map(file)) as source:
+        reader = _reader(file, source)
+        if isinstance(reader, pa.RecordBatchFileReader):
+            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+        else:
+            batches = _batches(file, reader, source)
+        try:
+            return sum(batch.num_rows for batch in batches)
+        except (pa.ArrowException, OSError) as error:
+            raise _unreadable(file, error) from error
+
+
 def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
     """The rows of the unit's record batches; a null is `Bad`.
 
@@ -88,10 +106,21 @@ def _stream_arrays(
     reader: pa.RecordBatchStreamReader, source: pa.MemoryMappedFile, unit: Unit
 ) -> Iterator[tuple[pa.Array, int]]:
     before = 0
-    for batch in reader:
+    for batch in _batches(unit.files[0], reader, source):
         position = min(source.tell(), unit.bytes)
         yield batch.column(0), position - before
         before = position
+
+
+def _batches(file: str, reader: pa.RecordBatchStreamReader, source: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
+    """The record batches of a stream, which must end with its marker: without it some may be missing."""
+    end = source.tell()
+    for batch in reader:
+        end = source.tell()
+        yield batch
+    if source.tell() == end:  # the reader takes the end of the file for that of the stream
+        raise InputError(f"The Arrow file {file} ends without its end-of-stream marker, so a part of it is missing. "
+                         "Copy or write it again.")  # fmt: skip
 
 
 def _checked(file: str, arrays: Iterator[tuple[pa.Array, int]]) -> Iterator[tuple[pa.Array, int]]:

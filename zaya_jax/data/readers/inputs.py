@@ -131,9 +131,11 @@ def _file(path: Path, kind: Format) -> _File:
 def _check_distinct(files: Sequence[_File]) -> None:
     seen = set()
     for file in files:
-        path = os.path.abspath(file.path)
+        path = os.path.realpath(file.path)
         if path in seen:
-            raise InputError(f"The file {file.path} is given twice; give each file or a folder that holds it, once.")
+            link = f", as a link to {path}" if os.path.abspath(file.path) != path else ""
+            raise InputError(f"The file {file.path} is given twice{link}; give each file or a folder that holds it, "
+                             "once.")  # fmt: skip
         seen.add(path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,48 @@ def saved_files(folder: Path) -> list[Path] | None:
 def _split_files(folder: Path) -> list[Path]:
     entries = _json(folder / _STATE, "_data_files")
     names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    return [folder / name for name in _names(folder / _STATE, names)]
+    files = [folder / name for name in _names(folder / _STATE, names)]
+    _compare_rows(folder, files)
+    return files
+
+
+def _compare_rows(folder: Path, files: list[Path]) -> None:
+    """Warn where the dataset has fewer rows than its information says.
+
+    That is no error: `datasets` leaves the number as it was where rows are selected or filtered.
+    """
+    state, info = _tree(folder / _STATE), _tree(folder / _INFO)
+    split = state.get("_split")
+    splits = info.get("splits")
+    about = splits.get(split) if isinstance(splits, dict) and isinstance(split, str) else None
+    wanted = about.get("num_examples") if isinstance(about, dict) else None
+    if not isinstance(wanted, int) or not all(file.is_file() for file in files):
+        return
+    from zaya_jax.data.readers.arrow import count_rows
+
+    rows = sum(count_rows(str(file)) for file in files)
+    if rows < wanted:
+        print(f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
+              f"{wanted:,}. If it is not a selection of them, save or copy it again.", file=sys.stderr)  # fmt: skip
 
 
 def _json(path: Path, key: str) -> list[Any]:
+    tree = _tree(path)
+    if not isinstance(tree.get(key), list):
+        raise InputError(f"The file {path} of a saved dataset must be an object with a list {key!r}.")
+    return tree[key]
+
+
+def _tree(path: Path) -> dict[str, Any]:
     try:
         tree = json.loads(path.read_bytes())
     except OSError as error:
         raise InputError(f"The file {path} of a saved dataset cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"The file {path} of a saved dataset is not JSON: {error}.") from error
-    if not isinstance(tree, dict) or not isinstance(tree.get(key), list):
-        raise InputError(f"The file {path} of a saved dataset must be an object with a list {key!r}.")
-    return tree[key]
+    if not isinstance(tree, dict):
+        raise InputError(f"The file {path} of a saved dataset must be a JSON object.")
+    return tree
 
 
 def _names(path: Path, names: list[Any]) -> list[str]:
