@@ -1,21 +1,14 @@
 """Conversations to text and tokens: what was asked, what the assistant is to learn, and what of it is reasoning."""
 
-import copy
 import hashlib
-import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-
+from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 
 Conversation = list[dict[str, Any]]
@@ -177,7 +170,8 @@ class Template:
 
     What the assistant writes stands between `{% generation %}` and `{% endgeneration %}`. A template sees `messages`
     (each reasoning as `reasoning` and as `reasoning_content`), `bos_token`, `eos_token`, `add_generation_prompt`
-    (false) and `raise_exception`. It runs in Jinja's sandbox, reads no file, and has neither clock nor chance.
+    (false) and `raise_exception`. It runs in Jinja's sandbox, reads no file, and has neither clock nor chance. Its time
+    and memory are limited.
 
     Attributes:
       name: how messages call it.
@@ -194,26 +188,18 @@ class Template:
         self.source = source
         self.name = name
         self.digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
-        marked = _environment(_MarkedGeneration)
-        try:
-            has_generation = marked.parse(source).find(nodes.ExtensionAttribute) is not None
-            self._plain = _environment(_Generation).from_string(source)
-            self._marked = marked.from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise InputError(
-                f"The chat template {name} has an error in line {error.lineno}: {_said(error)}."
-            ) from error
-        except (SyntaxError, RecursionError) as error:  # from Python, about what Jinja makes of the source
-            raise InputError(f"The chat template {name} cannot be compiled: {_said(error)}.") from error
-        if not has_generation:
+        answer = run_template(source, [])
+        if "syntax" in answer:
+            raise InputError(f"The chat template {name} has an error in line {answer['line']}: "
+                             f"{_shorten(answer['syntax'])}.")  # fmt: skip
+        if "texts" not in answer:
+            message = _shorten(answer.get("compile") or answer["render"])
+            raise InputError(f"The chat template {name} cannot be compiled: {message}.")
+        if not answer["has_generation"]:
             raise InputError(
                 f"The chat template {name} does not say what the assistant writes; put that between "
                 "{% generation %} and {% endgeneration %}."
             )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """What Jinja compiled does not travel to another process; the source does."""
-        return Template, (self.source, self.name)
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None) -> list[Piece]:
         """Render a conversation of `parse_conversation`.
@@ -236,17 +222,29 @@ class Template:
         """
         tokens = {"bos_token": bos, "eos_token": eos}
         names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
-        try:
-            plain = self._plain.render(messages=_messages(conversation, marked=False), **names)
-            marked = self._marked.render(messages=_messages(conversation, marked=True), **names)
-        except Exception as error:  # a template can raise anything
-            raise ValueError(f"the chat template fails: {_said(error)}") from error
+        plain, marked = self._run(
+            {"marks": ["", ""], "names": {"messages": _messages(conversation, marked=False), **names}},
+            {
+                "marks": [_GENERATION, _GENERATION_END],
+                "names": {"messages": _messages(conversation, marked=True), **names},
+            },
+        )
         if _HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes half of a surrogate pair")
         pieces = _cut(marked)
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template does more with reasoning or with generation than write it whole")
         return pieces
+
+    def _run(self, *renderings: dict[str, Any]) -> list[str]:
+        try:
+            answer = run_template(self.source, list(renderings))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"the chat template cannot be given the conversation: {_shorten(str(error))}") from error
+        if "texts" not in answer:
+            [message] = (answer[key] for key in ("render", "compile", "syntax") if key in answer)
+            raise ValueError(f"the chat template fails: {_shorten(message)}")
+        return answer["texts"]
 
 
 def load_template(path: str | None) -> Template:
@@ -282,58 +280,14 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]
     return [Span(encode("".join(texts)), *kind) for kind, texts in runs]
 
 
-class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: its inside, with a scope of its own as in transformers."""
-
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
-    marks = ("", "")
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Read the block."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if any(node.find(nodes.ExtensionAttribute) for node in body):
-            parser.fail("generation stands inside generation", line)
-        return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line)
-
-    def _surround(self, caller: Callable[[], str]) -> str:
-        begin, end = self.marks
-        return f"{begin}{caller()}{end}"
-
-
-class _MarkedGeneration(_Generation):
-    marks = (_GENERATION, _GENERATION_END)
-
-
-def _environment(generation: type[Extension]) -> ImmutableSandboxedEnvironment:
-    # What transformers renders with, less what differs from one time to the next.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[generation, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    del environment.filters["random"], environment.globals["lipsum"]
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-             separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # fmt: skip
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _said(error: Exception) -> str:
-    message = error.message if isinstance(error, jinja2.TemplateError) else str(error)
-    printable = _HALF_OF_PAIR.sub("", message or type(error).__name__)
+def _shorten(message: str) -> str:
+    printable = _HALF_OF_PAIR.sub("", message)
     return textwrap.shorten(printable, _SHOWN, placeholder=" …").rstrip(".")
 
 
 def _messages(conversation: Conversation, *, marked: bool) -> Conversation:
     """Copies for a template."""
-    messages = [copy.deepcopy(message) for message in conversation]  # one by one: two may be the same object
+    messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("reasoning"):
             reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
