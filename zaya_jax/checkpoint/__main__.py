@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add = verbs.add_parser("average", help="several checkpoints into one, which init_from takes")
     add.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=one)
     add.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new run folder")
+    add.add_argument("--base", metavar="SOURCE", help="what adapters are of, if not init_from of the newest's run")
     add.set_defaults(run=_average)
 
     add = verbs.add_parser("import-hf", help="a folder of transformers as a checkpoint")
@@ -128,7 +129,7 @@ def _average(given: argparse.Namespace) -> int:
     from zaya_jax.checkpoint.folder import checkpoint_folder
 
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in given.checkpoints]
-    step = average_checkpoints(folders, given.output)
+    step = average_checkpoints(folders, given.output, given.base)
     print(f"The average of {len(folders)} checkpoints is {given.output / 'checkpoints' / str(step)}.")
     return 0
 

@@ -1,7 +1,6 @@
 """Parameters of a checkpoint layer by layer, those of a run of adapters merged with what they are of."""
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from zaya_jax.checkpoint.manifest import Damaged
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.config.schema import HF
 from zaya_jax.errors import InputError
+from zaya_jax.files import read_json
 from zaya_jax.model.fingerprint import fingerprint_of, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
 from zaya_jax.model.tree import compute_dtypes, roles, shapes
@@ -63,14 +63,13 @@ def read_folder(path: str) -> Read:
     return read
 
 
-def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adapters: Read, base: str | None) -> Read:
-    """Those of a run of adapters: each matrix with its adapters added, in the dtype it was trained in.
+def read_base(folder: Path, about: Mapping[str, Any], model: ModelConfig, base: str | None) -> Read:
+    """Parameters that the adapters in a checkpoint are of, in the dtype they were trained in.
 
     Args:
       folder: of the checkpoint.
       about: what it says of itself.
       model: the architecture.
-      adapters: `read_saved` of it.
       base: what the adapters are of; `init_from` of the run where None.
 
     Raises:
@@ -78,15 +77,28 @@ def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adap
     """
     where = base or about["config"]["init_from"]
     read = read_folder(where.removeprefix(HF)) if where.startswith(HF) else read_saved(checkpoint_folder(where))
-    abstract = jax.eval_shape(functools.partial(Zaya, model), jax.random.key(0))
-    kinds, sizes = roles(abstract), shapes(abstract)
-    dtypes = compute_dtypes(kinds, about["config"]["train"]["compute_dtype"])
+    abstract = abstract_model(model)
+    dtypes = compute_dtypes(roles(abstract), about["config"]["train"]["compute_dtype"])
     exact = wide(about["config"]["train"]["compute_dtype"])
 
     def frozen(name: str, group: int | None) -> np.ndarray:
         return read(name, group).astype(dtypes.get(name, exact))
 
-    _check_base(folder, where, frozen, {**sizes, **_bias_shapes(model)})
+    _check_base(folder, where, frozen, {**shapes(abstract), **bias_shapes(model)})
+    return frozen
+
+
+def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adapters: Read, base: str | None) -> Read:
+    """Those of a run of adapters: each matrix with its adapters added, in the dtype it was trained in.
+
+    Args:
+      folder: see `read_base`.
+      about: see `read_base`.
+      model: the architecture.
+      adapters: `read_saved` of the checkpoint.
+      base: see `read_base`, which also says what is raised.
+    """
+    frozen, kinds = read_base(folder, about, model, base), roles(abstract_model(model))
     scale = LoraConfig(**about["config"]["lora"]).scale
 
     def merged(name: str, group: int | None) -> np.ndarray:
@@ -100,6 +112,11 @@ def read_merged(folder: Path, about: Mapping[str, Any], model: ModelConfig, adap
     return merged
 
 
+def abstract_model(model: ModelConfig) -> Zaya:
+    """A model of shapes."""
+    return jax.eval_shape(functools.partial(Zaya, model), jax.random.key(0))
+
+
 def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """One expert at a time: the sums of a whole layer in fp32 would take more than the layer."""
     if base.ndim > 2:
@@ -107,18 +124,23 @@ def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.n
     return np.asarray(merge(Adapted(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), scale)))
 
 
-def _bias_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def bias_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each balancing bias by name."""
     return {f"blocks.{position}.mixture.router.balancing_bias": (model.num_groups, model.num_experts + 1)
             for position in range(len(model.period))}  # fmt: skip
 
 
-def _check_base(folder: Path, where: str, frozen: Read, sizes: Mapping[str, tuple[int, ...]]) -> None:
+def base_fingerprint(folder: Path) -> str:
+    """The fingerprint of what the adapters in a checkpoint are of, as its run noted it."""
     note = folder.parent.parent / BASE
     try:
-        then = json.loads(note.read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return read_json(note)["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{note} cannot be read, so it is not known what the adapters in {folder} are of.") from error
-    sums = {}
+
+
+def _check_base(folder: Path, where: str, frozen: Read, sizes: Mapping[str, tuple[int, ...]]) -> None:
+    then, sums = base_fingerprint(folder), {}
     for name, shape in sizes.items():
         if name.startswith("blocks."):
             sums[name] = part_sums((group, frozen(name, group)[None]) for group in range(shape[0]))
