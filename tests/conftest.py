@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
     soak = bool(os.environ.get("ZAYA_SOAK")) or config.option.markexpr.strip() == "soak"
     hypothesis.settings.load_profile("soak" if soak else "quick")
     if not soak:  # which compiles as users do
-        os.environ.setdefault("XLA_FLAGS", CHEAP)
+        os.environ["XLA_FLAGS"] = CHEAP
 
 
 def pytest_collection_finish() -> None:

@@ -114,6 +114,26 @@ def blocks_of(size: int) -> Iterator[None]:
     jax.clear_caches()
 
 
+def assert_close(ours, theirs, rtol: float, least: float = 0.0) -> None:
+    """Every element within `rtol` of the largest magnitude in its array of `theirs`; pytrees leaf by leaf.
+
+    Where terms cancel, an element's rounding error is of the size of the terms, not of the element. How large it is
+    depends on the CPU's instructions, so a tolerance relative to each element passes by luck.
+
+    Args:
+      ours: array or pytree.
+      theirs: what it should be.
+      rtol: of the largest magnitude.
+      least: taken for the largest magnitude where that is smaller, since whole arrays may cancel.
+    """
+
+    def check(path, x, y):
+        scale = max(least, np.abs(y).max(initial=0))
+        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * scale, err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(check, ours, theirs)
+
+
 def assert_trees_close(ours, theirs, rtol: float = 1e-4) -> None:
     """Each leaf within `rtol` of the other's norm (or of the largest norm, for leaves near zero)."""
     assert ours.keys() == theirs.keys()

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.helpers import assert_close
 from zaya_jax.bench.kernel_cases import SMALL, cases
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
@@ -38,7 +39,7 @@ def made(name):
 
 def assert_same(found, wanted):
     for one, other in zip(found, jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other).reshape(one.shape), rtol=2e-4, atol=2e-4)
+        assert_close(np.asarray(one), np.asarray(other).reshape(one.shape), 2e-4)
 
 
 @pytest.mark.parity

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from tests.helpers import jit, seeds, tiny_config
+from tests.helpers import assert_close, jit, seeds, tiny_config
 from zaya_jax.model.cca import CCA, Context
 from zaya_jax.model.layers import rotary_table
 from zaya_jax.ops import Ops
@@ -112,7 +112,7 @@ def test_equals_the_formulas(name, seed):
     h = draw(CONFIGS[name], seed)
     ours, theirs = program(name)(layer(name), h), reference(layer(name), h)
     for array, expected in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(array, expected, rtol=5e-3, atol=1e-3)
+        assert_close(array, expected, 1e-3)
 
 
 @every_config
@@ -131,7 +131,7 @@ def test_the_intermediate_before_the_start_is_the_depthwise_bias(name):
 
     ours = program(name)(cca, h)[1][:, 0]  # position 0 is not rotated
     beta = wide(cca.depthwise_bias)
-    np.testing.assert_allclose(ours, queries(beta), rtol=1e-3, atol=1e-4)
+    assert_close(ours, queries(beta), 1e-4)
     assert np.abs(ours - queries(0 * beta)).max() > 0.05
 
 
@@ -152,7 +152,7 @@ def test_half_of_the_value_comes_one_token_late(name):
     _, current, delayed, start = projections(cca, h)
     v = program(name)(cca, h)[3].reshape(B, S, -1)
     half = CONFIGS[name].kv_size // 2
-    np.testing.assert_allclose(v[..., :half], current, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(v[:, 1:, half:], delayed[:, :-1], rtol=1e-4, atol=1e-5)
+    assert_close(v[..., :half], current, 1e-5)
+    assert_close(v[:, 1:, half:], delayed[:, :-1], 1e-5)
     np.testing.assert_allclose(v[:, 0, half:], np.broadcast_to(start, (B, half)), rtol=1e-6)
     assert np.any(start) == CONFIGS[name].attention_bias

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import jit, packed_rows, seeds, tiny_config
+from tests.helpers import assert_close, jit, packed_rows, seeds, tiny_config
 from zaya_jax.model.cca import Context
 from zaya_jax.model.gqa import GQA
 from zaya_jax.model.layers import rotary_table, segment_positions
@@ -90,7 +90,7 @@ def test_equals_the_formulas_for_each_document_by_itself(kind, data, seed):
     h = draw(kind, seed)
     ours, theirs = program(kind)(layer(kind), h, segments), reference(kind, layer(kind), h, segments)
     real = segments > 0
-    np.testing.assert_allclose(ours[real], theirs[real], rtol=1e-3, atol=1e-4)
+    assert_close(ours[real], theirs[real], 1e-4)
 
 
 @every_kind

@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import packed_rows, seeds
+from tests.helpers import assert_close, packed_rows, seeds
 from zaya_jax.model.layers import (
     MATRIX_ROLES,
     ROLES,
@@ -52,7 +52,7 @@ def test_residual_scaling_adds_before_it_scales(seed):
     out, stream = (jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32) for _ in range(2))
     expected = (out + drawn.hidden_bias[...]) * drawn.hidden_scale[...]
     expected += (stream + drawn.residual_bias[...]) * drawn.residual_scale[...]
-    np.testing.assert_allclose(drawn(out, stream), expected, rtol=1e-5, atol=1e-6)
+    assert_close(drawn(out, stream), expected, 1e-6)
 
 
 def test_residual_scaling_starts_as_a_plain_sum_and_the_stream_stays_float32():

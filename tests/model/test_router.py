@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import given
 
-from tests.helpers import jit, seeds, tiny_config
+from tests.helpers import assert_close, jit, seeds, tiny_config
 from zaya_jax.model.router import Router
 from zaya_jax.ops import LOCAL
 
@@ -64,11 +64,11 @@ def test_the_weight_is_the_unbiased_probability_of_the_class_the_bias_chose(seed
     expected, handed_on = reference(router(), h, state)
     routing = route(with_bias(bias), h, state)
     chex.assert_type([routing.expert_bs, routing.weight_bs, routing.state_bsr], [jnp.int32, jnp.float32, jnp.float32])
-    np.testing.assert_allclose(probabilities(with_bias(bias), h, state), expected, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(routing.state_bsr, handed_on, rtol=1e-4, atol=1e-5)
+    assert_close(probabilities(with_bias(bias), h, state), expected, 1e-5)
+    assert_close(routing.state_bsr, handed_on, 1e-5)
     np.testing.assert_array_equal(routing.expert_bs, (expected + bias).argmax(-1))
     weight = np.take_along_axis(expected, np.asarray(routing.expert_bs)[..., None], -1)[..., 0]
-    np.testing.assert_allclose(routing.weight_bs, np.where(routing.expert_bs == E, 0, weight), rtol=1e-4, atol=1e-5)
+    assert_close(routing.weight_bs, np.where(routing.expert_bs == E, 0, weight), 1e-5)
 
 
 def test_skipped_tokens_weigh_nothing():
@@ -115,9 +115,9 @@ def test_the_state_is_summed_along_the_depth():
     one = route(first, h, zero).state_bsr
     two = route(second, h, one).state_bsr
     alone = route(second, h, zero).state_bsr
-    np.testing.assert_allclose(two, alone + second.state_scale[...] * one, rtol=1e-4, atol=1e-5)
+    assert_close(two, alone + second.state_scale[...] * one, 1e-5)
     expected = h.astype(np.float64) @ np.asarray(first.down[...], np.float64) + first.down_bias[...]
-    np.testing.assert_allclose(one, expected, rtol=1e-4, atol=1e-5)
+    assert_close(one, expected, 1e-5)
 
 
 def test_softmax_and_state_are_float32_in_bfloat16():

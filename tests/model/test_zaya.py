@@ -15,6 +15,7 @@ from tests.helpers import (
     ABLATIONS,
     VARIANTS,
     abstract_model,
+    assert_close,
     assert_trees_close,
     jit,
     packed_rows,
@@ -145,7 +146,7 @@ def test_packed_documents_are_the_same_documents_alone(variant, data, seed):
         values, alone["tokens"], alone["segments"], alone["targets"], alone["weights"]
     )
     for new, (row, places) in enumerate(documents(segments)):
-        np.testing.assert_allclose(hidden1[row, places], hidden2[new, : len(places)], rtol=1e-4, atol=1e-5)
+        assert_close(hidden1[row, places], hidden2[new, : len(places)], 1e-4)
     np.testing.assert_array_equal(counts1, counts2)
     np.testing.assert_allclose(loss1, loss2, rtol=1e-5)
     if documents(segments):
@@ -161,7 +162,7 @@ def test_a_document_with_padding_is_that_document_without(size):
     segments[:, 4 : 4 + size] = 3
     hidden, counts = forward("biased")(random_values(config), tokens, segments)
     whole = jit(lambda model, tokens: model(tokens))(model, tokens[:, 4 : 4 + size])
-    np.testing.assert_allclose(hidden[:, 4 : 4 + size], whole.hidden_bsd, rtol=1e-4, atol=1e-5)
+    assert_close(hidden[:, 4 : 4 + size], whole.hidden_bsd, 1e-4)
     np.testing.assert_array_equal(counts, whole.stats.expert_counts_le)
 
 
@@ -213,7 +214,7 @@ def test_without_residual_scaling_is_with_neutral_scales_and_biases():
     tokens = draw_tokens(config, 13)[0]
     ours = jit(lambda model, tokens: model(tokens)[:2])(random_model(plain), tokens)
     hidden, counts = forward("plain")({**values, **neutral}, tokens, np.ones_like(tokens))
-    np.testing.assert_allclose(ours[0], hidden, rtol=1e-5, atol=1e-6)
+    assert_close(ours[0], hidden, 1e-4)
     np.testing.assert_array_equal(ours[1].expert_counts_le, counts)
 
 
@@ -265,7 +266,7 @@ def test_the_scan_is_a_loop_over_the_blocks(variant):
 
     hidden, counts = loop(model, tokens, segments)
     scanned, scanned_counts = forward(variant)(random_values(config), tokens, segments)
-    np.testing.assert_allclose(scanned, hidden, rtol=1e-4, atol=1e-5)
+    assert_close(scanned, hidden, 1e-4)
     np.testing.assert_array_equal(scanned_counts, counts)
 
 
@@ -277,7 +278,7 @@ def test_recomputation_changes_nothing(remat):
     segments = np.ones((ROWS, LENGTH), np.int32)
     plain = run("plain")(values, tokens, segments, targets, weigh(segments))
     again = run("plain", remat)(values, tokens, segments, targets, weigh(segments))
-    chex.assert_trees_all_close(again[0], plain[0], rtol=1e-5, atol=1e-6)
+    assert_close(again[0], plain[0], 1e-4)
     assert_trees_close(again[1], plain[1], rtol=1e-5)
 
 
@@ -302,7 +303,7 @@ def test_decoding_is_the_whole_sequence_at_every_position(variant, data, seed):
         assert int(cache.length) == end
     assert start == LENGTH
     real = segments > 0
-    np.testing.assert_allclose(np.concatenate(parts, 1)[real], np.asarray(hidden)[real], rtol=1e-4, atol=1e-5)
+    assert_close(np.concatenate(parts, 1)[real], np.asarray(hidden)[real], 1e-4)
     np.testing.assert_array_equal(part_counts, counts)
 
 
@@ -319,8 +320,8 @@ def test_a_document_may_stand_anywhere():
     positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
     at = jit(lambda model, positions: model(tokens, None, positions).hidden_bsd)
     hidden, _ = forward("plain")(values, tokens, np.ones_like(tokens))
-    np.testing.assert_allclose(at(model, positions), hidden, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(at(model, positions + 31), hidden, rtol=1e-3, atol=1e-4)
+    assert_close(at(model, positions), hidden, 1e-4)
+    assert_close(at(model, positions + 31), hidden, 1e-3)
     assert np.abs(at(model, 5 * positions) - hidden).max() > 1e-2, "distances between tokens do matter"
 
 
@@ -360,8 +361,8 @@ def test_logits_are_of_the_tied_head():
     expected = np.asarray(hidden, np.float64) @ np.asarray(model.embedding[...], np.float64).T + model.head_bias[...]
     out = jit(logits)(model, tokens, segments)
     chex.assert_type(out, jnp.float32)
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(head(model, hidden), expected, rtol=1e-4, atol=1e-4)
+    assert_close(out, expected, 1e-4)
+    assert_close(head(model, hidden), expected, 1e-4)
 
 
 def test_bfloat16_computes_close_to_float32():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import abstract_model, assert_trees_close, jit, random_model
+from tests.helpers import abstract_model, assert_close, assert_trees_close, jit, random_model
 from tests.kernel_helpers import TARGETS
 from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import ModelConfig
@@ -57,7 +57,7 @@ def test_forward_and_backward_are_those_of_the_references(config):
     ]
     ((one, counts), wanted), ((other, counts_there), grads) = found
     np.testing.assert_array_equal(counts_there, counts)
-    np.testing.assert_allclose(other, one, rtol=1e-5)
+    assert abs(other - one) < 1e-6 * batch()[0].size * config.hidden_size  # a sum of as many terms, which cancel
     assert_trees_close(grads, wanted, 2e-4)
 
 
@@ -77,7 +77,7 @@ def test_tokens_one_by_one_are_those_of_a_whole_sequence():
     for at in range(8, LENGTH):
         found, cache = step(tokens[:, at : at + 1], cache)
         parts.append(found)
-    np.testing.assert_allclose(np.concatenate(parts, 1), whole, rtol=1e-4, atol=1e-4)
+    assert_close(np.concatenate(parts, 1), whole, 1e-4)
 
 
 def shapes():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.attention_tiles import ranges
 from pallas_kernels.decode import decodes
-from tests.helpers import jit, seeds
+from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
 from zaya_jax.ops.attention import FLOOR, Part, attention, attention_part, attention_part_gradient, join
 from zaya_jax.ops.attention_kernel import attention_kernel, attention_part_gradient_kernel, attention_part_kernel
@@ -153,7 +153,9 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
         with jax.enable_x64(True):
             expected = exact(part_reference(*exact(arguments)))
         check(ours.o_bshc, expected.o_bshc, 1e-5)
-        np.testing.assert_allclose(ours.lse_bsh, expected.lse_bsh, rtol=1e-5, atol=1e-5)
+        seen = np.asarray(expected.lse_bsh) > FLOOR / 2
+        assert_close(ours.lse_bsh[seen], expected.lse_bsh[seen], 1e-5)
+        assert (ours.lse_bsh[~seen] <= FLOOR / 2).all()
         whole = join(whole, ours)
     for key, value, key_segments, offset in halves:
         arguments = (q, key, value, segments, key_segments, offset, whole, do)

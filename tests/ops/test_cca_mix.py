@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import jit, packed_rows, seeds
+from tests.helpers import assert_close, jit, packed_rows, seeds
 from zaya_jax.ops import no_halo
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix, rotate
 
@@ -95,7 +95,7 @@ def test_equals_each_document_alone(name, data, seed):
             parts = [np.asarray(x[row, at], np.float64) for x in (u, current, delayed, *rotary)]
             expected = one_document(*parts, weights, start if seed % 2 else np.zeros_like(start))
             for ours, theirs in zip((q, k, v), expected, strict=True):
-                np.testing.assert_allclose(ours[row, at], theirs, rtol=2e-3, atol=2e-4)
+                assert_close(ours[row, at], theirs, 1e-3)
 
 
 @given(seed=seeds())
@@ -116,7 +116,7 @@ def test_two_taps_and_two_compose_into_three(seed):
     expected *= C**0.5 / np.linalg.norm(expected, axis=-1, keepdims=True)
     expected[:, :, 4:] *= temperature[:, None]
     expected = np.swapaxes(rotate(np.swapaxes(expected, 1, 2), *rotary), 1, 2)
-    np.testing.assert_allclose(np.concatenate([q, k], 2), expected, rtol=2e-3, atol=2e-4)
+    assert_close(np.concatenate([q, k], 2), expected, 1e-3)
 
 
 def test_lengths_are_the_root_of_the_width_and_keys_carry_the_temperature():
@@ -155,7 +155,7 @@ def test_a_halo_stands_for_the_rows_before(name, data, seed):
                  tuple(x[:, cut:] for x in rotary), weights, start)  # fmt: skip
     real = segments[:, cut:] > 0
     for ours, theirs in zip(tail, expected, strict=True):
-        np.testing.assert_allclose(np.asarray(ours)[real], np.asarray(theirs[:, cut:])[real], rtol=1e-4, atol=1e-5)
+        assert_close(np.asarray(ours)[real], np.asarray(theirs[:, cut:])[real], 1e-5)
 
 
 piece = on_host(cca_mix)
@@ -184,4 +184,4 @@ def test_rotation_keeps_lengths_and_leaves_the_rest(seed):
     np.testing.assert_array_equal(out[..., 6:], x[..., 6:])
     for pair in range(3):  # channels pair + 0 and pair + 3 turn as one complex number
         turned = (x[..., pair] + 1j * x[..., pair + 3]) * np.exp(1j * angle[:, None, :, pair])
-        np.testing.assert_allclose(out[..., pair] + 1j * out[..., pair + 3], turned, rtol=1e-4, atol=1e-5)
+        assert_close(out[..., pair] + 1j * out[..., pair + 3], turned, 1e-5)

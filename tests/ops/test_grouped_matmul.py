@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import jit, seeds
+from tests.helpers import assert_close, jit, seeds
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.target import Target
 
@@ -56,7 +56,7 @@ def draw(seed, dtype=np.float32):
 def test_each_row_meets_its_own_matrix(name, sizes, seed):
     x, w, cotangent = draw(seed)
     ours = compiled(name)(x, w, sizes, cotangent)
-    chex.assert_trees_all_close(ours, dense(x, w, sizes, cotangent), rtol=1e-4, atol=1e-4)
+    assert_close(ours, dense(x, w, sizes, cotangent), 1e-5, least=1.0)
     for array in ours[:2]:
         assert not np.any(array[sizes.sum() :]), "rows past the groups are zero, and so is their gradient"
     for e in np.flatnonzero(sizes == 0):
@@ -69,7 +69,7 @@ def test_splits_at_the_edges(name, sizes):
     x, w, cotangent = draw(1)
     sizes = np.array(sizes, np.int32)
     ours = compiled(name)(x, w, sizes, cotangent)
-    chex.assert_trees_all_close(ours, dense(x, w, sizes, cotangent), rtol=1e-4, atol=1e-4)
+    assert_close(ours, dense(x, w, sizes, cotangent), 1e-5, least=1.0)
 
 
 @every_target
@@ -105,4 +105,4 @@ def test_fewer_rows_than_the_smallest_block(name):
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(3, P)).astype(np.float32), rng.normal(size=(2, P, Q)).astype(np.float32)
     out = grouped_matmul(x, w, jnp.array([1, 1]), target=TARGETS[name])
-    np.testing.assert_allclose(out, [x[0] @ w[0], x[1] @ w[1], np.zeros(Q)], rtol=1e-5, atol=1e-5)
+    assert_close(out, [x[0] @ w[0], x[1] @ w[1], np.zeros(Q)], 1e-5)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import PLATFORMS
-from tests.helpers import jit, seeds
+from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import check_machine_code, equations, lowered_kernels, shape
 from zaya_jax.ops.names import PRODUCT
 from zaya_jax.ops.residual_norm import MergeVectors, residual_norm
@@ -88,7 +88,7 @@ def test_bfloat16_rounds_where_the_reference_does():
     arrays, gradients = draw(0, (7, 96), BF16, BF16, scaled=True)
     (new, normed), _ = whole(BF16)(arrays, gradients)
     (theirs, expected), _ = jit(functools.partial(with_gradients, residual_norm, BF16))(arrays, gradients)
-    np.testing.assert_allclose(new, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(new, theirs, 1e-6)
     assert np.mean(np.asarray(normed) == np.asarray(expected)) > 0.99
 
 

@@ -1,3 +1,4 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ def on_device_only(wrong):
 @pytest.mark.parametrize("wrong", [
     lambda x: x * x * 1.1,
     lambda x: (x * x).at[0, 0].set(jnp.nan),
-    lambda x: x * x.astype(jnp.float16).astype(x.dtype).at[0, 0].set(0),
+    lambda x: x * jax.lax.reduce_precision(x, exponent_bits=5, mantissa_bits=10).at[0, 0].set(0),
 ])  # fmt: skip
 def test_a_wrong_result_fails_with_a_sentence(wrong):
     found = check_operations({"square": Check(on_device_only(wrong), [X])}, ["float32"])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import assert_close
 from zaya_jax.config import BalanceConfig
 from zaya_jax.optim.balance import load_error, make_balancer
 
@@ -36,7 +37,7 @@ def test_the_load_error_is_the_share_less_the_fair_one(counts):
     assert not np.any(error[:, -1]), "skip is not moved"
     np.testing.assert_allclose(error[:, :-1].sum(-1), 0, atol=1e-6)
     real = counts[:, :-1]
-    np.testing.assert_allclose(error[:, :-1], real / real.sum(-1, keepdims=True) - 1 / 4, rtol=1e-5, atol=1e-7)
+    assert_close(error[:, :-1], real / real.sum(-1, keepdims=True) - 1 / 4, 1e-6)
 
 
 @pytest.mark.parametrize("experts", [1, 3, 7, 16])
@@ -70,7 +71,7 @@ def test_adamw_is_optax_adamw_without_decay():
         error = jnp.asarray(np.pad(error, ((0, 0), (0, 1))), jnp.float32)
         updates, state = theirs.update(error, state, biases)
         biases = jax.tree.map(jnp.add, biases, updates)
-    np.testing.assert_allclose(follow(config), biases, rtol=1e-5, atol=1e-7)
+    assert_close(follow(config), biases, 1e-5)
 
 
 def test_sign_takes_a_step_of_one_size_and_none_where_the_load_is_fair():

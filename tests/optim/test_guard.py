@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.helpers import assert_close
 from zaya_jax.config import MuonConfig, OptimizerConfig
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.optim.guard import Guarded, guarded
@@ -60,4 +61,4 @@ def test_the_whole_optimizer_skips_bit_for_bit_and_scales(form):
     found = update(draw(2), kept, params, factor=jnp.float32(0.25), skip=jnp.bool_(False))
     expected = update(jax.tree.map(lambda g: 0.25 * g, draw(2)), state, params)
     assert bits(found[1]) != bits(state)
-    chex.assert_trees_all_close(found, expected, rtol=1e-6, atol=1e-9)
+    assert_close(found, expected, 1e-5)

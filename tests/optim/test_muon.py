@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from optax.contrib import MuonDimensionNumbers
 
-from tests.helpers import jit, seeds
+from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import TARGETS
 from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import MuonConfig
@@ -53,11 +53,11 @@ def test_momentum_is_the_sum_and_nesterov_looks_ahead(nesterov):
         out, state = update(grad, state)
         expected = jax.tree.map(lambda m, g: 0.5 * m + g, expected, grad)
         for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+            assert_close(ours, theirs, 1e-6)
         ahead = jax.tree.map(lambda m, g: g + 0.5 * m if nesterov else m, expected, grad)
         for name, m in ahead.items():
             direction = 0.2 * max(m.shape[-2:]) ** 0.5 * orthogonalize(m, steps=5, dtype=jnp.float32)
-            np.testing.assert_allclose(out[name], direction, rtol=1e-3, atol=1e-4)
+            assert_close(out[name], direction, 1e-3)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -99,7 +99,7 @@ def test_the_mean_is_corrected_for_the_steps_it_lacks(nesterov):
         state, out = step_momentum(g, state, numbers, jnp.float32)
         mean = 0.75 * mean + 0.25 * g
         ahead = 0.75 * mean / (1 - 0.75 ** (step + 1)) + 0.25 * g / (1 - 0.75**step)
-        chex.assert_trees_all_close(out, ahead if nesterov else mean / (1 - 0.75**step), rtol=1e-5)
+        assert_close(out, ahead if nesterov else mean / (1 - 0.75**step), 1e-6)
 
 
 @pytest.mark.parametrize("scaling", SCALES)
@@ -148,7 +148,7 @@ def test_a_stack_is_a_batch_of_matrices(form):
     out, _ = update(grad, init(grad))
     for index in np.ndindex(2, 3):
         alone = {"w": grad["w"][index]}
-        np.testing.assert_allclose(out["w"][index], update(alone, init(alone))[0]["w"], rtol=1e-3, atol=1e-5)
+        assert_close(out["w"][index], update(alone, init(alone))[0]["w"], 1e-3)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -162,7 +162,7 @@ def test_state_is_float32_for_gradients_in_bfloat16(form, nesterov):
         out, state = update({"w": grad}, state)
         exact, exact_state = exact_update({"w": grad.astype(jnp.float32)}, exact_state)
         chex.assert_type([*(x for x in jax.tree.leaves(state) if x.ndim), out["w"]], jnp.float32)
-        chex.assert_trees_all_close(state, exact_state, rtol=1e-6)
+        assert_close(state, exact_state, 1e-6)
         assert relative(out["w"], exact["w"]) < 0.1
 
 
@@ -186,8 +186,8 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
         broken = {name: g.at[0].set(jnp.nan) for name, g in grads.items()}
         _, kept = update(broken, found[-1][1], factor=jnp.nan, skip=True)
         chex.assert_trees_all_equal(kept, found[-1][1])
-    chex.assert_trees_all_close(found[0][1], found[1][1], rtol=1e-6)
-    chex.assert_trees_all_close(found[0][0], found[1][0], atol=1e-3)
+    assert_close(found[0][1], found[1][1], 1e-6)
+    assert_close(found[0][0], found[1][0], 1e-3)
     assert float(jnp.abs(found[0][0]["tall"]).max()) > 0.1
 
 

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
+from tests.helpers import assert_close
 from tests.hlo_helpers import Array, collectives, compiled_evaluation, compiled_step, product_flops, text_of
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import fast_jit, on_devices
@@ -313,5 +314,5 @@ def both_scatters(count):
 def test_sums_of_which_each_keeps_a_part_are_the_same_over_processes():
     one, several = (on_devices(4, "tests.parallel.test_collectives:both_scatters", count) for count in (1, 2))
     for x, y in zip(one, several, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
+        assert_close(x, y, 1e-6)
         assert np.abs(x).max() > 1

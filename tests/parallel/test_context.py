@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
+from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient, join
@@ -49,7 +50,7 @@ def test_parts_of_the_keys_join_to_all_of_them(seed, cut, window):
     first = attention_part(q, k[:, :cut], v[:, :cut], q_seg, k_seg[:, :cut], 0, window)
     second = attention_part(q, k[:, cut:], v[:, cut:], q_seg, k_seg[:, cut:], -cut, window)
     whole = attention(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, window=window)
-    np.testing.assert_allclose(join(first, second).o_bshc, whole, rtol=1e-4, atol=1e-5)
+    assert_close(join(first, second).o_bshc, whole, 1e-5)
 
 
 def trees(cases):
@@ -91,7 +92,7 @@ def test_tree_attention_over_caches_of_unequal_fill_is_the_whole_attention():
     )
     assert len(found) > 4
     for tree, whole in found:
-        np.testing.assert_allclose(tree, whole, rtol=1e-6, atol=1e-6)
+        assert_close(tree, whole, 1e-6)
 
 
 def test_a_layout_without_pieces_leaves_the_order():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.dispatch import dispatch_experts
@@ -92,7 +93,7 @@ def check(cases):
             )
             for _ in ("gathered", "ragged"):
                 found, found_grads = next(results)
-                np.testing.assert_allclose(found, result, rtol=1e-10, atol=1e-12)
+                assert_close(found, result, 1e-12)
                 for one, other in zip(found_grads, grads, strict=True):
-                    np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+                    assert_close(one, other, 1e-12)
             assert np.count_nonzero(np.asarray(result).any(-1)) == np.count_nonzero(expert < E)

@@ -6,7 +6,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from tests.helpers import random_model
+from tests.helpers import assert_close, random_model
 from tests.train_helpers import CONFIG, differing, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.model.lora import Adapted, adapter_names, merge
@@ -110,6 +110,6 @@ def test_parts_are_gathered_before_they_are_added_up():
     assert axes == [-2, -2, -1]
     w, a, b = (x[0] for x in whole_and_adapters())
     expected = w + 0.5 * a @ b
-    np.testing.assert_allclose(whole, expected, rtol=1e-6)
-    np.testing.assert_allclose(a_gradient[0], 2 * 0.5 * expected @ b.T, rtol=1e-5)
-    np.testing.assert_allclose(b_gradient[0], 2 * 0.5 * a.T @ expected, rtol=1e-5)
+    assert_close(whole, expected, 1e-6)
+    assert_close(a_gradient[0], 2 * 0.5 * expected @ b.T, 1e-6)
+    assert_close(b_gradient[0], 2 * 0.5 * a.T @ expected, 1e-6)

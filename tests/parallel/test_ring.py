@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
@@ -83,4 +84,4 @@ def test_ring_and_gather_of_more_cases_are_attention():
 def check(cases):
     for pairs in on_devices(4, "tests.parallel.test_ring:over_devices", cases):
         for spread, alone in pairs:
-            np.testing.assert_allclose(spread, alone, rtol=1e-10, atol=1e-12)
+            assert_close(spread, alone, 1e-12)
