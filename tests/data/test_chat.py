@@ -90,10 +90,22 @@ def test_the_built_in_template_writes_chatml_and_marks_every_part(default, conve
 
 @settings(max_examples=100)
 @given(st.lists(st.builds(Piece, st.text(min_size=1), st.booleans(), st.sampled_from([None, 1, 2]))))
-def test_spans_are_the_maximal_runs_of_pieces_each_encoded_alone(pieces):
-    spans = encode_pieces(pieces, lambda text: [len(text)])  # one token a call
-    assert spans == [Span([len(text)], *kind) for text, *kind in merged(pieces)]
+def test_spans_are_the_maximal_runs_of_pieces(pieces):
+    spans = encode_pieces(pieces, lambda text: (list(text), [(i, i + 1) for i in range(len(text))]))
+    assert [("".join(span.tokens), *span[1:]) for span in spans] == merged(pieces)
     assert all(one[1:] != two[1:] for one, two in itertools.pairwise(spans))
+
+
+def test_a_token_on_two_pieces_is_generated_and_of_no_reasoning():
+    pieces = [Piece("ask", False, None), Piece("r1", True, 1), Piece(".", True, None), Piece("end", False, None)]
+    tokens = {(0, 2): 0, (2, 4): 1, (4, 5): 2, (5, 7): 3, (7, 9): 4}  # as | kr | 1 | .e | nd
+    assert encode_pieces(pieces, lambda text: (list(tokens.values()), list(tokens))) == [
+        Span([0], False, None),
+        Span([1], True, None),
+        Span([2], True, 1),
+        Span([3], True, None),
+        Span([4], False, None),
+    ]
 
 
 LIKE_OTHERS = {

@@ -36,7 +36,7 @@ def chat(tmp_path, monkeypatch):
 def write_out(messages):
     tokenizer = small_tokenizer()
     pieces = load_template(None).render(messages, bos=tokenizer.eot_text, eos=tokenizer.eot_text)
-    return encode_pieces(pieces, tokenizer.encode_template)
+    return encode_pieces(pieces, tokenizer.encode_rendering)
 
 
 def test_what_assistants_write_is_counted_and_nothing_else(chat, tmp_path):

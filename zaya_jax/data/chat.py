@@ -8,6 +8,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 
@@ -53,10 +55,13 @@ class Piece(NamedTuple):
     reasoning: int | None  # the message whose reasoning this is, without what surrounds it
 
 
+Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the characters that each stands for
+
+
 class Span(NamedTuple):
     """A part of a conversation as tokens."""
 
-    tokens: Sequence[int]
+    tokens: list[int]
     generated: bool
     reasoning: int | None
 
@@ -262,22 +267,33 @@ def load_template(path: str | None) -> Template:
     return Template(source, path)
 
 
-def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Sequence[int]]) -> list[Span]:
-    """Encode each maximal run of pieces of one kind (generated or not, whose reasoning).
+def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
+    """Encode a rendering as a whole, as transformers does, and tell its parts apart by where each token stands.
+
+    A token that lies on several pieces is generated if the first or the last of them is, and of a reasoning only if
+    both are: what is cut from a reasoning takes nothing else along.
 
     Args:
       pieces: of `Template.render`.
-      encode: text to token ids, with special tokens meant and none added.
+      encode: text to token ids and the characters of each, with special tokens meant and none added.
+
+    Returns:
+      Maximal runs of tokens of one kind (generated or not, whose reasoning).
     """
-    # Each run on its own: no token lies on both sides of the mask or of a place where reasoning may be cut, and a
-    # prompt gets the tokens it has when a person asks, with nothing behind it yet.
-    runs: list[tuple[tuple[bool, int | None], list[str]]] = []
-    for piece in pieces:
-        kind = (piece.generated, piece.reasoning)
-        if not runs or runs[-1][0] != kind:
-            runs.append((kind, []))
-        runs[-1][1].append(piece.text)
-    return [Span(encode("".join(texts)), *kind) for kind, texts in runs]
+    tokens, places = encode("".join(piece.text for piece in pieces))
+    ends = np.cumsum([len(piece.text) for piece in pieces])
+    starts, stops = np.array(places, np.int64).reshape(-1, 2).T
+    firsts = np.searchsorted(ends[:-1], starts, side="right")
+    lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
+    spans: list[Span] = []
+    for token, first, last in zip(tokens, firsts.tolist(), lasts.tolist(), strict=True):
+        one, other = pieces[first], pieces[last]
+        kind = one.generated or other.generated, one.reasoning if one.reasoning == other.reasoning else None
+        if spans and spans[-1][1:] == kind:
+            spans[-1].tokens.append(token)
+        else:
+            spans.append(Span([token], *kind))
+    return spans
 
 
 def _shorten(message: str) -> str:

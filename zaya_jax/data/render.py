@@ -55,7 +55,7 @@ class RenderWork:
 
         def render(conversation: Conversation) -> list[Span]:
             pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos)
-            return encode_pieces(pieces, tokenizer.encode_template)
+            return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in range(len(records)):
             data = records[number]

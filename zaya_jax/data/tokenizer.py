@@ -78,6 +78,11 @@ class Tokenizer:
         """The token ids of a text in which special tokens are meant: what a chat template writes."""
         return self._template.encode(text, add_special_tokens=False).ids
 
+    def encode_rendering(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """As `encode_template`, and for each token the first character it stands for and the one after the last."""
+        encoding = self._template.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of the token ids. Special tokens become their texts; bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(tokens), skip_special_tokens=False)
@@ -88,7 +93,9 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tokenizers.Tokenizer:
-        return tokenizers.Tokenizer.from_str(self._backend.to_str())  # which does not hold `encode_special_tokens`
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # which does not hold `encode_special_tokens`
+        backend.post_processor = None  # without special tokens to add, it would only trim spaces off the offsets
+        return backend
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:

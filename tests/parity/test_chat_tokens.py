@@ -1,0 +1,171 @@
+"""Conversations that are prepared and written out have the tokens that transformers' `apply_chat_template` gives."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.render import open_rendered
+from zaya_jax.data.shards import open_documents
+
+pytestmark = pytest.mark.parity
+transformers = pytest.importorskip("transformers")
+
+# Gemma 3's, and what the assistant writes marked in it.
+GEMMA = """{{ bos_token }}
+{%- if messages[0]['role'] == 'system' -%}
+    {%- if messages[0]['content'] is string -%}
+        {%- set first_user_prefix = messages[0]['content'] + '
+
+' -%}
+    {%- else -%}
+        {%- set first_user_prefix = messages[0]['content'][0]['text'] + '
+
+' -%}
+    {%- endif -%}
+    {%- set loop_messages = messages[1:] -%}
+{%- else -%}
+    {%- set first_user_prefix = "" -%}
+    {%- set loop_messages = messages -%}
+{%- endif -%}
+{%- for message in loop_messages -%}
+    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) -%}
+        {{ raise_exception("Conversation roles must alternate user/assistant/user/assistant/...") }}
+    {%- endif -%}
+    {%- if (message['role'] == 'assistant') -%}
+        {%- set role = "model" -%}
+    {%- else -%}
+        {%- set role = message['role'] -%}
+    {%- endif -%}
+    {{ '<start_of_turn>' + role + '
+' + (first_user_prefix if loop.first else "") }}
+    {%- if message['content'] is string -%}
+        {{ message['content'] | trim }}
+    {%- elif message['content'] is iterable -%}
+        {%- for item in message['content'] -%}
+            {%- if item['type'] == 'image' -%}
+                {{ '<start_of_image>' }}
+            {%- elif item['type'] == 'text' -%}
+                {{ item['text'] | trim }}
+            {%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{ raise_exception("Invalid content type") }}
+    {%- endif -%}
+    {{ '<end_of_turn>
+' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{'<start_of_turn>model
+'}}
+{%- endif -%}
+"""
+GEMMA_MARKED = GEMMA.replace(
+    "        {{ message['content'] | trim }}\n",
+    "        {%- if role == 'model' -%}{%- generation -%}{{ message['content'] | trim }}{%- endgeneration -%}\n"
+    "        {%- else -%}{{ message['content'] | trim }}{%- endif -%}\n",
+)
+# OpenAI's, in the words of most models that have it.
+CHATML = (
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CHATML_MARKED = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n'}}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}{% else %}"
+    "{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+TEXTS = [
+    "What is 2 + 3?",
+    "It is 5.\n",
+    "\n\nand  more,\tplease ☃ naïve 𝛼",
+    " ",
+    "def f(x):\n    return x",
+    "<eos",
+    "I  am",
+]
+
+
+def bytes_backend(specials):
+    """As GPT-2 and Qwen have it: bytes, and words with the space before them."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets="<bos>" in specials)  # GPT-2 has it, Qwen has not
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    return backend
+
+
+def gemma_backend(specials):
+    """As Gemma has it: spaces written out, bytes for what is unknown, merges over anything, bos by post-processing."""
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))  # noqa: S106
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    trainer = trainers.BpeTrainer(vocab_size=700, special_tokens=[*specials, "<unk>", *fallback], show_progress=False)
+    backend.train_from_iterator([f"model\n{text}\nuser\n{text}" for text in TEXTS[:-3]] * 3, trainer)
+    bos = specials[0]
+    backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, 0)])
+    return backend
+
+
+FORMS = {
+    "gemma": (gemma_backend, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], GEMMA, GEMMA_MARKED,
+              {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True}),
+    "gemma without bos": (gemma_backend, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], GEMMA, GEMMA_MARKED,
+                          {"bos_token": None, "eos_token": "<eos>"}),
+    "gemma in bytes": (bytes_backend, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], GEMMA, GEMMA_MARKED,
+                       {"bos_token": {"content": "<bos>", "__type": "AddedToken"}, "eos_token": "<end_of_turn>"}),
+    "chatml": (bytes_backend, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], CHATML, CHATML_MARKED,
+               {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False}),
+    "chatml, built in": (bytes_backend, ["<|endoftext|>", "<|im_start|>", "<|im_end|>"], CHATML, None,
+                         {"bos_token": None, "eos_token": "<|im_end|>", "add_bos_token": False}),
+    "chatml over merges": (gemma_backend, ["<bos>", "<eos>", "<|im_start|>", "<|im_end|>"],
+                           "{{ bos_token }}" + CHATML + "{{ eos_token }}",
+                           "{{ bos_token }}" + CHATML_MARKED + "{{ eos_token }}",
+                           {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": False}),
+}  # fmt: skip
+
+
+def conversations():
+    """Of one to three turns, with a system message or without."""
+    for i in range(3 * len(TEXTS)):
+        asked = [{"role": "system", "content": TEXTS[i % len(TEXTS)]}] if i % 3 == 0 else []
+        for turn in range(1 + i % 3):
+            question, answer = TEXTS[(i + turn) % len(TEXTS)], TEXTS[(2 * i + turn + 1) % len(TEXTS)]
+            asked += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        yield asked
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_prepared_conversations_have_the_tokens_of_transformers(tmp_path, name):
+    backend, specials, template, marked, config = FORMS[name]
+    backend(specials).save(str(tmp_path / "tokenizer.json"))
+    tree = {**config, "tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tree))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    said = list(conversations())
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"messages": one}) + "\n" for one in said))
+    if marked is not None:
+        (tmp_path / "marked.jinja").write_text(marked)
+    manifest = prepare([str(tmp_path / "in.jsonl")], tmp_path / "tokenizer.json", tmp_path / "out",
+                       PrepareSettings("chat", "messages", heldout=0), workers=1)  # fmt: skip
+    path = str(tmp_path / "marked.jinja") if marked is not None else None
+    (tmp_path / "cache").mkdir()
+    folder, rendered = open_rendered(tmp_path / "out", manifest, "train", path, None, tmp_path / "cache")
+    documents = open_documents(folder, rendered, "train")
+    assert len(documents) == len(said)
+    for number, one in enumerate(said):
+        ours = documents[number]
+        assert ours.tokens.tolist() == theirs.apply_chat_template(one, tokenize=True, return_dict=False), one
+        if marked is not None:
+            mask = theirs.apply_chat_template(one, chat_template=marked, return_assistant_tokens_mask=True,
+                                              return_dict=True)["assistant_masks"]  # fmt: skip
+            np.testing.assert_array_equal(ours.counts, mask)
