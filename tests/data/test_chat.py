@@ -315,12 +315,43 @@ def test_forms_of_a_message():
     )
     assert parsed == [
         {"role": "user", "content": "ab", "id": 7},
-        {"role": "assistant", "content": "", "tool_calls": calls},
-        {"role": "assistant", "content": "", "tool_calls": calls, "reasoning": "r"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "tool_calls": calls, "reasoning": "r"},
         {"role": "user", "content": "<think>not mine"},
         {"role": "user", "content": "", "reasoning_content": "kept"},
         {"role": "assistant", "content": "no <think> at the beginning"},
     ]
+
+
+def test_sharegpt_form_is_read():
+    said = [
+        ("system", "Be brief."),
+        ("human", "2 + 3?"),
+        ("gpt", "<think>count</think>5"),
+        ("human", "so"),
+        ("gpt", "6"),
+    ]
+    parsed = parse_conversation([{"from": speaker, "value": value, "weight": 1} for speaker, value in said])
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [message["role"] for message in parsed] == roles
+    assert [message["content"] for message in parsed] == ["Be brief.", "2 + 3?", "5", "so", "6"]
+    assert parsed[2] == {"role": "assistant", "content": "5", "reasoning": "count", "weight": 1}
+
+
+CALLS = [user(), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
+    calls = "{{ message.tool_calls }}" if writes else ""
+    source = "{% for message in messages %}{% generation %}{{ message.content }}" + calls + "{% endgeneration %}|"
+    template = Template(source + "{% endfor %}", "x")
+    conversation = parse_conversation(CALLS)
+    if writes:
+        assert joined(rendered(template, conversation)) == "question|None[{'name': 'f'}]|"
+    else:
+        with pytest.raises(ValueError, match=r"^the chat template does not write the tool_calls"):
+            rendered(template, conversation)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +364,8 @@ def test_forms_of_a_message():
         ([assistant(), {"role": "bot", "content": ""}],
          "message 2 has the role 'bot', which is not one of system, developer, user, assistant, tool"),
         ([{"content": ""}], "message 1 has no role"),
+        ([{"from": "bing", "value": ""}], "message 1 is from 'bing', which is not one of system, human, gpt"),
+        ([{"from": "gpt"}], "message 1 has a content that is neither"),
         ([{"role": ["user"], "content": ""}], "message 1 has no role"),
         ([{"role": "user"}], "message 1 has a content that is neither a string nor a list of text parts"),
         ([user(None, tool_calls=[1])], "message 1 has a content that is neither"),

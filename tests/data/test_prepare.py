@@ -136,6 +136,22 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
     assert len(found["train"]) + len(found["heldout"]) == len(expected)
 
 
+def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
+    said = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+    others = [{"tools": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
+    records = [{"conversations": said}, *({"conversations": said, **other} for other in others)]
+    path = write_lines(tmp_path / "in.jsonl", records)
+    with pytest.raises(
+        InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' beside 'conversations' is"
+    ):
+        prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1)
+    manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=2)
+    kept = [
+        json.loads(record) for split in SPLITS for record in Records(tmp_path / "out", manifest.split(split).shards)
+    ]
+    assert kept == [[{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]] * 2
+
+
 def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
     message = pa.struct([("role", pa.string()), ("content", pa.string()), ("said", pa.timestamp("s"))])
     said = [[{"role": "assistant", "content": "yes", "said": said}] for said in (None, 0)]

@@ -42,6 +42,7 @@ from zaya_jax.errors import InputError
         (b'{"text": " \\n"}', "empty", "white space"),
         (b'{"text": null}', "empty", "null"),
         (b'{"body": "a"}', "no field", "no key 'text'"),
+        (b'{"messages": [{"role": "user"}]}', "no field", "it has 'messages', and --chat reads conversations"),
         (b'{"text": 3}', "wrong type", "int"),
         (b'["text"]', "wrong type", "list"),
         (b'{"text": [{"role": "user", "content": "a"}]}', "wrong type", "--chat"),

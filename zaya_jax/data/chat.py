@@ -16,6 +16,7 @@ from zaya_jax.errors import InputError
 Conversation = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant"}  # who a message is `from`: its role
 # ChatML. A block swallows the line's end behind it, hence the last `{{ '\n' }}`. What would be lost is refused.
 DEFAULT_TEMPLATE = r"""{{ bos_token }}{% for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -72,7 +73,8 @@ def parse_conversation(value: Any) -> Conversation:
     Each message has a `role` of `ROLES` and a `content`, a string; one of the assistant has a `reasoning` where there
     is any. Reasoning may be given as `reasoning`, as `reasoning_content`, or as `<think>…</think>` at the beginning
     of the content, which loses the white space around both then. A content may be a list of text parts, and that of
-    an assistant which only calls tools may be null. Other keys stay as they are.
+    an assistant which calls tools may be null or absent. Messages may have the form of ShareGPT: `from`, one of
+    `SHAREGPT`, and `value`. Other keys stay as they are.
 
     Raises:
       ValueError: the value is no such conversation or has no message of the assistant. A clause, to which the caller
@@ -89,6 +91,8 @@ def parse_conversation(value: Any) -> Conversation:
 def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{where} is not an object with a role and a content")
+    if "role" not in value and "from" in value:
+        value = _from_sharegpt(value, where)
     role = value.get("role")
     if not isinstance(role, str):
         raise ValueError(f"{where} has no role")
@@ -96,21 +100,31 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     if any(_HALF_OF_PAIR.search(text) for text in _strings(value)):
         raise ValueError(f"{where} holds half of a surrogate pair")
-    message = {**value, "content": _content(value, where)}
+    message = dict(value)
+    if "content" in value or role != "assistant" or not value.get("tool_calls"):
+        message["content"] = _content(value, where)
     if role != "assistant":
         return message
     reasoning = _reasoning(message.pop("reasoning", None), message.pop("reasoning_content", None), where)
-    if not reasoning:
-        reasoning, message["content"] = _split(message["content"], where)
+    if not reasoning and (content := message.get("content")):
+        reasoning, message["content"] = _split(content, where)
     return {**message, "reasoning": reasoning} if reasoning else message
 
 
-def _content(message: dict[str, Any], where: str) -> str:
+def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT:
+        raise ValueError(f"{where} is from {speaker!r:.50}, which is not one of {', '.join(SHAREGPT)}")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {**rest, "role": SHAREGPT[speaker], "content": message.get("value")}
+
+
+def _content(message: dict[str, Any], where: str) -> str | None:
     content = message.get("content")
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return ""
+        return None  # as transformers gives it to the template
     if not isinstance(content, list):
         raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
     for part in content:
@@ -222,8 +236,9 @@ class Template:
           none.
 
         Raises:
-          ValueError: the template fails with this conversation, nests generation, or does more with reasoning than
-            write it whole. A clause, to which the caller adds where the conversation was read.
+          ValueError: the template fails with this conversation, nests generation, does more with reasoning than
+            write it whole, or leaves out calls of tools. A clause, to which the caller adds where the conversation was
+            read.
         """
         tokens = {"bos_token": bos, "eos_token": eos}
         names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
@@ -239,7 +254,19 @@ class Template:
         pieces = _cut(marked)
         if "".join(piece.text for piece in pieces) != plain:
             raise ValueError("the chat template does more with reasoning or with generation than write it whole")
+        if any(message.get("tool_calls") for message in conversation):
+            self._check_tool_calls(conversation, names, plain)
         return pieces
+
+    def _check_tool_calls(self, conversation: Conversation, names: dict[str, Any], plain: str) -> None:
+        """Raise `ValueError` where the rendering would be the same without the calls."""
+        without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in conversation]
+        try:
+            [other] = self._run({"marks": ["", ""], "names": {"messages": _messages(without, marked=False), **names}})
+        except ValueError:  # a template that needs them reads them
+            return
+        if other == plain:
+            raise ValueError("the chat template does not write the tool_calls of the conversation")
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
         try:

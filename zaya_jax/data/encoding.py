@@ -116,7 +116,7 @@ class PrepareWork:
 
 def spoken(conversation: Conversation) -> list[str]:
     """The texts of a conversation: contents and reasoning."""
-    return [text for message in conversation for text in (message.get("reasoning", ""), message["content"]) if text]
+    return [text for message in conversation for text in (message.get("reasoning"), message.get("content")) if text]
 
 
 def _use_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:

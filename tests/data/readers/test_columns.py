@@ -3,21 +3,21 @@ import datetime
 import pyarrow as pa
 import pytest
 
-from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Document, FirstLine
 from zaya_jax.errors import InputError
 
 
-def rows(array, **values):
-    given = {"file": "f", "field": "text", "size": 100, "nth": 5, "first": FirstLine(11), **values}
-    return list(column_documents(array, **given))
+def rows(array, **beside):
+    batch = pa.record_batch({"text": array, **beside})
+    return list(column_documents(batch, file="f", columns=["text", *beside], size=100, nth=5, first=FirstLine(11)))
 
 
 @pytest.mark.parametrize(
     "kind", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string())]
 )
 def test_texts_of_every_kind_are_documents_and_nulls_are_bad(kind):
-    check_column("f", pa.schema([("text", kind)]), "text")
+    check_columns("f", pa.schema([("text", kind)]), "text")
     texts = [f"text {i}" for i in range(200)]
     array = pa.array([*texts, None, " ", *texts], pa.string()).cast(kind)
     found = rows(array)
@@ -31,10 +31,31 @@ def test_lists_of_structs_become_lists_of_dicts():
     chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": None}], [], None]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     for each in (kind, pa.large_list(kind.value_type)):
-        check_column("f", pa.schema([("text", each)]), "text")
+        check_columns("f", pa.schema([("text", each)]), "text")
         good, *bad = rows(pa.array(chats, each))
         assert good.value == chats[0]
         assert [b.reason for b in bad] == ["empty", "empty"]
+
+
+def test_what_would_be_lost_beside_a_conversation_makes_it_bad():
+    chat = pa.array([[{"role": "user", "content": "hi"}]] * 5)
+    tools = pa.array(["[]", None, "", '[{"name": "f"}]', "null"])
+    schema = pa.schema([("tools", tools.type), ("text", chat.type), ("system", pa.list_(pa.string()))])
+    assert check_columns("f", schema, "text") == ["text", "tools", "system"]
+    assert check_columns("f", schema, "tools") == ["tools"]
+    found = rows(chat, tools=tools, system=pa.array([[], ["x"], None, None, []]))
+    assert [isinstance(row, Document) for row in found] == [True, False, True, False, True]
+    assert [(row.line, row.reason, row.detail.split()[0]) for row in (found[1], found[3])] == [
+        (17, "lost field", "'system'"), (19, "lost field", "'tools'"),
+    ]  # fmt: skip
+
+
+def test_conversations_have_two_names_and_are_noticed_where_text_is_asked_for():
+    chat = pa.list_(pa.struct([("from", pa.string()), ("value", pa.string())]))
+    schema = pa.schema([("id", pa.int64()), ("conversations", chat)])
+    assert check_columns("f", schema, "messages") == ["conversations"]
+    with pytest.raises(InputError, match=r"no column 'text'; .*; it has 'conversations', and --chat reads conv"):
+        check_columns("f", schema, "text")
 
 
 def test_bytes_add_up_to_those_of_the_array():
@@ -59,10 +80,10 @@ def test_a_value_that_python_cannot_hold_is_bad_alone():
 def test_a_missing_column_is_told_with_those_there_are():
     schema = pa.schema([("id", pa.int64()), ("body", pa.string())])
     with pytest.raises(InputError, match=r"The file f has no column 'text'; its columns are 'id', 'body'\."):
-        check_column("f", schema, "text")
-    assert check_column("f", schema, "body") == 1
+        check_columns("f", schema, "text")
+    assert check_columns("f", schema, "body") == ["body"]
     with pytest.raises(InputError, match=r"The file f has several columns 'a'"):
-        check_column("f", pa.schema([("a", pa.string()), ("a", pa.string())]), "a")
+        check_columns("f", pa.schema([("a", pa.string()), ("a", pa.string())]), "a")
 
 
 @pytest.mark.parametrize(
@@ -70,4 +91,4 @@ def test_a_missing_column_is_told_with_those_there_are():
 )
 def test_a_column_that_can_hold_no_document_is_refused_at_once(kind):
     with pytest.raises(InputError, match=r"The column 'text' of the file f is of type .*, where text and lists are"):
-        check_column("f", pa.schema([("text", kind)]), "text")
+        check_columns("f", pa.schema([("text", kind)]), "text")

@@ -9,7 +9,7 @@ from functools import partial
 
 import pyarrow as pa
 
-from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
 from zaya_jax.errors import InputError
 
@@ -57,8 +57,8 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
     """
     [file] = unit.files
     with closing(_map(file)) as source:
-        index = check_column(file, _reader(file, source).schema, field)
-        reader = _reader(file, source, index)
+        columns = check_columns(file, _reader(file, source).schema, field)
+        reader = _reader(file, source, columns)
         first, nth = FirstLine(), 0
         if isinstance(reader, pa.RecordBatchFileReader):
             if reader.num_record_batches < unit.stop:
@@ -66,13 +66,13 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
                     f"The file {file} has {reader.num_record_batches} record batches, fewer than the {unit.stop} "
                     "it had; do not change it meanwhile."
                 )
-            first = FirstLine(partial(_row_number, file, index, unit.start)) if unit.start else first
-            arrays = _file_arrays(reader, unit)
+            first = FirstLine(partial(_row_number, file, unit.start)) if unit.start else first
+            batches = _file_batches(reader, unit)
         else:
-            arrays = _stream_arrays(reader, source, unit)
-        for array, size in _checked(file, arrays):
-            yield from column_documents(array, file=file, field=field, size=size, nth=nth, first=first)
-            nth += len(array)
+            batches = _stream_batches(reader, source, unit)
+        for batch, size in _checked(file, batches):
+            yield from column_documents(batch, file=file, columns=columns, size=size, nth=nth, first=first)
+            nth += len(batch)
 
 
 def _map(file: str) -> pa.MemoryMappedFile:
@@ -83,10 +83,11 @@ def _map(file: str) -> pa.MemoryMappedFile:
 
 
 def _reader(
-    file: str, source: pa.MemoryMappedFile, index: int | None = None
+    file: str, source: pa.MemoryMappedFile, columns: list[str] | None = None
 ) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
-    """A reader of one column or, without `index`, of all."""
-    options = pa.ipc.IpcReadOptions(included_fields=[] if index is None else [index], use_threads=False)
+    """A reader of some columns, each there once, or of all."""
+    indices = [] if columns is None else [_reader(file, source).schema.get_field_index(name) for name in columns]
+    options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
     try:
         source.seek(0)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
@@ -96,19 +97,19 @@ def _reader(
         raise _unreadable(file, error) from error
 
 
-def _file_arrays(reader: pa.RecordBatchFileReader, unit: Unit) -> Iterator[tuple[pa.Array, int]]:
+def _file_batches(reader: pa.RecordBatchFileReader, unit: Unit) -> Iterator[tuple[pa.RecordBatch, int]]:
     count = unit.stop - unit.start
     for i in range(count):
-        yield reader.get_batch(unit.start + i).column(0), part(unit.bytes, count, i, i + 1)
+        yield reader.get_batch(unit.start + i), part(unit.bytes, count, i, i + 1)
 
 
-def _stream_arrays(
+def _stream_batches(
     reader: pa.RecordBatchStreamReader, source: pa.MemoryMappedFile, unit: Unit
-) -> Iterator[tuple[pa.Array, int]]:
+) -> Iterator[tuple[pa.RecordBatch, int]]:
     before = 0
     for batch in _batches(unit.files[0], reader, source):
         position = min(source.tell(), unit.bytes)
-        yield batch.column(0), position - before
+        yield batch, position - before
         before = position
 
 
@@ -123,24 +124,24 @@ def _batches(file: str, reader: pa.RecordBatchStreamReader, source: pa.MemoryMap
                          "Copy or write it again.")  # fmt: skip
 
 
-def _checked(file: str, arrays: Iterator[tuple[pa.Array, int]]) -> Iterator[tuple[pa.Array, int]]:
-    """The arrays, each with offsets that lie inside it: what is memory-mapped nobody has looked at."""
+def _checked(file: str, batches: Iterator[tuple[pa.RecordBatch, int]]) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """The batches, each with offsets that lie inside it: what is memory-mapped nobody has looked at."""
     try:
-        for array, size in arrays:
+        for batch, size in batches:
             try:
-                array.validate(full=True)
+                batch.validate(full=True)
             except pa.ArrowInvalid as error:
                 if "UTF8" not in str(error):  # that is told row by row
                     raise
-            yield array, size
+            yield batch, size
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, error) from error
 
 
-def _row_number(file: str, index: int, batch: int) -> int:
+def _row_number(file: str, batch: int) -> int:
     """The number of a record batch's first row, counted from 1."""
     with closing(_map(file)) as source:
-        reader = _reader(file, source, index)
+        reader = _reader(file, source)
         try:
             return 1 + sum(reader.get_batch(i).num_rows for i in range(batch))
         except (pa.ArrowException, OSError) as error:

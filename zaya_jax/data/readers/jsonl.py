@@ -16,7 +16,7 @@ from functools import partial
 from typing import IO, Any
 
 from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Reason, Unit, Value
-from zaya_jax.data.readers.values import is_document, refuse
+from zaya_jax.data.readers.values import find_field, is_document, refuse, refuse_beside, suggest_chat
 from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst")
@@ -68,7 +68,7 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
     try:
         tree = json.loads(line.decode("utf-8"))
         if rb"\u" in line and isinstance(tree, dict):  # only an escape can make half of a surrogate pair
-            json.dumps(tree.get(field), ensure_ascii=False).encode("utf-8")
+            json.dumps(tree.get(find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded")
     except UnicodeEncodeError:
@@ -79,12 +79,13 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
         return "", ("invalid JSON", str(error))
     if not isinstance(tree, dict):
         return "", ("wrong type", f"the line is of type {type(tree).__name__}, where an object is allowed")
-    if field not in tree:
-        return "", ("no field", f"the object has no key {field!r}")
-    value = tree[field]
+    name = find_field(field, tree)
+    if name is None:
+        return "", ("no field", f"the object has no key {field!r}{suggest_chat(field, tree)}")
+    value = tree[name]
     if not is_document(value):
-        return "", refuse(value, field)
-    return value, None
+        return "", refuse(value, name)
+    return value, refuse_beside(tree, name) if isinstance(value, list) else None
 
 
 def _first_start(unit: Unit) -> int:

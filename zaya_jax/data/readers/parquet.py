@@ -6,7 +6,7 @@ from contextlib import closing
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.data.readers.columns import check_column, column_documents
+from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
 from zaya_jax.errors import InputError
 
@@ -42,13 +42,13 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Document | Bad]:
                 f"The file {file} has {groups} row groups, fewer than the {unit.stop} it had; "
                 "do not change it meanwhile."
             )
-        check_column(file, table.schema_arrow, field)
+        columns = check_columns(file, table.schema_arrow, field)
         rows = [table.metadata.row_group(i).num_rows for i in range(unit.stop)]
         first, nth, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])
-        for array in _arrays(file, table, unit, field):
-            size = part(unit.bytes, total, nth, nth + len(array))
-            yield from column_documents(array, file=file, field=field, size=size, nth=nth, first=first)
-            nth += len(array)
+        for batch in _batches(file, table, unit, columns):
+            size = part(unit.bytes, total, nth, nth + len(batch))
+            yield from column_documents(batch, file=file, columns=columns, size=size, nth=nth, first=first)
+            nth += len(batch)
 
 
 def _open(file: str) -> pq.ParquetFile:
@@ -58,12 +58,11 @@ def _open(file: str) -> pq.ParquetFile:
         raise _unreadable(file, error) from error
 
 
-def _arrays(file: str, table: pq.ParquetFile, unit: Unit, field: str) -> Iterator[pa.Array]:
+def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for group in range(unit.start, unit.stop):
         try:
-            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=[field], use_threads=False)
-            for batch in batches:
-                yield batch.column(field)
+            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
+            yield from batches
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, error) from error
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
-Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type"]
+Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "lost field"]
 
 # A text, a list as JSON has it (chat messages, not validated here), or the token ids of a Megatron document.
 Value = str | list[Any] | np.ndarray

@@ -1,5 +1,6 @@
-"""Which values of a field or a column are documents."""
+"""Which values of a field or a column are documents, and which field holds them."""
 
+from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
 
 from zaya_jax.data.readers.unit import Reason
@@ -8,6 +9,31 @@ from zaya_jax.data.readers.unit import Reason
 def is_document(value: object) -> TypeGuard[str | list[Any]]:
     """Whether the value is a list with something in it, or a text that is not only white space."""
     return (isinstance(value, str) and bool(value) and not value.isspace()) or (isinstance(value, list) and bool(value))
+
+
+CONVERSATIONS = ("messages", "conversations")  # fields that hold them, the second in the form of ShareGPT
+BESIDE = ("tools", "functions", "system")  # fields beside a conversation that change what it means
+
+
+def find_field(field: str, names: Collection[str]) -> str | None:
+    """The field to read where there are these: the one asked for, or the other name of conversations."""
+    if field in names:
+        return field
+    return CONVERSATIONS[1] if field == CONVERSATIONS[0] and CONVERSATIONS[1] in names else None
+
+
+def suggest_chat(field: str, names: Collection[str]) -> str:
+    """What to add to the message that there is no such field; nothing, or how to read the conversations there are."""
+    found = [name for name in CONVERSATIONS if name in names and name != field]
+    return f"; it has {found[0]!r}, and --chat reads conversations" if found else ""
+
+
+def refuse_beside(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
+    """Why a conversation cannot be used that has something in a field of `BESIDE`; None where it has not."""
+    for name in BESIDE:
+        if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
+            return "lost field", f"{name!r} beside {field!r} is not read; write it into a system message, or remove it"
+    return None
 
 
 def refuse(value: object, field: str) -> tuple[Reason, str]:
