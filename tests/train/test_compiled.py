@@ -27,6 +27,7 @@ def made(monkeypatch):
         return stage.first_step
 
     monkeypatch.setattr(compiled, "compile_step", compile_step)
+    monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
     return begun, may_go
 
 
@@ -60,6 +61,14 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
         assert found.step(steps[0]) == 0  # though the next one fails meanwhile
         with pytest.raises(ValueError, match="too large"):
             found.step(steps[1])
+
+
+def test_memory_is_checked_before_a_step_runs(made, monkeypatch):
+    checked = []
+    monkeypatch.setattr(compiled, "check_compiled", lambda *step_and_phase: checked.append(step_and_phase))
+    with CompiledSteps(RUN) as found:
+        got = [found.step(stage) for stage in stages(RUN)]
+    assert checked == [(step, RUN.phase_key(stage.phase)) for step, stage in zip(got, stages(RUN), strict=True)]
 
 
 def test_stages_that_are_alike_share_what_is_compiled(made):

@@ -76,7 +76,7 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
         )  # fmt: skip
     if done.returncode:
         said = done.stderr.strip().splitlines() or [f"it was ended by signal {-done.returncode}, maybe for memory"]
-        raise InputError(f"The step of phases[{phase}] ({config.phases[phase].name}) cannot be compiled for {devices} "
+        raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} "
                          f"devices: {said[-1][:300]}")  # fmt: skip
     return {**json.loads(done.stdout), "seconds": round(time.monotonic() - begun, 1)}
 

@@ -14,6 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_sharding, batch_shards, check_batch, replicated
 from zaya_jax.train.base import abstract_base
+from zaya_jax.train.memory_errors import check_compiled
 from zaya_jax.train.state import TrainState, init_state, layout_of, make_blueprint, mesh_of
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
@@ -104,6 +105,7 @@ class CompiledSteps:
     def step(self, stage: Stage) -> Callable:
         """The compiled step of a stage, waited for where it is not ready; from now on the next stage's is made."""
         found = self._begin(stage).result()
+        check_compiled(found, self._config.phase_key(stage.phase))  # not earlier: another step may still run
         # The last step of a stage may already belong to the next one's key, so that nothing is begun twice.
         after = [one for one in stages(self._config) if one.first_step > stage.first_step]
         keep = {step_key(self._config, one) for one in [stage, *after]}

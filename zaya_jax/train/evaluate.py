@@ -11,6 +11,7 @@ import numpy as np
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.parallel.preemption import Preemption
+from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.state import TrainState
 
 # Batches that devices are given before the first of them is waited for. On CPUs of several processes, with as many as
@@ -48,8 +49,10 @@ def evaluate_each(
 ) -> dict[str, HeldoutLoss] | None:
     """`evaluate` for each source, those without a held-out token left out; None where the run is asked to end."""
     losses = {}
+    jax.block_until_ready(state)  # what fails in a step is not taken for a failure of the evaluation
     for name, some in batches.items():
-        found = evaluate(step, state, some, layout, stop)
+        with out_of_memory("The evaluation", "Lower evaluation.batch"):
+            found = evaluate(step, state, some, layout, stop)
         if found is None:
             return None
         if found.tokens:

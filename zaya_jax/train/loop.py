@@ -32,6 +32,8 @@ from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
 from zaya_jax.train.journal import Journal
 from zaya_jax.train.kernels import choose_kernels
+from zaya_jax.train.memory_check import check_memory
+from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_folder import (
     CHECKPOINTS,
@@ -97,8 +99,10 @@ def train(config: Config) -> TrainResult:
     _check_precision(config)
     check_alike(to_yaml(config))
     check_stages(config)
+    check_memory(config)
     boundaries = [end for _, end in phase_steps(config)]
     with contextlib.ExitStack() as stack:
+        stack.enter_context(out_of_memory("Training", TRAINING_REMEDY))
         folder = first_alone(lambda: stack.enter_context(open_run(config)) if is_first() else run_folder(config))
         prepared = first_alone(lambda: open_sources(config))
         shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]

@@ -12,6 +12,7 @@ from zaya_jax.files import write_atomically
 from zaya_jax.generate.decode import generate
 from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.loop import TrainResult
+from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.run_folder import SUMMARY
 from zaya_jax.train.tracker import DiskGuard, finite
 
@@ -88,6 +89,7 @@ def _heldout(result: TrainResult, name: str, text: HeldoutText) -> dict[str, Any
     }
 
 
+@out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
 def continuation(config: Config, result: TrainResult) -> str:
     """What the model writes after the configured prompt."""
     tokenizer, sample = result.prepared.tokenizer, config.sample

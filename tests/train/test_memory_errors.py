@@ -1,0 +1,96 @@
+"""A device that runs out of memory ends a run with one sentence: what was requested, what there is, what to change."""
+
+import os
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.train_helpers import compile_once, write_run
+from zaya_jax.errors import RunStopped
+from zaya_jax.main import main
+from zaya_jax.train import memory_errors
+from zaya_jax.train.memory_errors import _control_groups, available_memory, check_compiled, out_of_memory
+
+
+def test_an_allocation_that_fails_is_one_sentence():
+    with pytest.raises(RunStopped, match=r"^It ran out of memory: (4e\+06|4,000,000) GB were requested, .* GB are "
+                       r"available on a device\. Lower it\.$"), out_of_memory("It", "Lower it"):  # fmt: skip
+        jax.block_until_ready(jax.jit(lambda: jnp.zeros((10**6, 10**9), jnp.int32) + jnp.arange(10**9))())
+
+
+@pytest.mark.parametrize(("text", "requested"), [
+    ("RESOURCE_EXHAUSTED: Out of memory allocating 33442016472 bytes.", ": 33.4 GB were requested, "),
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB.", ": 3.25 GiB were requested, "),
+    ("RESOURCE_EXHAUSTED: Failed to allocate request for 7.50GiB (8053063680B)", ": 7.50 GiB were requested, "),
+    ("INTERNAL: CUDA error: out of memory", ", "),
+])  # fmt: skip
+def test_each_way_to_say_it_is_understood(text, requested):
+    with pytest.raises(RunStopped, match=f"^It ran out of memory{requested}"), out_of_memory("It", "Lower it"):
+        raise jax.errors.JaxRuntimeError(text)
+
+
+def test_another_error_is_left_alone():
+    with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory("It", "Lower it"):
+        raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
+    with pytest.raises(RunStopped, match=r"^It ran out of memory, .* GB are available"), out_of_memory("It", "Wait"):
+        raise MemoryError
+
+
+def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monkeypatch):
+    compiled = jax.jit(lambda x: (x @ x) @ (x @ x.T)).lower(jax.ShapeDtypeStruct((1000, 1000), "float32")).compile()
+    check_compiled(compiled, "phases.train")
+    monkeypatch.setattr(memory_errors, "available_memory", lambda: 4_000_000)
+    with pytest.raises(RunStopped, match=r"^A step of phases\.train needs .* GB .*, but 0\.004 GB are available\. "
+                       r"Lower train\.batch\.micro, set train\.remat to full, or raise parallel\.fsdp\.$"):  # fmt: skip
+        check_compiled(compiled, "phases.train")
+
+
+def test_a_gpu_reports_its_own_limit_and_a_cpu_what_the_host_leaves(monkeypatch):
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < available_memory() <= total + memory_errors.psutil.swap_memory().total
+    for stats, expected in (({"bytes_limit": 7}, 7), (None, None), ({}, None)):
+        device = SimpleNamespace(platform="gpu", memory_stats=lambda stats=stats: stats)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
+        assert available_memory() == expected
+
+
+def test_the_limits_of_all_control_groups_count(tmp_path):
+    own, root = tmp_path / "own", tmp_path / "cgroup"
+    (root / "a" / "b").mkdir(parents=True)
+    own.write_text("1:name=x:/y\n0::/a/b\n")
+    assert _control_groups(root, own) == []
+    (root / "a" / "memory.max").write_text("1000\n")
+    (root / "a" / "memory.stat").write_text("anon 300\nfile 600\n")
+    (root / "a" / "b" / "memory.max").write_text("max\n")
+    assert _control_groups(root, own) == [700]
+    (tmp_path / "memory.max").write_text("1\n")
+    assert _control_groups(root, own) == [700], "a limit outside of the hierarchy is none"
+    assert _control_groups(root, tmp_path / "missing") == []
+
+
+def test_a_run_that_is_too_large_ends_with_one_sentence_before_anything_is_made(tmp_path, capsys):
+    path = write_run(tmp_path)
+    assert main(["--config", str(path), "evaluation.batch=2000000000"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("Error: phases.train needs at least ")
+    assert said.endswith("Lower evaluation.batch (2,000,000,000).\n")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, monkeypatch):
+    compile_once(monkeypatch)
+
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 33442016472 bytes.")
+
+    from zaya_jax.train import compiled
+
+    monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: fail)
+    path = write_run(tmp_path)
+    assert main(["--config", str(path)]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("Stopped: The evaluation ran out of memory: 33.4 GB were requested, ")
+    assert said.endswith(" Lower evaluation.batch.")
