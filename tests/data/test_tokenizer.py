@@ -17,6 +17,7 @@ from zaya_jax.data.tokenizer import (
     check_vocabulary,
     load_tokenizer,
     train_tokenizer,
+    vocabulary_warning,
 )
 from zaya_jax.errors import InputError
 
@@ -97,6 +98,15 @@ def test_a_model_with_fewer_tokens_is_refused(tokenizer, tmp_path):
         check_vocabulary(load_tokenizer(tmp_path / "t.json"), 299, tmp_path / "t.json")
     for enough in (300, 301):
         check_vocabulary(load_tokenizer(tmp_path / "t.json"), enough, tmp_path / "t.json")
+
+
+def test_rows_that_no_token_uses_are_warned_of_with_both_values(tokenizer):
+    assert tokenizer.vocab_size == 300
+    said = vocabulary_warning(tokenizer, 4096)
+    assert "has 300 tokens, but model.vocab_size is 4,096; 3,796 rows" in said
+    assert vocabulary_warning(tokenizer, 385)
+    for padded in (300, 301, 384):
+        assert vocabulary_warning(tokenizer, padded) is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"model": 1}', b"[]", b"null", b"\xff"])

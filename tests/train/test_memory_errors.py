@@ -10,7 +10,7 @@ import pytest
 from tests.train_helpers import compile_once, write_run
 from zaya_jax.errors import RunStopped
 from zaya_jax.main import main
-from zaya_jax.train import memory_errors
+from zaya_jax.train import compiled, loop, memory_errors
 from zaya_jax.train.memory_errors import _control_groups, available_memory, check_compiled, out_of_memory
 
 
@@ -86,11 +86,12 @@ def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, m
     def fail(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 33442016472 bytes.")
 
-    from zaya_jax.train import compiled
-
     monkeypatch.setattr(compiled.CompiledSteps, "evaluation", lambda *_: fail)
+    # By the way: the warning about rows that no token uses is printed.
+    monkeypatch.setattr(loop, "vocabulary_warning", lambda tokenizer, size: f"Warning: {tokenizer.vocab_size}, {size}")
     path = write_run(tmp_path)
     assert main(["--config", str(path)]) == 1
-    said = capsys.readouterr().err.splitlines()[-1]
+    *lines, said = capsys.readouterr().err.splitlines()
+    assert "Warning: 300, 300" in lines
     assert said.startswith("Stopped: The evaluation ran out of memory: 33.4 GB were requested, ")
     assert said.endswith(" Lower evaluation.batch.")

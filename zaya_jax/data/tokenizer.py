@@ -14,6 +14,7 @@ EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a document, in the tokenizers people use
 MIN_VOCAB = 257  # every byte, and the end of a text
 
+_PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
 _ENCODED_AT_ONCE = 256  # texts; bounds memory and still feeds every core
 
 
@@ -166,3 +167,12 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
             f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
             "give the model at least as many."
         )
+
+
+def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:
+    """A sentence on the embedding rows that no token uses; None where they only pad to a multiple of `_PADDED_TO`."""
+    if -(-tokenizer.vocab_size // _PADDED_TO) * _PADDED_TO >= vocab_size:
+        return None
+    return (f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
+            f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are computed with and never used. Lower "
+            "model.vocab_size, or take a larger tokenizer.")  # fmt: skip

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
+from zaya_jax.data.tokenizer import vocabulary_warning
 from zaya_jax.errors import InputError, Preempted
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.lora import merged
@@ -105,6 +107,8 @@ def train(config: Config) -> TrainResult:
         stack.enter_context(out_of_memory("Training", TRAINING_REMEDY))
         folder = first_alone(lambda: stack.enter_context(open_run(config)) if is_first() else run_folder(config))
         prepared = first_alone(lambda: open_sources(config))
+        if is_first() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
+            print(warning, file=sys.stderr)
         shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]
         stop = stack.enter_context(Preemption())
         with train_batches(config, prepared, shares=shares) as batches:
