@@ -39,6 +39,8 @@ def tuned(tmp_path_factory):
             store.save(step, {"params": adapters, "balance": balance},
                        {"phase": config.phases[0].name, "config": to_dict(config)})  # fmt: skip
     (folder / "run" / BASE).write_text(json.dumps(note))
+    (folder / "run" / "tokenizer").mkdir()
+    (folder / "run" / "tokenizer" / "tokenizer.json").write_text("{}")
     return folder, *({**merged(params, drawn[step], LORA.scale), **balance} for step in (4, 3))
 
 
@@ -67,6 +69,7 @@ def test_an_average_is_that_of_the_merged_models_and_can_be_exported(tuned, tmp_
     assert main(["average", *steps, "--output", str(tmp_path / "mean")]) == 0
     assert verify_checkpoint(tmp_path / "mean" / FOLDER / "4") == []
     assert main(["export-hf", str(tmp_path / "mean"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
     model = load_pretrained(tmp_path / "out")
     found = {**tree.parameters(model), **tree.balancing_biases(model)}
     assert found.keys() == merged_models[0].keys()

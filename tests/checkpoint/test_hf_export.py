@@ -85,6 +85,7 @@ def test_tokenizer_and_special_tokens_are_carried_along(values, tmp_path):
             "chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt"]  # fmt: skip
     for name in [*kept, "model.safetensors", "README.md", "modeling_zaya.py"]:
         (source / name).write_text(name)
+    (source / "generation_config.json").write_text('{"eos_token_id": 9, "bos_token_id": 2}')
     (source / "config.json").write_text(json.dumps({"eos_token_id": [1, 106], "pad_token_id": 0, "hidden_size": 7}))
     (source / "linked.json").write_text("linked")
     (source / "added_tokens.json").symlink_to(source / "linked.json")  # as the hub's cache has its files
@@ -95,6 +96,7 @@ def test_tokenizer_and_special_tokens_are_carried_along(values, tmp_path):
     assert not (tmp_path / "model" / "added_tokens.json").is_symlink()
     described = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (described["eos_token_id"], described["pad_token_id"], described["hidden_size"]) == ([1, 106], 0, 24)
+    assert described["bos_token_id"] == 2  # which stands in the generation file alone
     with pytest.raises(InputError, match="nowhere is no folder"):
         write_folder(tmp_path / "other", CONFIG, read_arrays(values), "float32", carry=tmp_path / "nowhere")
 

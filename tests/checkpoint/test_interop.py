@@ -72,7 +72,9 @@ def test_nan_is_imported_only_where_it_is_asked_for(tmp_path, capsys):
     assert main(command) == 2
     assert f"The tensor {name} in {tmp_path / 'given'} holds NaN" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
+    (tmp_path / "given" / "tokenizer.json").write_text("{}")
     assert main([*command, "--allow-nonfinite"]) == 0
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 2
     assert f"The tensor {name} holds NaN" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()

@@ -59,9 +59,13 @@ def test_what_is_fine_tuned_here_runs_there(given, tmp_path, more, dtype):
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(tree))
     result = train(load_config(tmp_path / "tune.yaml"))
     target = tmp_path / "tuned"
-    assert checkpoint_main(["export-hf", str(tmp_path / "run"), str(target), "--dtype", "float32", "--carry",
-                            str(folder / "model")]) == 0  # fmt: skip
-    assert (target / "tokenizer.json").exists()
+    assert checkpoint_main(["export-hf", str(tmp_path / "run"), str(target), "--dtype", "float32"]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(target)  # of the run, nothing is carried
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "3?"}], add_generation_prompt=True)["input_ids"]
+    assert tokenizer.decode(ids) == "<|endoftext|><|im_start|>user\n3?<|im_end|>\n<|im_start|>assistant\n"
+    generating = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert tokenizer.eos_token_id == result.prepared.tokenizer.eot
+    assert generating.generation_config.eos_token_id == [reference_eos(folder), tokenizer.eos_token_id]
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 24))
     reference = transformers.ZayaForCausalLM.from_pretrained(target, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
@@ -72,6 +76,10 @@ def test_what_is_fine_tuned_here_runs_there(given, tmp_path, more, dtype):
     again = load_pretrained(target)
     assert not different(again, model)
     assert different(load_pretrained(folder / "model"), model)
+
+
+def reference_eos(folder):
+    return json.loads((folder / "model" / "config.json").read_text())["eos_token_id"]
 
 
 def different(one, other):

@@ -72,7 +72,12 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
                      help="of the parameters (default: bfloat16)")  # fmt: skip
     add.add_argument("--layout", default="hf", choices=["hf", "legacy"], help="names and nesting (default: hf)")
-    add.add_argument("--carry", type=Path, metavar="FOLDER", help="whose tokenizer and generation files come along")
+    add.add_argument(
+        "--carry",
+        type=Path,
+        metavar="FOLDER",
+        help="whose tokenizer and generation files come along (default: the run's)",
+    )
     add.add_argument(
         "--base", metavar="SOURCE", help="what adapters are of, if not init_from of their run; hf:FOLDER too"
     )

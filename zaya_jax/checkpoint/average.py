@@ -20,6 +20,7 @@ from zaya_jax.checkpoint.inspection import open_checkpoint, slices_of
 from zaya_jax.checkpoint.interop import PARAMETERS_ALONE, architecture
 from zaya_jax.checkpoint.manifest import Damaged, Manifest
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
+from zaya_jax.checkpoint.tokenizer_folder import copy_tokenizer, run_tokenizer
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import LoraConfig, ModelConfig, to_dict
 from zaya_jax.errors import InputError
@@ -58,11 +59,19 @@ def average_checkpoints(folders: Sequence[Path], output: Path, base: str | None 
         if wrong := verify_checkpoint(folder):
             raise InputError(wrong[0])
     opened = sorted((open_checkpoint(folder) for folder in folders), key=lambda one: one[0].step)
-    (newest, reader), others = opened[-1], opened[:-1]
+    newest, reader = opened[-1]
     target = output / "checkpoints" / str(newest.step)
     if any(manifest.about["config"].get("lora") for manifest, _ in opened):
         _average_adapters(opened, target, base)
-        return newest.step
+    else:
+        _average_parameters(opened, target)
+    if (tokenizer := run_tokenizer(reader.folder)) is not None:
+        copy_tokenizer(tokenizer, output)
+    return newest.step
+
+
+def _average_parameters(opened: Sequence[Opened], target: Path) -> None:
+    (newest, reader), others = opened[-1], opened[:-1]
     kinds = {name: (leaf["dtype"], leaf["shape"]) for name, leaf in newest.leaves.items()}
     for manifest, other in others:
         if {name: (leaf["dtype"], leaf["shape"]) for name, leaf in manifest.leaves.items()} != kinds:
@@ -78,7 +87,6 @@ def average_checkpoints(folders: Sequence[Path], output: Path, base: str | None 
     about = {**newest.about, "averaged": [manifest.step for manifest, _ in opened], "heldout_loss": None}
     leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in kinds.items()}
     write_checkpoint(target, newest.step, about, leaves, parts())
-    return newest.step
 
 
 def _average_adapters(opened: Sequence[Opened], target: Path, base: str | None) -> None:

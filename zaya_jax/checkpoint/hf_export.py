@@ -12,11 +12,12 @@ import numpy as np
 
 from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.checkpoint.hf_config import to_hf
-from zaya_jax.checkpoint.hf_folder import INDEX, read_object
+from zaya_jax.checkpoint.hf_folder import INDEX
 from zaya_jax.checkpoint.hf_legacy import legacy_tensors
 from zaya_jax.checkpoint.hf_legacy_config import to_legacy
 from zaya_jax.checkpoint.hf_names import Tensor, is_bias, tensors
 from zaya_jax.checkpoint.safetensors import DTYPES, Buffer, Described, write_file
+from zaya_jax.checkpoint.tokenizer_folder import TOKENIZER_FILES, special_ids, tokenizer_files
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.files import sync_folder
@@ -26,11 +27,7 @@ LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[
     "hf": (to_hf, tensors),
     "legacy": (to_legacy, legacy_tensors),
 }
-# What stands beside the weights and is carried along: tokenizer, chat template, generation.
-CARRIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "generation_config.json",
-           "vocab*", "merges.txt")  # fmt: skip
-_CARRIED_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
-_WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *CARRIED)
+_WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *TOKENIZER_FILES)
 _BLOCK = 2**26  # bytes of a tensor cast at once
 
 Read = Callable[[str, int | None], np.ndarray]
@@ -155,7 +152,5 @@ def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
     carry = Path(carry).expanduser()
     if not carry.is_dir():
         raise InputError(f"{carry} is no folder, so that no tokenizer can be taken from it.")
-    if (carry / "config.json").exists():
-        there = read_object(carry / "config.json")
-        described.update({key: there[key] for key in _CARRIED_KEYS if key in there})
-    return sorted(path for form in CARRIED for path in carry.glob(form) if path.is_file())
+    described.update(special_ids(carry))
+    return tokenizer_files(carry)

@@ -17,6 +17,7 @@ from zaya_jax.checkpoint.hf_folder import Folder, open_folder
 from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, is_bias
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
 from zaya_jax.errors import InputError
@@ -46,6 +47,7 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
              "versions": versions()}  # fmt: skip
     target = output.expanduser() / FOLDER / "0"
     write_checkpoint(target, 0, about, leaves, _parts(folder, leaves, allow_nonfinite))
+    copy_tokenizer(folder.path, output.expanduser())
     return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
 
 
@@ -59,7 +61,7 @@ def export_hf(
       folder: new, or empty.
       dtype: of the parameters; balancing biases are fp32 whatever it is.
       layout: see `write_folder`.
-      carry: a folder whose tokenizer and generation files come along.
+      carry: a folder whose tokenizer and generation files come along; those of the run where None.
       base: what adapters are of, where `init_from` of their run is no longer right.
 
     Returns:
@@ -75,8 +77,13 @@ def export_hf(
     model, read = architecture(about), read_saved(source)
     if about["config"].get("lora") is not None:
         read = read_merged(source, about, model, read, base)
+    carry = carry or run_tokenizer(source)
     write_folder(folder, model, read, dtype, layout, carry)
-    return f"{source} is {folder} for transformers, in {dtype}."
+    hint = "" if carry is not None else (
+        f" It has no tokenizer, since {source.parent.parent} has no folder {TOKENIZER_FOLDER}/: add the files of one "
+        "with --carry FOLDER."
+    )  # fmt: skip
+    return f"{source} is {folder} for transformers, in {dtype}.{hint}"
 
 
 def architecture(about: dict[str, Any]) -> ModelConfig:

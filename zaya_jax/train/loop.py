@@ -49,6 +49,7 @@ from zaya_jax.train.run_folder import (
     record_changes,
     run_folder,
 )
+from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
 from zaya_jax.train.tracker import DiskGuard, JsonlFile, JsonlTracker, NoTracker, StepFiles, read_rows
 
@@ -128,6 +129,7 @@ def train(config: Config) -> TrainResult:
             disk = DiskGuard()
             if is_first():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
+                write_tokenizer(folder, config, prepared)
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
                 if state is None:
                     state, first = go_on(config, store, batches)
