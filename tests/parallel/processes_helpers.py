@@ -75,7 +75,7 @@ class Link:
     """Passes TCP connections on to a port of this machine; while it is cut, nothing goes through or is refused."""
 
     def __init__(self, port: int) -> None:
-        self._to = port
+        self.to = port
         self._open = threading.Event()
         self._open.set()
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -100,7 +100,7 @@ class Link:
         self._open.wait()
         while True:
             try:
-                far = socket.create_connection(("127.0.0.1", self._to))
+                far = socket.create_connection(("127.0.0.1", self.to))
                 break
             except OSError:  # process 0 does not listen yet
                 if threading.Event().wait(0.1):

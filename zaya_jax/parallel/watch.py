@@ -19,7 +19,7 @@ from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
 
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
-_LAST_WORD = 2.0  # seconds that the others have to read why this process ends
+_LAST_WORD = 2.0  # seconds at most that the others have to read why this process ends
 _AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, or from the "
           "first step where there is none.")  # fmt: skip
 
@@ -48,7 +48,7 @@ class Watch:
         """
         self._last_word.acquire()  # for good: whoever comes later has nothing to add
         print(sentence, file=sys.stderr, flush=True)
-        dismiss(self._peers, f"{ENDS}{status} {sentence}", _LAST_WORD)
+        dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._silence, _LAST_WORD))
         sys.stdout.flush()
         os._exit(status)
 

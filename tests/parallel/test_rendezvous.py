@@ -1,0 +1,150 @@
+"""Processes that meet: all are there, or each is told which one is missing, lost or numbered twice."""
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.parallel.processes_helpers import free_port
+from zaya_jax.errors import InputError
+from zaya_jax.parallel import rendezvous
+from zaya_jax.parallel.rendezvous import Job, dismiss, meet
+
+
+def outcome(job, seconds=0.6):
+    """Numbers of the processes that one is connected to afterwards, or the sentence it is refused with."""
+    try:
+        peers = meet(job, seconds)
+    except InputError as error:
+        return str(error)
+    numbers = [peer.process for peer in peers]
+    for peer in peers:
+        peer.close()
+    return numbers
+
+
+def meeting(numbers, processes, seconds=0.6, port=None, host="127.0.0.1"):
+    """Outcomes of processes of these `numbers`, each with its count of `processes`."""
+    port = port or free_port()
+    counts = [processes] * len(numbers) if isinstance(processes, int) else processes
+    with ThreadPoolExecutor(len(numbers)) as pool:
+        jobs = [Job(host, port, "--coordinator", count, one) for one, count in zip(numbers, counts, strict=True)]
+        return list(pool.map(lambda job: outcome(job, seconds), jobs))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=n))))
+def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
+    processes, others = drawn
+    numbers = [0, *others][:processes]
+    found = meeting(numbers, processes)
+    twice = {one for one in numbers if numbers.count(one) > 1}
+    missing = [one for one in range(processes) if one not in numbers]
+    for number, said in zip(numbers, found, strict=True):
+        if twice:  # of several, the first to be seen
+            assert any(f"Two processes are numbered {one}," in said for one in twice)
+        elif missing:
+            listed = ", ".join(map(str, missing))
+            assert said.startswith(f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coord")
+            assert f"{', '.join(map(str, sorted(numbers)))} did" in said
+        else:
+            assert said == ([0] if number else list(range(1, processes)))
+
+
+def test_another_number_of_processes_is_told_to_all():
+    for said in meeting([0, 1], [2, 3]):
+        assert "Process 1 on " in said
+        assert "--processes 3, and process 0 with --processes 2" in said
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_ANSWER", 0.2)
+        port = other.getsockname()[1]
+        assert f"--coordinator 127.0.0.1:{port}: Address already in use" in outcome(
+            Job("127.0.0.1", port, "--coordinator", 2, 0)
+        )
+        launched = outcome(Job("127.0.0.1", port, "Slurm's coordinator", 2, 0))
+        assert f"Slurm's coordinator 127.0.0.1:{port}" in launched
+        assert "JAX_COORDINATOR_PORT" in launched
+
+
+def test_an_address_where_nobody_listens_is_named():
+    (said,) = meeting([1], 2)
+    assert "Process 1 could not reach process 0 at --coordinator 127.0.0.1:" in said
+    assert "Connection refused" in said
+
+
+def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypatch):
+    monkeypatch.setattr(rendezvous, "_MARGIN", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert "had no answer from --coordinator" in meeting([1], 2, 0.3, port)[0]
+        threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True).start()
+        assert "closed the connection" in meeting([1], 2, 5, port)[0]
+
+
+def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late(monkeypatch):
+    resolve, asked = socket.getaddrinfo, []
+
+    def unknown(host, *rest, **options):
+        asked.append(host)
+        if host == "nowhere":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if host == "late":
+            host = "127.0.0.1" if len(asked) > 3 else unknown("nowhere")
+        return resolve(host, *rest, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    begun = time.monotonic()
+    for said in meeting([0, 1], 2, 60, host="nowhere"):
+        assert "The host of --coordinator nowhere:" in said
+    assert time.monotonic() - begun < 30
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    asked.clear()
+    assert meeting([0, 1], 2, 60, host="late") == [[1], [0]]
+
+
+def test_one_that_is_lost_before_the_rest_have_come_is_named():
+    port = free_port()
+
+    def visit():
+        peer = rendezvous._connect(job._replace(process=1), 10)
+        peer.send(rendezvous._hello(job._replace(process=1)))
+        time.sleep(0.3)
+        peer.close()
+
+    job = Job("127.0.0.1", port, "--coordinator", 3, 0)
+    threading.Thread(target=visit).start()
+    assert "was lost before all 3 processes had arrived" in outcome(job, 10)
+
+
+def test_strangers_are_let_go_and_the_port_is_free_while_connections_are_open():
+    job = Job("127.0.0.1", free_port(), "--coordinator", 2, 0)
+
+    def strangers():
+        for said in (b"GET / HTTP/1.1\r\n\r\n", b"", b'zaya_jax {"process": "x"}\n', b"\xff\n"):
+            with socket.create_connection((job.host, job.port)) as one:
+                one.sendall(said)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, job, 20)
+        time.sleep(0.2)
+        strangers()
+        second = pool.submit(meet, job._replace(process=1), 20)
+        (other,), (itself,) = first.result(), second.result()
+    with socket.create_server(("127.0.0.1", job.port)):
+        assert other.process == 1
+        assert other.host == socket.gethostname()
+        other.send("still open")
+        time.sleep(0.1)
+        assert itself.receive()[-1] == "still open"
+    threading.Thread(target=dismiss, args=([itself], "farewell", 5)).start()
+    time.sleep(0.1)
+    assert other.receive() == ["farewell"]
+    assert other.receive() is None
+    other.close()
