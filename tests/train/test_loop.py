@@ -91,6 +91,25 @@ def test_each_step_has_its_times(finished):
         assert row["mfu"] is None  # the peak of a CPU is not known
 
 
+def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def takes_long(function):
+        def call(*arguments):
+            now[0] += 100
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr("zaya_jax.train.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(loop, "evaluate_each", takes_long(loop.evaluate_each))
+    monkeypatch.setattr(loop.CheckpointStore, "save", takes_long(loop.CheckpointStore.save))
+    result = train(small_run(tmp_path))
+    assert now[0] == 100 * (2 + 3)
+    rows = [json.loads(line) for line in (result.run_dir / "timings.jsonl").read_text().splitlines()]
+    assert [row["seconds"] for row in rows] == [0] * 12
+
+
 def test_the_result_holds_the_last_state_as_a_model(finished):
     config, result = finished
     assert int(result.state.step) == 12
