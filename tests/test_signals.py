@@ -12,6 +12,7 @@ import pytest
 
 from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, write_run
+from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.signals import NAMES, Listener
 from zaya_jax.train.run_folder import METRICS
 
@@ -89,3 +90,29 @@ def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(t
         assert "Error" not in said
     assert "Run folder" in start(path, *settings).communicate()[0]
     assert (tmp_path / "run" / METRICS).read_bytes() == (tmp_path / "whole" / METRICS).read_bytes()
+
+
+@pytest.mark.soak
+def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_path):
+    settings = ['phases=[{"tokens": 384000, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=10000",
+                "evaluation.every=10000", "data.workers=2"]  # fmt: skip
+    run, metrics = start(write_run(tmp_path), *settings), tmp_path / "run" / METRICS
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 20:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
+    listed = subprocess.run(
+        ["ps", "-o", "pid,args", "--ppid", str(run.pid)], capture_output=True, text=True, check=True
+    )
+    workers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    said = run.communicate(timeout=60)[0]
+    assert run.returncode == 1
+    assert "Traceback" not in said
+    assert "leaked" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("Stopped: A process that reads data was killed (signal 9), as happens where memory runs out")
+    assert "data.workers, now 2" in last
+    (step,) = saved_steps(tmp_path / "run" / "checkpoints")
+    assert f"Step {step} is saved." in last
+    assert metrics.read_bytes().count(b"\n") == step

@@ -13,6 +13,10 @@ class RunStopped(RuntimeError):
     """A run that cannot go on: what happened and what can be done, in a full sentence."""
 
 
+class WorkerLost(RunStopped):
+    """A process that reads data was killed; the run can save what it has done."""
+
+
 class Preempted(RuntimeError):
     """A run that was asked to end (Ctrl-C, SIGTERM) and has saved where it is; `status` is that of the process."""
 

@@ -27,8 +27,11 @@ class Listener:
     In another thread than the main one, which alone may set handlers, signals do what they did before.
     """
 
-    def __init__(self, answer: Callable[[int], object], handler: Callable[[int, FrameType | None], object] | None = None,
-                 numbers: tuple[int, ...] = tuple(NAMES)) -> None:  # fmt: skip
+    def __init__(
+        self, answer: Callable[[int], object],
+        handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
+        numbers: tuple[int, ...] = tuple(NAMES),
+    ) -> None:  # fmt: skip
         """Listen to nothing yet.
 
         Args:
@@ -36,7 +39,7 @@ class Listener:
           handler: is called in the main thread, when that comes to it.
           numbers: of the signals.
         """
-        self._answer, self._handler, self._numbers = answer, handler or (lambda number, frame: None), numbers
+        self._answer, self._handler, self._numbers = answer, handler, numbers
         self.before: dict[int, Any] = {}  # handlers of the main thread
         self._outer = -1  # the pipe of the listener around this one
 

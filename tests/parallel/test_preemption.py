@@ -16,7 +16,9 @@ from zaya_jax.signals import NAMES
 from zaya_jax.train.run_folder import METRICS
 
 
-@pytest.mark.parametrize(("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+@pytest.mark.parametrize(
+    ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
+)
 def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(capfd, number, name, status):
     heard = []
     before = signal.signal(number, lambda *_: heard.append(1))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_loop import refused, rows_of, train_until
+from tests.train.test_loop import rows_of, train_until
 from tests.train_helpers import CONFIG, change, compile_once, differing, small_run, snapshot
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
@@ -79,7 +79,7 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
             train(change(base, changes))
         assert not (tmp_path / "new" / "config.yaml").exists()
 
-    said({}, r"^resume_from=.* is at step 14, and this configuration ends after 14 steps; raise phases\.train\.tokens")
+    said({}, r"^resume_from=.* is at step 14, and this configuration ends after step 14; raise phases\.train\.tokens")
     longer = of_steps(base, 16).phases
     said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: model\.num_experts is 4")
     said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed 0, and here it is 3")
@@ -137,7 +137,10 @@ def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
     with pytest.raises(InputError, match=r"optimizer\.balance\.rule"):
         train(change(base, {"init_from": config.run_dir, "model.rope_base": 5.0e5}))
     out = capsys.readouterr().out
-    assert f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, and model.rope_base is 500000" in out
+    assert (
+        f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, and model.rope_base is 500000"
+        in out
+    )
     with pytest.raises(InputError):
         train(change(base, {"init_from": config.run_dir}))
     assert "RoPE" not in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_skipped_steps_that_do_not_agree_do_not():
     assert follow(STEADY + rising)[0] == [0] * 40 + [2] * 40
     parted = HIGHER[:19] + STEADY[:1] + HIGHER[:19]  # never in a row
     assert follow(STEADY + parted)[0][40:] == [2] * 19 + [0] + [2] * 19
-    broken = HIGHER[:19] + [(np.nan, 1)] + HIGHER[:19]
+    broken = [*HIGHER[:19], (np.nan, 1), *HIGHER[:19]]
     assert follow(STEADY + broken)[0][40:] == [2] * 19 + [1] + [2] * 19
 
 

@@ -128,7 +128,7 @@ class Config:
     seed: int = 0
     # The state it begins with, RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP; parameters alone, hf:FOLDER.
     init_from: str | None = None
-    # The run it continues in a new run_dir: complete state and position of RUN_DIR, RUN_DIR@PHASE or a checkpoint of it.
+    # The run it continues in a new run_dir, with its complete state and position: same forms, but no hf:FOLDER.
     resume_from: str | None = None
     lora: LoraConfig | None = None  # adapters are trained, on the parameters of init_from; all parameters where None
     start_phase: str | None = None  # the phase this run begins with; the first where None

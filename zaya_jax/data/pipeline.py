@@ -1,7 +1,10 @@
 """Batches for training and for the held-out loss."""
 
 import bisect
+import signal
+import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -14,7 +17,7 @@ from zaya_jax.data.shards import Documents, Text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import Position
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, WorkerLost
 
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
 Share = tuple[int, int]  # the i-th of n equal parts
@@ -48,8 +51,18 @@ class TrainBatches(Iterator[Batch]):
 
         Raises:
           InputError: a document is damaged.
+          WorkerLost: a process that reads was killed.
         """
-        batch = next(self._batches)
+        try:
+            batch = next(self._batches) if self._started else self._first()
+        except RuntimeError as error:
+            if "Worker process was terminated" not in str(error):  # Grain's words; it has no class for this
+                raise
+            code = str(error).partition("exit code ")[2].partition(".")[0].replace("-", "signal ")
+            raise WorkerLost(
+                f"A process that reads data was killed ({code}), as happens where memory runs out: lower data.workers, "
+                f"now {self._workers} (with 0 this process reads), or give the run more memory."
+            ) from error
         self._sequences += _stage_of_row(self._stages, self._sequences).sequences
         return batch
 
@@ -64,6 +77,19 @@ class TrainBatches(Iterator[Batch]):
     def close(self) -> None:
         """Stop the threads and processes; no batch follows."""
         self._batches.close()
+
+    def _first(self) -> Batch:
+        """The first batch of Grain's processes, which leave Ctrl-C to this one: a terminal sends it to all."""
+        self._started = True
+        # What a killed process leaves in shared memory, the tracker removes; nobody need be warned.
+        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+        resource_tracker.ensure_running()  # first, since it unblocks signals
+        sys.warnoptions.pop()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes inherit it
+        try:
+            return next(self._batches)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on from here; JSON can hold it."""
@@ -95,6 +121,7 @@ class TrainBatches(Iterator[Batch]):
         self._batches = self._start()
 
     def _start(self) -> Any:
+        self._started = not self._workers
         import grain  # here, since it imports jax, which preparing data must not
 
         batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, self._shares))

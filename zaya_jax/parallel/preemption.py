@@ -51,6 +51,11 @@ class Preemption:
         return self._heeded
 
     @property
+    def signalled(self) -> bool:
+        """Whether this process itself was asked to end."""
+        return self._number is not None
+
+    @property
     def name(self) -> str:
         """Of the signal: 'Ctrl-C' or 'SIGTERM'."""
         return NAMES[self._number or signal.SIGTERM]

@@ -122,7 +122,7 @@ def resume_from(config: Config, batches: TrainBatches) -> TrainState:
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
         if step >= total_steps(config):
-            raise InputError(f"{name} is at step {step}, and this configuration ends after {total_steps(config)} steps; "
+            raise InputError(f"{name} is at step {step}, and this configuration ends after step {total_steps(config)}; "
                              f"raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
         warn_about_positions(config, about, name, stage_at(config, step - 1).phase)
         return _as_saved(abstract_state(config, stage_at(config, step).phase), manifest)

@@ -88,11 +88,11 @@ class Journal:
 
 
 def _advice(config: Config, reason: str) -> str:
-    elsewhere = (f"with resume_from={config.run_dir} in a new run_dir, try lower learning rates or "
+    elsewhere = (f"resume in a new run_dir with resume_from={config.run_dir} and lower learning rates or "
                  "train.compute_dtype=float32.")  # fmt: skip
     if reason == REASONS[1]:
-        return f"To continue {elsewhere}"
+        return f"To continue, {elsewhere}"
     window = config.train.spike.window
     return ("To continue in this run_dir, raise train.spike.threshold, set train.spike.window=0, or, where the loss "
-            f"stays at its new level, set train.max_skipped_steps above train.spike.window ({window}): {window} "
-            f"skipped steps that agree become the new baseline. Or, {elsewhere}")  # fmt: skip
+            f"stays at a new level, set train.max_skipped_steps above train.spike.window: {window} skipped steps in a "
+            f"row that agree become the new baseline. Or {elsewhere}")  # fmt: skip

@@ -17,7 +17,7 @@ from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, to
 from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
-from zaya_jax.errors import InputError, Preempted
+from zaya_jax.errors import InputError, Preempted, RunStopped, WorkerLost
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
@@ -190,6 +190,11 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                        "the first.")  # fmt: skip
 
         journal = Journal(config, files, report)
+
+        def save(loss: float | None = None) -> None:
+            journal.settle()
+            store.save(step, state, describe(config, step, batches.get_state(), loss, first))
+
         for stage in stages(config):
             if step >= stage.end:
                 continue
@@ -201,7 +206,9 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
             stop.arm()
             journal.restart_clock()
             while step < stage.end:
-                batch, data_wait = _timed(lambda: next(batches))
+                asked = time.monotonic()
+                batch = _read(batches, step, save, store, stop)
+                data_wait = time.monotonic() - asked
                 batch = layout.place(batch, count, shares[stage.phase])
                 with jax.transfer_guard("disallow"):
                     state, metrics = train_step(state, batch, base)
@@ -219,8 +226,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                 late = step % config.train.log_every == 0 and store.due()
                 ending = stop.reached()
                 if saving or late or ending:
-                    journal.settle()
-                    store.save(step, state, describe(config, step, batches.get_state(), _mean(heldout), first))
+                    save(_mean(heldout))
                 if ending:
                     raise _preempted(stop, f"step {step}", store.settle())
                 if boundary:
@@ -255,14 +261,25 @@ def _open_rows(folder: Path, step: int, first: int, disk: DiskGuard) -> StepFile
                      JsonlFile(folder / TIMINGS, step, first, disk))  # fmt: skip
 
 
-def _timed(get: Callable[[], Batch]) -> tuple[Batch, float]:
-    """What `get` returns, and after how many seconds."""
-    start = time.monotonic()
-    return get(), time.monotonic() - start
-
-
 def _mean(heldout: dict[str, HeldoutLoss] | None) -> float | None:
     return together(heldout).nats_per_token if heldout else None
+
+
+def _read(
+    batches: TrainBatches, step: int, save: Callable[[], None], store: CheckpointStore, stop: Preemption
+) -> Batch:
+    """The next batch; where a process that reads is lost, the run ends with what it has done until `step` saved."""
+    try:
+        return next(batches)
+    except WorkerLost as error:
+        saved = step > 0 and jax.process_count() == 1  # other processes do not know, and saving takes all
+        if saved:
+            save()
+            saved = store.settle()
+        if stop.signalled:  # as all processes of the group were
+            raise _preempted(stop, f"step {step}", saved) from error
+        after = f" Step {step} is saved. The same command resumes from there." if saved else ""
+        raise RunStopped(f"{error}{after}") from error
 
 
 def _preempted(stop: Preemption, after: str, saved: bool) -> Preempted:

@@ -80,7 +80,7 @@ def claim_run(folder: Path, config: Config) -> None:
 
 
 def record_changes(folder: Path, config: Config, step: int) -> None:
-    """Note in `changes.jsonl` which settings of the run are others after `step` steps, and bring `config.yaml` up to date.
+    """Note in `changes.jsonl` which settings changed after `step` steps, and bring `config.yaml` up to date.
 
     A line is `{"step": …, "changes": {key: [old, new], …}}`; done once the new settings are known to be possible.
     """
@@ -161,11 +161,10 @@ def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
     if was.schedule != becomes.schedule:
         what = f"was {to_dict(was.schedule)} and is now {to_dict(becomes.schedule)}"
     raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so the learning rate of the steps "
-        f"after step {first}, of which {step - first} are done, would have been another. Take the old values and append "
-        "a phase with a schedule of its own; or go on at the new rates in a new run_dir with resume_from="
-        f"{new.run_dir} (with {new.run_dir}/checkpoints/STEP, STEP at most {first}, all rates are those of the new "
-        "schedule)."
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so steps {first + 1} to {step}, "
+        "which are done, would have had other learning rates. Take the old values and append a phase with a schedule "
+        f"of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (a checkpoint of a "
+        f"step up to {first}, {new.run_dir}/checkpoints/STEP, has seen the new schedule alone)."
     )
 
 

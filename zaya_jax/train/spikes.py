@@ -1,6 +1,6 @@
 """Steps that are passed over: a loss or gradient that is not finite, or far above those of the steps before."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class Recent(NamedTuple):
 
     values: jax.Array
     accepted: jax.Array
-    skipped: jax.Array | None
+    skipped: Any
 
 
 def no_recent(config: SpikeConfig) -> Recent:
@@ -90,7 +90,7 @@ def forget(recent: Recent, new_phase: jax.Array) -> Recent:
 
 
 def resize(config: SpikeConfig, recent: Recent) -> Recent:
-    """`recent` of a checkpoint, whose window may have been another: the newest steps of it that `config` has room for."""
+    """`recent` of a checkpoint, where the window may have been another, with the newest steps that fit `config`."""
     before, kept = recent.values.shape[1], max(config.window, 1)
     skipped = _no_skipped(before) if recent.skipped is None else recent.skipped
     if before == kept:
