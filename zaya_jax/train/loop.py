@@ -146,8 +146,7 @@ def train(config: Config) -> TrainResult:
                     saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
                     if heldout is None or not saved:
                         raise _preempted(stop, "the last step", saved)
-                    if is_first():
-                        _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
+                    _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
         return TrainResult(config, state, folder, together(heldout), heldout, prepared, base)
 
 
@@ -182,7 +181,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
         if is_first():
             with disk.writing(folder / CONFIG):
                 record_changes(folder, config, step)
-            _name_phases(folder, config, store, disk)
+        _name_phases(folder, config, store, disk)
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
         elif files.metrics.dropped:
@@ -221,8 +220,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                     journal.wait()  # the evaluation is not a part of the step's time
                     heldout = evaluate_each(look, state, watched, layout, stop)
                     journal.settle(heldout)
-                    if is_first():
-                        _draw(folder, disk)  # before the save: what a restart takes for done has its picture
+                    _draw(folder, disk)  # before the save: what a restart takes for done has its picture
                 late = step % config.train.log_every == 0 and store.due()
                 ending = stop.reached()
                 if saving or late or ending:
@@ -231,11 +229,10 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                     raise _preempted(stop, f"step {step}", store.settle())
                 if boundary:
                     store.settle()  # before it is named
-                    if is_first():
-                        _name_phases(folder, config, store, disk)
+                    _name_phases(folder, config, store, disk)
                 if looking or saving or late:
                     journal.restart_clock()
-    if is_first() and not (folder / PICTURE).exists():  # a finished run whose picture was removed
+    if not (folder / PICTURE).exists():  # a finished run whose picture was removed
         _draw(folder, disk)
     return state, heldout
 
@@ -288,10 +285,12 @@ def _preempted(stop: Preemption, after: str, saved: bool) -> Preempted:
 
 
 def _name_phases(folder: Path, config: Config, store: CheckpointStore, disk: DiskGuard) -> None:
-    with disk.writing(folder / PHASES):
-        name_phases(folder, config, store.steps())
+    if is_first():
+        with disk.writing(folder / PHASES):
+            name_phases(folder, config, store.steps())
 
 
 def _draw(folder: Path, disk: DiskGuard) -> None:
-    with disk.writing(folder / PICTURE):
-        plot_run(read_rows(folder / METRICS), folder / PICTURE)
+    if is_first():
+        with disk.writing(folder / PICTURE):
+            plot_run(read_rows(folder / METRICS), folder / PICTURE)
