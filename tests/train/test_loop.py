@@ -56,7 +56,8 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
     folder = Path(config.run_dir)
     assert result.run_dir == folder
     names = {path.name for path in folder.iterdir()} - {".lock"}
-    assert names == {"config.yaml", "metrics.jsonl", "timings.jsonl", "checkpoints", "loss.png", "phases.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "timings.jsonl", "checkpoints", "loss.png", "phases.json",
+                     "tokenizer"}  # fmt: skip
     assert load_config(folder / "config.yaml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert saved_steps(folder / "checkpoints") == [10, 12]  # the newest two of 5, 10, 12
