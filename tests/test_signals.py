@@ -17,6 +17,14 @@ from zaya_jax.signals import NAMES, Listener
 from zaya_jax.train.run_folder import METRICS
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_arrives():
+    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def start(path, *overrides):
     """A run, in a process group of its own as a terminal starts it, once it listens to signals."""
     environment = {**os.environ, "XLA_FLAGS": CHEAP}

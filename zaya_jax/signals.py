@@ -5,11 +5,12 @@ exception that it raises can be swallowed or end in a traceback, as during impor
 signal also writes its number into a pipe, and a thread reads that.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Self
 
@@ -41,25 +42,30 @@ class Listener:
         """
         self._answer, self._handler, self._numbers = answer, handler, numbers
         self.before: dict[int, Any] = {}  # handlers of the main thread
+        self._open = False
         self._outer = -1  # the pipe of the listener around this one
 
     def __enter__(self) -> Self:
         """Begin to listen."""
         if threading.current_thread() is not threading.main_thread():
             return self
+        self._open = True
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        self.before = {number: signal.signal(number, self._handler) for number in self._numbers}
+        # What is ignored stays so: a shell has its background jobs ignore Ctrl-C.
+        heard = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self._handler) for number in heard}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave signals to whoever had them before."""
-        if not self.before:
+        if not self._open:
             return
+        self._open = False
         for number, handler in self.before.items():
             signal.signal(number, handler)
         self.before = {}
@@ -86,11 +92,28 @@ class Listener:
 
     def _leave_to_child(self) -> None:
         """In a forked process, which would write into this one's pipe."""
-        if self.before:
+        if self._open:
+            self._open = False
             signal.set_wakeup_fd(-1)
             for number in self.before:
                 signal.signal(number, signal.SIG_DFL)
-            self.before = {}
+
+
+@contextlib.contextmanager
+def interrupts_kept_from_children() -> Iterator[None]:
+    """Processes started in this block leave Ctrl-C, which a terminal sends to all, to this one."""
+    from multiprocessing import resource_tracker
+
+    # The tracker removes what killed processes leave in shared memory, and nobody need be warned of that. It is started
+    # first, since doing so unblocks signals.
+    sys.warnoptions.append("ignore:resource_tracker:UserWarning")
+    resource_tracker.ensure_running()
+    sys.warnoptions.pop()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which threads and processes inherit
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def say_and_exit(sentence: str, status: int) -> None:

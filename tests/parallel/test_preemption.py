@@ -16,6 +16,14 @@ from zaya_jax.signals import NAMES
 from zaya_jax.train.run_folder import METRICS
 
 
+@pytest.fixture(autouse=True)
+def _ctrl_c_arrives():
+    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(
     ("number", "name", "status"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)]
 )

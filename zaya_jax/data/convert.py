@@ -29,6 +29,7 @@ from zaya_jax.data.progress import WorkProgress
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.files import partial_name, write_atomically
+from zaya_jax.signals import interrupts_kept_from_children
 
 EXAMPLES = 20  # of what was left out, kept for the manifest
 
@@ -208,7 +209,8 @@ def _each(jobs: list[_Job], do: _Do, workers: int, progress: WorkProgress) -> It
     done, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(workers, context, _begin, (do, done, stop, os.getpid()))
     try:
-        futures = {pool.submit(_do_here, job): job.number for job in jobs}
+        with interrupts_kept_from_children():
+            futures = {pool.submit(_do_here, job): job.number for job in jobs}
         with progress.follow(lambda: done.value):
             for future in as_completed(futures):
                 yield futures[future], future.result()

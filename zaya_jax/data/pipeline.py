@@ -1,10 +1,7 @@
 """Batches for training and for the held-out loss."""
 
 import bisect
-import signal
-import sys
 from collections.abc import Iterator, Sequence
-from multiprocessing import resource_tracker
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -18,6 +15,7 @@ from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import Position
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError, WorkerLost
+from zaya_jax.signals import interrupts_kept_from_children
 
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
 Share = tuple[int, int]  # the i-th of n equal parts
@@ -79,17 +77,10 @@ class TrainBatches(Iterator[Batch]):
         self._batches.close()
 
     def _first(self) -> Batch:
-        """The first batch of Grain's processes, which leave Ctrl-C to this one: a terminal sends it to all."""
+        """The first batch of Grain's processes, for which it starts them."""
         self._started = True
-        # What a killed process leaves in shared memory, the tracker removes; nobody need be warned.
-        sys.warnoptions.append("ignore:resource_tracker:UserWarning")
-        resource_tracker.ensure_running()  # first, since it unblocks signals
-        sys.warnoptions.pop()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes inherit it
-        try:
+        with interrupts_kept_from_children():
             return next(self._batches)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def get_state(self) -> dict[str, Any]:
         """What `set_state` needs to go on from here; JSON can hold it."""

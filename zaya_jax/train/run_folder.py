@@ -170,7 +170,7 @@ def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
 
 def _factors(config: Config, steps: int) -> np.ndarray:
     """The learning-rate factor of each of the first `steps` steps."""
-    return np.asarray(jax.jit(jax.vmap(learning_rate_factor(config)))(np.arange(steps, dtype=np.int32)))
+    return jax.device_get(jax.jit(jax.vmap(learning_rate_factor(config)))(np.arange(steps, dtype=np.int32)))
 
 
 def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
