@@ -383,8 +383,7 @@ def test_a_batch_without_a_real_token_leaves_finite_numbers():
     new, metrics = setup().step(setup().state, batch)
     assert float(metrics["loss"]) == 0
     assert float(metrics["tokens"]) == 0
-    finite = {name: np.isfinite(x).all() for name, x in leaves(new).items()}
-    assert [name for name, holds in finite.items() if not holds] == [".recent.skipped"]  # in which inf is no step
+    assert all(np.isfinite(x).all() for x in leaves(new).values())
 
 
 # --- precision -------------------------------------------------------------------------------------------------

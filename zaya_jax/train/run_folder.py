@@ -206,7 +206,8 @@ def _compare(folder: Path, config: Config) -> None:
         if not _is_free(key) and old.get(key, "nothing") != new.get(key, "nothing"):
             raise InputError(
                 f"{path.parent} holds a run of another configuration: {key} was {old.get(key, 'nothing')!r} and is now "
-                f"{new.get(key, 'nothing')!r}. Choose another run_dir, or take the old value to go on with that run."
+                f"{new.get(key, 'nothing')!r}. Take the old value to resume that run, or choose another run_dir, where "
+                f"resume_from={path.parent} continues it with other settings."
             )
 
 

@@ -13,6 +13,7 @@ _FEWEST = 16  # steps to compare with (or the whole window, where that is shorte
 # Least deviations that count as one: without them, values that hardly move would make a spike of a ripple.
 _LEAST_LOSS = 0.01  # of the median
 _LEAST_LOG_NORM = 0.1
+_NONE = -1.0  # no loss is below 0
 
 
 class Recent(NamedTuple):
@@ -21,7 +22,7 @@ class Recent(NamedTuple):
     Attributes:
       values: fp32 [2, window], of accepted steps; 0 where there is none yet.
       accepted: int32, accepted steps of the phase.
-      skipped: fp32 [2, window], of the steps skipped in a row just now, the newest last; inf where there is none, or
+      skipped: fp32 [2, window], of the steps skipped in a row just now, the newest last; -1 where there is none, or
         where one was not finite. None in checkpoints of versions that did not keep it.
     """
 
@@ -68,11 +69,11 @@ def remember_skipped(config: SpikeConfig, recent: Recent, loss: jax.Array, norm:
     another level: they become the history that the next step is compared with.
     """
     newest = _values(loss, norm)
-    newest = jnp.where(jnp.isfinite(newest).all(), newest, jnp.inf)
+    newest = jnp.where(jnp.isfinite(newest).all(), newest, _NONE)
     skipped = jnp.concatenate([recent.skipped[:, 1:], newest[:, None]], axis=1)
     if not config.window:
         return recent._replace(skipped=skipped)
-    consistent = (skipped <= _limit(config, skipped)[:, None]).all() & jnp.isfinite(skipped).all()
+    consistent = (skipped <= _limit(config, skipped)[:, None]).all() & (skipped[0] != _NONE).all()
     return Recent(
         jnp.where(consistent, skipped, recent.values),
         jnp.where(consistent, config.window, recent.accepted),
@@ -85,7 +86,7 @@ def forget(recent: Recent, new_phase: jax.Array) -> Recent:
     return Recent(
         jnp.where(new_phase, 0.0, recent.values),
         jnp.where(new_phase, 0, recent.accepted),
-        jnp.where(new_phase, jnp.inf, recent.skipped),
+        jnp.where(new_phase, _NONE, recent.skipped),
     )
 
 
@@ -99,7 +100,7 @@ def resize(config: SpikeConfig, recent: Recent) -> Recent:
     accepted = jnp.minimum(recent.accepted, min(before, kept))
     values = jnp.roll(_last(oldest_first, kept, 0.0), accepted - kept, axis=1)
     values = jnp.where(jnp.arange(kept) < accepted, values, 0.0)
-    return Recent(values, accepted, _last(skipped, kept, jnp.inf))
+    return Recent(values, accepted, _last(skipped, kept, _NONE))
 
 
 def _last(values: jax.Array, count: int, empty: float) -> jax.Array:
@@ -108,7 +109,7 @@ def _last(values: jax.Array, count: int, empty: float) -> jax.Array:
 
 
 def _no_skipped(window: int) -> jax.Array:
-    return jnp.full((2, window), jnp.inf, jnp.float32)
+    return jnp.full((2, window), _NONE, jnp.float32)
 
 
 def _limit(config: SpikeConfig, known: jax.Array) -> jax.Array:
