@@ -177,8 +177,9 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
             runs[place(call), call.stage, call.kind, " ".join(call.over)] += call.times
     assert dict(runs) == EXPECTED[name]
 
-    # Sums are of counts of tokens, of the loss and its tokens, of the norm's square by leaf, and of the gradients of
-    # what is not split. The compiler joins some of them, and so it is their arrays that are counted.
+    # Sums are of counts of tokens, of the loss and its tokens, of the squared norms of gradients and updates by leaf,
+    # and of the gradients of what is not split. The compiler joins some of them, and so it is their arrays that are
+    # counted.
     summed = Counter()
     for call in calls:
         if call.kind == "all-reduce":
@@ -188,7 +189,7 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
     by_expert = 2 * EXPERTS if LAYOUTS[name].expert > 1 else EXPERTS  # first those that have the same experts
     temperatures = MICRO if name == "micro_batch" else 1
     assert summed == {Array("s32", (2, 9)): 1, Array("f32", (2, 1)): temperatures,
-                      Array("f32", ()): 2 + SPLIT - EXPERTS + by_expert}  # fmt: skip
+                      Array("f32", ()): 2 + 2 * (SPLIT - EXPERTS + by_expert)}  # fmt: skip
 
 
 def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothing_else():

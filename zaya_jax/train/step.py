@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps
@@ -84,7 +83,8 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
         sums, grads = gradient(state.params, state.balance, batch, base)
         tokens = jnp.maximum(sums["tokens"], 1.0)
         loss = sums["loss"] / tokens
-        norm = optax.tree.norm(grads) / tokens
+        grad_squares = _squares(grads)
+        norm = jnp.sqrt(sum(grad_squares.values())) / tokens
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
         recent = forget(state.recent, (state.step == firsts).any())
         skip = judge(spike, recent, loss, norm)
@@ -95,7 +95,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
             target=layout.target,
         )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
-        update_norms = _norm_by_role(updates, blueprint)
+        update_norms = _norm_by_role(_squares(updates), blueprint)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
@@ -111,7 +111,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
             "tokens": sums["tokens"],
             "skipped": skipped,
             "skip": skip,
-            "grad_norm_by_role": {role: x / tokens for role, x in _norm_by_role(grads, blueprint).items()},
+            "grad_norm_by_role": {role: x / tokens for role, x in _norm_by_role(grad_squares, blueprint).items()},
             "update_norm_by_role": {role: jnp.where(skip == 0, rate * x, 0.0) for role, x in update_norms.items()},
             "expert_counts": sums["counts"],
             **{name: sums[name] for name in ("source_loss", "source_tokens") if name in sums},
@@ -140,11 +140,17 @@ def make_evaluation_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) ->
     return layout.sums(sums)
 
 
-def _norm_by_role(tree: Any, blueprint: Blueprint) -> dict[str, jax.Array]:
-    """Euclidean norm over all leaves of each role; of gradients XLA merges the sums with those of the whole norm."""
-    roles = {blueprint.roles[name] for name in tree}
-    return {role: optax.tree.norm({name: x for name, x in tree.items() if blueprint.roles[name] == role})
-            for role in sorted(roles)}  # fmt: skip
+def _squares(tree: Any) -> dict[str, jax.Array]:
+    """The squared norm of each leaf of a flat dict, in the order of its names."""
+    return {name: jnp.square(tree[name]).sum() for name in sorted(tree)}
+
+
+def _norm_by_role(squares: dict[str, jax.Array], blueprint: Blueprint) -> dict[str, jax.Array]:
+    """Of squared norms by leaf, the norm over all leaves of each role."""
+    totals: dict[str, Any] = {}
+    for name, square in squares.items():
+        totals[blueprint.roles[name]] = totals.get(blueprint.roles[name], 0.0) + square
+    return {role: jnp.sqrt(total) for role, total in totals.items()}
 
 
 def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
