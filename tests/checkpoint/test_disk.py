@@ -75,7 +75,7 @@ def full_and_freed(root):
         assert restored(folder) == 1
         fill(ballast, 0)
         open_store(folder, told := []).take_over(1)
-        assert "cannot be written: No space left on device. Training goes on" in told[0]
+        assert "cannot be written: No space left on device. Training continues" in told[0]
         assert names(folder) == ["1", "GENERATION"]
         ballast.unlink()
         freed = saved_when_due(store, 20)
@@ -134,5 +134,5 @@ def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_
 
 def test_a_folder_that_is_read_only_for_a_while_is_written_again(tmp_path):
     said = in_own_file_system(tmp_path, read_only_for_a_while)
-    assert "Read-only file system. Training goes on, the newest checkpoint is that of step 2" in said[0]
+    assert "Read-only file system. Training continues, the newest checkpoint is that of step 2" in said[0]
     assert said[-1].endswith("is saved.")

@@ -193,7 +193,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
         store.save(2, make_state(2), ABOUT)
         assert not store.settle()
         assert "The checkpoint of step 2 could not be saved" in said[0]
-        assert "Training goes on" in said[0]
+        assert "Training continues" in said[0]
         assert not store.due()  # not yet
         (tmp_path / "run").unlink()
         os.rename(tmp_path / "away", tmp_path / "run")
@@ -225,7 +225,7 @@ def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
         store.save(2, make_state(2), ABOUT)
-    assert "Training goes on" in said[0]
+    assert "Training continues" in said[0]
 
 
 def test_a_state_that_cannot_be_read_is_told_and_leaves_nothing(tmp_path):

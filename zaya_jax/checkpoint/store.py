@@ -124,7 +124,7 @@ class CheckpointStore:
         """
         self._newest = step
         if problem := self._take_over():
-            self._tell(f"{problem} Training goes on, and what is saved is looked after when that can be written.")
+            self._tell(f"{problem} Training continues; the next save tries again.")
 
     def _take_over(self) -> str:
         problem, generation = "", 0
