@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import socket
 import threading
 import time
 
@@ -262,6 +263,19 @@ def test_a_pod_that_cannot_find_the_others_is_not_left_to_train_alone(monkeypatc
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match=r"by the package kubernetes .*, or by --coordinator"):
         join(None, None, None, join_seconds=1, silence_seconds=1)
+
+
+def test_the_coordinator_of_a_launcher_is_named_with_what_changes_its_port(monkeypatch):
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "127.0.0.1,node2", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("JAX_COORDINATOR_PORT", str(port))
+        with pytest.raises(
+            InputError, match=rf"at Slurm's coordinator 127\.0\.0\.1:{port}: .* \(JAX_COORDINATOR_PORT\)"
+        ):
+            join(None, None, None, join_seconds=1, silence_seconds=1)
 
 
 def test_alone_nothing_is_lost():

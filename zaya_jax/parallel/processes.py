@@ -49,11 +49,11 @@ def join(
       coordinator: HOST:PORT of process 0; with `processes` and `process`, or all three left to the launcher.
       processes: of the job.
       process: this one's number.
-      join_seconds: how long to wait for the coordinator.
+      join_seconds: how long to wait for the other processes.
       silence_seconds: how long another process may go unheard before this one ends; above zero.
 
     Raises:
-      InputError: only some of the three are given, or cannot be; or the coordinator cannot be reached.
+      InputError: only some of the three are given, or cannot be; or the processes do not meet, see `meet`.
     """
     given = (coordinator, processes, process)
     if any(one is not None for one in given) and None in given:
@@ -76,6 +76,10 @@ def join(
     job = _job(coordinator, processes, process, source)
     peers = meet(job, join_seconds)
     watch = Watch(peers, silence_seconds) if peers else None
+    # The processes have reached each other directly, where gRPC would ask the proxy of http_proxy. Its variables are
+    # in lower case.
+    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
+    os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
     try:
         jax.distributed.initialize(
             relay(job.host.strip("[]"), job.port) if job.process else job.address, job.processes, job.process,
