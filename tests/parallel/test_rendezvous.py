@@ -36,24 +36,25 @@ def meeting(numbers, processes, seconds=0.6, port=None, host="127.0.0.1"):
         return list(pool.map(lambda job: outcome(job, seconds), jobs))
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.integers(1, 4).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(0, n - 1), max_size=n))))
 def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
     processes, others = drawn
     numbers = [0, *others][:processes]
-    found = meeting(numbers, processes)
     twice = {one for one in numbers if numbers.count(one) > 1}
     missing = [one for one in range(processes) if one not in numbers]
-    for number, result in zip(numbers, found, strict=True):
-        said = str(result)
-        if twice:  # of several, the first to be seen
-            assert any(f"Two processes are numbered {one}," in said for one in twice)
-        elif missing:
-            listed = ", ".join(map(str, missing))
-            assert said.startswith(f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coord")
-            assert f"{', '.join(map(str, sorted(numbers)))} did" in said
-        else:
-            assert result == ([0] if number else list(range(1, processes)))
+    found = meeting(numbers, processes, 2 if missing else 20)
+    if twice:  # of several, the first to be seen; one that comes later finds nobody
+        said = [str(one) for one in found]
+        assert sum(any(f"Two processes are numbered {one}," in text for one in twice) for text in said) >= 2, said
+        assert all("numbered" in text or "process 0" in text.lower() for text in said), said
+    elif missing:
+        listed, came = (", ".join(map(str, some)) for some in (missing, sorted(numbers)))
+        for said in found:
+            assert f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coordinator" in said
+            assert f" {came} did" in said
+    else:
+        assert found == [[0] if number else list(range(1, processes)) for number in numbers]
 
 
 def test_another_number_of_processes_is_told_to_all():

@@ -168,9 +168,10 @@ class _Gathering:
                     else:
                         self._selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
         self._arrived.pop(0).close()
-        for peer in self._arrived.values():  # not before the port is free
+        others = [self._arrived[process] for process in sorted(self._arrived)]
+        for peer in others:  # not before the port is free
             peer.send(_READY)
-        return list(self._arrived.values())
+        return others
 
     def _listen(self) -> socket.socket:
         # As jax's service will: at every interface, unless told otherwise.
