@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.data import template_runner
 from zaya_jax.data.chat import (
     DEFAULT_TEMPLATE,
     ROLES,
@@ -187,42 +186,6 @@ def test_a_template_that_fails_with_a_conversation_says_why(source, reason):
         rendered(Template(source + GENERATION, "x"), conversation)
     assert not isinstance(raised.value, InputError)
     assert conversation == [assistant("abc", reasoning="because")]
-
-
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("{% for i in range(9 ** 5) %}{% for i in range(9 ** 5) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
-        ("{% set n = messages | length %}{{ 'ab' * (n * 10 ** 10) }}", "needs more than 1,024 MiB of memory"),
-        ("{% set n = messages | length %}{{ 'ab' | center(n * 10 ** 10) }}", "needs more than 1,024 MiB of memory"),
-        ("{{ 'a' * (2 ** 24 + 1) }}", "writes more than 16,777,216 characters"),
-    ],
-)  # fmt: skip
-def test_a_template_without_end_is_stopped_and_the_next_one_runs(default, monkeypatch, source, reason):
-    monkeypatch.setattr(template_runner, "SECONDS", 1)
-    before = rendered(default, [assistant()])
-    with pytest.raises(ValueError, match=f"^the chat template fails: it {reason}$"):
-        rendered(Template(source + GENERATION, "x"), [assistant()])
-    assert rendered(default, [assistant()]) == before
-
-
-def test_a_template_that_cannot_be_compiled_in_time_is_refused(monkeypatch):
-    monkeypatch.setattr(template_runner, "SECONDS", 1)
-    with pytest.raises(InputError, match=r"^The chat template x cannot be compiled: it takes more than 1 s\.$"):
-        Template("{{ 10 ** (10 ** 9) }}" + GENERATION, "x")
-
-
-def test_an_interrupted_rendering_is_not_taken_for_the_next_one(default, monkeypatch):
-    def interrupt(process, data):
-        send(process, data)
-        raise KeyboardInterrupt
-
-    send = template_runner._Runner._send
-    with monkeypatch.context() as patch:
-        patch.setattr(template_runner._Runner, "_send", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            rendered(default, [assistant("first")])
-    assert "second" in joined(rendered(default, [assistant("second")]))
 
 
 def test_a_conversation_too_deep_to_copy_is_refused(default):

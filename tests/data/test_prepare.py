@@ -4,8 +4,6 @@ import json
 import shutil
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import tokenizers
 from hypothesis import given
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import models, pre_tokenizers
 
 from tests.data.prepare_helpers import (
-    CHAT,
     QUARTER,
     check_nothing_else,
     check_same,
@@ -23,9 +20,7 @@ from tests.data.prepare_helpers import (
     write_input,
     write_jsonl,
     write_lines,
-    write_megatron,
 )
-from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.manifest import MANIFEST
 from zaya_jax.data.prepare import (
     PrepareSettings,
@@ -34,8 +29,7 @@ from zaya_jax.data.prepare import (
     prepare,
 )
 from zaya_jax.data.shards import Records
-from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
-from zaya_jax.errors import InputError
+from zaya_jax.data.tokenizer import train_tokenizer
 
 documents = st.lists(
     st.one_of(
@@ -92,76 +86,6 @@ def test_another_field_and_other_endings_are_read_where_they_are_named(tmp_path,
     assert read_back(tmp_path / "logs") == {"train": ["left out"] * 20, "heldout": []}
 
 
-def test_documents_of_megatron_end_once_and_fit_the_vocabulary(tmp_path, tokenizer):
-    loaded = load_tokenizer(tokenizer)
-    texts = make_texts(6)
-    ids = [loaded.encode(text) for text in texts]
-    ids[1] += [loaded.eot]
-    bad = [[5, loaded.vocab_size, 5], [5, -1], [loaded.eot], [], [5, loaded.eot, 5]]
-    path = write_megatron(tmp_path / "in", [*ids[:3], *bad[:2], *ids[3:], *bad[2:]])
-    with pytest.raises(InputError, match=rf"^5 documents .*\n  {path}:4: wrong tokens: .* below {loaded.vocab_size}"):
-        prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1)
-    manifest = prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1, max_bad=5)
-    check_same(texts, read_back(tmp_path / "out"))
-    assert manifest.counts == {"wrong tokens": 3, "empty": 1, "end inside": 1}
-    lines = [int(example.removeprefix(f"{path}:").partition(":")[0]) for example in manifest.examples]
-    assert lines == [4, 5, 9, 10, 11]
-
-
-def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
-    loaded = load_tokenizer(tokenizer)
-    said = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"{text}?"},
-             {"role": "assistant", "content": text, "reasoning": "ä ☃"}] for text in make_texts(20)]  # fmt: skip
-    thinking = {"role": "assistant", "content": "<think>hm</think>yes"}
-    forged = [{"role": "user", "content": "a <|endoftext|>"}, {"role": "assistant", "content": "b"}]
-    lines = [*said[:5], [said[0][0]], *said[5:], forged, [thinking], "text", [{"role": "cat", "content": "miaow"}]]
-    path = write_lines(tmp_path / "in.jsonl", [{"messages": line} for line in lines])
-    with pytest.raises(InputError, match=rf"{path}:6: no conversation: .* no message of the assistant"):
-        prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, unit_bytes=600)
-    manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, unit_bytes=600, max_bad=4)
-    assert manifest.kind == "chat"
-    assert manifest.counts == {"no conversation": 3, "special token": 1}
-    assert any("'<|endoftext|>', which would end a turn" in example for example in manifest.examples)
-    expected, found = [*said, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
-    for split in SPLITS:
-        entry = manifest.split(split)
-        found[split] = [json.loads(record) for record in Records(tmp_path / "out", entry.shards)]
-        texts = [[text for message in one for text in (message.get("reasoning", ""), message["content"]) if text]
-                 for one in found[split]]  # fmt: skip
-        lengths = np.load(tmp_path / "out" / entry.lengths.file)
-        assert lengths.tolist() == [sum(len(loaded.encode(text)) for text in some) for some in texts]
-        assert (entry.documents, entry.tokens) == (len(lengths), lengths.sum())
-        assert entry.text_bytes == sum(len(text.encode()) for some in texts for text in some)
-        assert found[split] == [one for one in expected if one in found[split]]
-    assert len(found["train"]) + len(found["heldout"]) == len(expected)
-
-
-def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
-    said = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    others = [{"tools": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
-    records = [{"conversations": said}, *({"conversations": said, **other} for other in others)]
-    path = write_lines(tmp_path / "in.jsonl", records)
-    with pytest.raises(
-        InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' beside 'conversations' is"
-    ):
-        prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1)
-    manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=2)
-    kept = [
-        json.loads(record) for split in SPLITS for record in Records(tmp_path / "out", manifest.split(split).shards)
-    ]
-    assert kept == [[{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]] * 2
-
-
-def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
-    message = pa.struct([("role", pa.string()), ("content", pa.string()), ("said", pa.timestamp("s"))])
-    said = [[{"role": "assistant", "content": "yes", "said": said}] for said in (None, 0)]
-    pq.write_table(pa.table({"messages": pa.array(said, pa.list_(message))}), tmp_path / "in.parquet")
-    inputs = [str(tmp_path / "in.parquet")]
-    with pytest.raises(InputError, match=r"in\.parquet:2: no conversation: it holds what JSON cannot"):
-        prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1)
-    assert prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=1).counts == {"no conversation": 1}
-
-
 @pytest.mark.parametrize(("tokens", "dtype"), [(256, "|u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4")])
 def test_a_token_takes_the_fewest_bytes_that_hold_the_vocabulary(tmp_path, tokens, dtype):
     backend = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(tokens)}, "w0"))
@@ -175,34 +99,7 @@ def test_a_token_takes_the_fewest_bytes_that_hold_the_vocabulary(tmp_path, token
     assert record == np.array([tokens - 1, 1, tokens - 2, tokens - 1], dtype).tobytes()
 
 
-def test_a_text_that_makes_the_token_which_ends_documents_is_refused(tmp_path):
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, "a"))  # where it is not special
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(tmp_path / "words.json"))
-    path, output = write_jsonl(tmp_path / "in.jsonl", ["a b", "a </s> b", "b"]), tmp_path / "out"
-    with pytest.raises(InputError, match=rf"\n  {path}:2: end inside: its text makes the token '</s>'$"):
-        prepare([str(path)], tmp_path / "words.json", output, PrepareSettings(heldout=0), workers=1)
-    manifest = prepare([str(path)], tmp_path / "words.json", output, PrepareSettings(heldout=0), workers=1, max_bad=1)
-    assert (manifest.train.documents, manifest.counts) == (2, {"end inside": 1})
-
-
 # --- which are held out ----------------------------------------------------------------------------------------
-
-
-def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(tmp_path, tokenizer):
-    texts = make_texts(40)
-    loaded = load_tokenizer(tokenizer)
-    ids = [loaded.encode(text) for text in texts]
-    inputs = {"text": write_jsonl(tmp_path / "in.jsonl", texts)}
-    for dtype in ("int32", "int64", "uint16"):
-        inputs[dtype] = write_megatron(tmp_path / dtype, ids, dtype)
-    inputs["with ends"] = write_megatron(tmp_path / "ends", [[loaded.eot, *some, loaded.eot] for some in ids])
-    found = {}
-    for name, path in inputs.items():
-        prepare([str(path)], tokenizer, tmp_path / "out" / name, QUARTER, workers=1)
-        found[name] = read_back(tmp_path / "out" / name)
-    assert found["text"]["heldout"]
-    assert all(splits == found["text"] for splits in found.values())
 
 
 def test_held_out_is_a_part_of_the_documents_that_their_content_decides(tmp_path, tokenizer):

@@ -73,8 +73,8 @@ def _prepare(given: argparse.Namespace) -> None:
 
     field = given.field or ("messages" if given.chat else "text")
     kind = "chat" if given.chat else "tokens"
-    settings = PrepareSettings(kind, field, tuple(given.suffixes), given.eot, given.bos,
-                               given.heldout)  # fmt: skip
+    settings = PrepareSettings(kind, field, tuple(given.suffixes), given.eot, given.heldout,
+                               given.bos)  # fmt: skip
     manifest = prepare(given.input, given.tokenizer, given.output, settings, max_bad=given.max_bad,
                        workers=given.workers, task=given.task, tasks=given.of)  # fmt: skip
     if manifest is None:

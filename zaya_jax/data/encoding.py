@@ -30,8 +30,8 @@ class PrepareSettings:
     field: str = "text"  # key of JSON lines, column of Parquet and Arrow files
     suffixes: tuple[str, ...] = (".txt",)  # of files that are text, each one document
     eot: str | None = None  # token that ends a document; where None, the one the tokenizer is known to have
-    bos: str | None = None  # token that begins one, or 'none'; where None, see `find_special_tokens`
     heldout: float = 0.01  # part of the documents held out, by a hash of their content
+    bos: str | None = None  # token that begins a document, or 'none'; where None, see `find_special_tokens`
 
     def check(self) -> None:
         """Raise `InputError` where the held-out part cannot be."""

@@ -1,0 +1,54 @@
+import pytest
+
+from zaya_jax.data import template_runner
+from zaya_jax.data.chat import Template, load_template
+from zaya_jax.errors import InputError, RunStopped
+
+GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
+
+
+def render(template, content):
+    return [piece.text for piece in template.render([{"role": "assistant", "content": content}], bos="", eos="")]
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{% for i in range(9 ** 5) %}{% for i in range(9 ** 5) %}{% endfor %}{% endfor %}", "takes more than 1 s"),
+        ("{% set n = messages | length %}{{ 'ab' * (n * 10 ** 10) }}", "needs more than 1,024 MiB of memory"),
+        ("{% set n = messages | length %}{{ 'ab' | center(n * 10 ** 10) }}", "needs more than 1,024 MiB of memory"),
+        ("{{ 'a' * (2 ** 24 + 1) }}", "writes more than 16,777,216 characters"),
+    ],
+)  # fmt: skip
+def test_a_template_without_end_is_stopped_and_the_next_one_runs(monkeypatch, source, reason):
+    monkeypatch.setattr(template_runner, "SECONDS", 1)
+    default = load_template(None)
+    before = render(default, "answer")
+    with pytest.raises(ValueError, match=f"^the chat template fails: it {reason}$"):
+        render(Template(source + GENERATION, "x"), "answer")
+    assert render(default, "answer") == before
+
+
+def test_a_template_that_cannot_be_compiled_in_time_is_refused(monkeypatch):
+    monkeypatch.setattr(template_runner, "SECONDS", 1)
+    with pytest.raises(InputError, match=r"^The chat template x cannot be compiled: it takes more than 1 s\.$"):
+        Template("{{ 10 ** (10 ** 9) }}" + GENERATION, "x")
+
+
+def test_an_interrupted_rendering_is_not_taken_for_the_next_one(monkeypatch):
+    def interrupt(process, data):
+        send(process, data)
+        raise KeyboardInterrupt
+
+    default, send = load_template(None), template_runner._Runner._send
+    with monkeypatch.context() as patch:
+        patch.setattr(template_runner._Runner, "_send", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            render(default, "first")
+    assert "second" in "".join(render(default, "second"))
+
+
+def test_a_process_that_cannot_start_is_reported(monkeypatch):
+    monkeypatch.setattr(template_runner.sys, "executable", "/bin/false")
+    with pytest.raises(RunStopped, match=r"cannot run: it ended with status 1\. Try /bin/false -c"):
+        template_runner._Runner().ask({"source": "", "renderings": [], "seconds": 1})
