@@ -155,7 +155,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["pipe.jsonl"], r"pipe\.jsonl is neither a file nor a folder"),
         (["a.jsonl", "./none/../a.jsonl"], r"a\.jsonl is given twice"),
         (["a.jsonl", "folder", "folder/b.jsonl"], r"b\.jsonl is given twice"),
-        (["linked"], r"linked/b\.jsonl is given twice, as a link to .*linked/a\.jsonl;"),
+        (["linked"], r"linked/b\.jsonl is given twice, also as .*linked/a\.jsonl;"),
         (["rows.parquet"], r"hold no document: .*rows\.parquet"),
         ([], "must be a list of at least one"),
     ],

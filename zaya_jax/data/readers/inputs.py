@@ -129,14 +129,14 @@ def _file(path: Path, kind: Format) -> _File:
 
 
 def _check_distinct(files: Sequence[_File]) -> None:
-    seen = set()
+    seen: dict[str, str] = {}
     for file in files:
         path = os.path.realpath(file.path)
         if path in seen:
-            link = f", as a link to {path}" if os.path.abspath(file.path) != path else ""
+            link = "" if os.path.abspath(seen[path]) == os.path.abspath(file.path) else f", also as {seen[path]}"
             raise InputError(f"The file {file.path} is given twice{link}; give each file or a folder that holds it, "
                              "once.")  # fmt: skip
-        seen.add(path)
+        seen[path] = file.path
 
 
 def _units(files: Sequence[_File], unit_bytes: int) -> Iterator[Unit]:
