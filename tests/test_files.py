@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.files import locked, partial_name, write_atomically
+from zaya_jax.files import locked, partial_name, read_json, write_atomically
 
 ROOT = Path(__file__).parent.parent.parent
 HOLDER = """
@@ -70,6 +70,20 @@ def test_a_file_that_cannot_take_its_place_leaves_no_partial_one(tmp_path):
     with pytest.raises(OSError, match="folder"):
         write_atomically(tmp_path / "folder", "text")
     assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_json_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"a": [1]}')
+    assert read_json(path) == {"a": [1]}
+    for content, said in ((b"{", "is not JSON"), (b"[" * 10**6, "is not JSON"), (b"\xff", "is not JSON"),
+                          (b"1" * 5000, "is not JSON"), (b" " * 2**26 + b"1", "is longer than")):  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"a\.json {said}"):
+            read_json(path)
+    path.unlink()
+    with pytest.raises(InputError, match=r"a\.json cannot be read: No such file"):
+        read_json(path)
 
 
 def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):

@@ -1,14 +1,20 @@
+import json
 import re
 import shlex
+import shutil
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
+from tests.checkpoint.test_safetensors import VALUES
 from tests.train_helpers import ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.commands import list_run, size_text
+from zaya_jax.checkpoint.digest import digest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 
@@ -94,3 +100,62 @@ def test_the_document_shows_what_there_is(tmp_path):
     (tmp_path / "config.yaml").write_text(f"extends: {ROOT / 'configs' / 'tiny.yaml'}\n{section}")
     assert load_config(tmp_path / "config.yaml").checkpoint.verify == "readback"
     assert yaml.safe_load(section)["checkpoint"]["keep_best"] == 1
+
+
+def places(tree, at=()):
+    """Every place in a JSON value, as the keys that lead there."""
+    yield at
+    for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
+        yield from places(inner, (*at, key))
+
+
+def replaced(tree, at, value):
+    if not at:
+        return value
+    changed = tree.copy()
+    changed[at[0]] = replaced(tree[at[0]], at[1:], value)
+    return changed
+
+
+def write_manifest(folder, content):
+    """As the manifest of a checkpoint, with the digest that its content has."""
+    for path in folder.glob("manifest-*"):
+        path.unlink()
+    (folder / f"manifest-{digest(content)}.json").write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def changing(tmp_path_factory):
+    """Two checkpoints, and the manifest of the second."""
+    folder = save_run(tmp_path_factory.mktemp("changing") / "run", [1, 2]) / "checkpoints" / "2"
+    return folder, json.loads(next(folder.glob("manifest-*")).read_bytes())
+
+
+@settings(max_examples=3 * settings.default.max_examples)
+@given(data=st.data())
+def test_a_manifest_of_any_json_ends_in_a_sentence(changing, data):
+    folder, tree = changing
+    at = data.draw(st.sampled_from(list(places(tree))))
+    write_manifest(folder, json.dumps(replaced(tree, at, data.draw(VALUES))).encode())
+    other, out = str(folder.parent / "1"), folder.parents[2] / "out"
+    for command in (["ls", str(folder.parents[1])], ["verify", str(folder)], ["inspect", str(folder)],
+                    ["diff", other, str(folder)], ["average", other, str(folder), "--output", str(out)],
+                    ["export-hf", str(folder), str(out)]):  # fmt: skip
+        assert main(command) in (0, 1, 2)
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
+    folder = save_run(tmp_path / "run", [1, 2]) / "checkpoints" / "2"
+    deep = b'{"a":' * 10**5
+    (tmp_path / "run" / "phases.json").write_bytes(deep)
+    assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
+    (tmp_path / "run" / "phases.json").write_text("[7]")
+    assert said(capsys, "inspect", f"{tmp_path}/run@one")[0] == 2
+    assert said(capsys, "prune", tmp_path / "run", "--keep", "1", "--dry-run")[0] == 0
+    (tmp_path / "run" / "checkpoints" / "GENERATION").write_bytes(deep)
+    assert said(capsys, "ls", tmp_path / "run")[0] == 0
+    write_manifest(folder, deep)
+    status, text = said(capsys, "verify", folder)
+    assert status == 2 or "is no manifest of a checkpoint" in text.out
+    assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest that there is a manifest of

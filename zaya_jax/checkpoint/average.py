@@ -61,7 +61,7 @@ def average_checkpoints(folders: Sequence[Path], output: Path, base: str | None 
     opened = sorted((open_checkpoint(folder) for folder in folders), key=lambda one: one[0].step)
     newest, reader = opened[-1]
     target = output / "checkpoints" / str(newest.step)
-    if any(manifest.about["config"].get("lora") for manifest, _ in opened):
+    if any(manifest.about.get("config", {}).get("lora") for manifest, _ in opened):
         _average_adapters(opened, target, base)
     else:
         _average_parameters(opened, target)
@@ -118,7 +118,7 @@ def _check_adapters(opened: Sequence[Opened]) -> None:
     """Raise `InputError` unless all hold adapters of one model."""
     newest, reader = opened[-1]
     for manifest, other in opened:
-        if not manifest.about["config"].get("lora"):
+        if not manifest.about.get("config", {}).get("lora"):
             raise InputError(f"{other.folder} holds all parameters, but others hold adapters: merge those first, with "
                              "export-hf and import-hf, and average the imported ones.")  # fmt: skip
         if manifest.about["config"]["model"] != newest.about["config"]["model"]:

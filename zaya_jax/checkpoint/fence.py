@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zaya_jax.checkpoint.digest import digest
-from zaya_jax.files import write_atomically
+from zaya_jax.files import read_json, write_atomically
 
 _FILE = "GENERATION"
 _LEAP = 1000  # more generations than save nothing in a row
@@ -30,11 +30,12 @@ class Fence(NamedTuple):
 def read_fence(folder: Path) -> Fence | None:
     """The newest generation; None where none was taken, as in a copy of checkpoints, or it cannot be read."""
     try:
-        tree = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+        tree = read_json(folder / _FILE)
         if digest(_text(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
             return None
-        return Fence(tree["generation"], {int(step): one for step, one in tree["accepted"].items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        fence = Fence(tree["generation"], {int(step): one for step, one in tree["accepted"].items()})
+        return fence if all(type(one) is int for one in (fence.generation, *fence.accepted.values())) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -6,7 +6,6 @@ up for dead have saved; `100.deleted` is about to be gone. A file `PINNED` in a 
 a file `VERIFIED` says that it was read and found whole.
 """
 
-import json
 import re
 import shutil
 import time
@@ -16,6 +15,7 @@ from zaya_jax.checkpoint.fence import read_fence
 from zaya_jax.checkpoint.manifest import has_manifest, peek
 from zaya_jax.checkpoint.retention import Saved
 from zaya_jax.errors import InputError
+from zaya_jax.files import read_json
 
 FOLDER = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
@@ -98,9 +98,17 @@ def counts(folder: Path, step: int, generation: int) -> bool:
 def ends_of_phases(run: Path) -> set[int]:
     """The steps of a run after which a phase was done."""
     try:
-        return set(json.loads((run / PHASES).read_text(encoding="utf-8")).values())
-    except (OSError, ValueError, AttributeError):
+        return set(_phase_ends(run).values())
+    except ValueError:
         return set()
+
+
+def _phase_ends(run: Path) -> dict[str, int]:
+    """The last step of each phase that is done, by name; ValueError where that is not known."""
+    ends = read_json(run / PHASES)
+    if not isinstance(ends, dict) or not all(type(step) is int for step in ends.values()):
+        raise ValueError(f"{run / PHASES} holds something else than steps by name.")
+    return ends
 
 
 def checkpoint_folder(path: str, what: str = "init_from") -> Path:
@@ -119,8 +127,8 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     steps = [one.step for one in describe_saved(folder / FOLDER)]
     if at:
         try:
-            ends = json.loads((folder / PHASES).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            ends = _phase_ends(folder)
+        except ValueError as error:
             raise InputError(f"{what} is {path!r}, but {folder} is no run whose phases are known.") from error
         if phase not in ends:
             raise InputError(f"{what} is {path!r}, but the phases of {folder} that are done are: "

@@ -86,7 +86,7 @@ def compare_checkpoints(one: Path, other: Path) -> Iterator[Distance]:
 
 def configurations(one: Manifest, other: Manifest) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with both values."""
-    first, second = (dict(_flat(manifest.about["config"])) for manifest in (one, other))
+    first, second = (dict(_flat(manifest.about.get("config", {}))) for manifest in (one, other))
     for key in [*first, *(key for key in second if key not in first)]:
         if first.get(key) != second.get(key):
             yield key, first.get(key), second.get(key)

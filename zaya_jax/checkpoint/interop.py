@@ -87,11 +87,14 @@ def export_hf(
 
 
 def architecture(about: dict[str, Any]) -> ModelConfig:
-    """The model of a checkpoint, with the positions of the phase it is of."""
-    if PARAMETERS_ALONE in about:
-        return model_from_dict(about["config"]["model"])
-    config = from_dict(about["config"])
-    return config.model_of(next(phase for phase in config.phases if phase.name == about["phase"]))
+    """The model of a checkpoint, with the positions of the phase it is of; `InputError` where it does not say."""
+    try:
+        if PARAMETERS_ALONE in about:
+            return model_from_dict(about["config"]["model"])
+        config = from_dict(about["config"])
+        return config.model_of(next(phase for phase in config.phases if phase.name == about["phase"]))
+    except (KeyError, StopIteration) as error:
+        raise InputError("The manifest of the checkpoint does not say which model it holds.") from error
 
 
 def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint.digest import Digests, digest, joined
+from zaya_jax.checkpoint.digest import Digests, digest, joined, read_slice
 from zaya_jax.errors import InputError
 from zaya_jax.files import sync_folder, write_atomically
 
@@ -14,6 +14,10 @@ STATE = "state"  # the folder of the arrays, which is Orbax's
 DIGESTS = "digests"  # the folder of each process's digests
 _VALUES = f"{STATE}/ocdbt.process_"
 _NAME = "manifest-{}.json"  # with the digest of its content
+_KINDS = {"step": int, "generation": int, "about": dict, "leaves": dict, "files": dict, "digests": dict,
+          "read_back": bool}  # fmt: skip
+_ABOUT = {"config": dict, "environment": dict, "versions": dict, "phase": str, "tokens_seen": int,
+          "heldout_loss": (int, float, type(None))}  # fmt: skip
 
 
 class Damaged(Exception):
@@ -96,11 +100,41 @@ def _read(folder: Path) -> Manifest:
     content = _bytes(paths[0])
     if paths[0].name != _NAME.format(digest(content)):
         raise Damaged(f"{paths[0]} is not what was written.")
-    tree = json.loads(content)
-    if tree["format"] > FORMAT:
+    try:
+        tree = json.loads(content)
+        newer = tree["format"] > FORMAT
+        manifest = None if newer else _checked(Manifest(**tree))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise Damaged(f"{paths[0]} is no manifest of a checkpoint: {str(error)[:200]}.") from error
+    if manifest is None:
         raise InputError(f"{folder} is a checkpoint of format {tree['format']}, but this zaya_jax knows formats up to "
                          f"{FORMAT}: take a newer one.")  # fmt: skip
-    return Manifest(**tree)
+    return manifest
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """The manifest, if its parts have the types that readers count on; ValueError otherwise.
+
+    Its digest tells damage. A file somebody else has made has a right one, too.
+    """
+    for key, kind in _KINDS.items():
+        if type(getattr(manifest, key)) is not kind:
+            raise ValueError(f"its {key} is of type {type(getattr(manifest, key)).__name__}")
+    for key, kinds in _ABOUT.items():
+        if key in manifest.about and not isinstance(manifest.about[key], kinds):
+            raise ValueError(f"its {key} is of type {type(manifest.about[key]).__name__}")
+    for name, leaf in manifest.leaves.items():
+        shape = leaf.get("shape") if isinstance(leaf, dict) else None
+        sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if not sizes or not isinstance(leaf.get("dtype"), str):
+            raise ValueError(f"the array {name:.100} has no dtype and shape")
+    for name, size in manifest.files.items():
+        if type(size) is not int or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it lists the file {name!r:.100} of {size!r:.100} bytes")
+    for name, text in manifest.digests.items():
+        if name not in manifest.files or not isinstance(text, str):
+            raise ValueError(f"it has a digest of {name!r:.100}, which is none of its files")
+    return manifest
 
 
 def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int = 1) -> Digests:
@@ -108,8 +142,16 @@ def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int
 
     The reader of a number sees to what the process of that number saved, which in the same layout it has.
     """
-    files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
-    return joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
+    try:
+        files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
+        found = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
+        for where in (where for parts in found.values() for where in parts):
+            read_slice(where)
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise Damaged(f"{folder / DIGESTS} holds no digests of a checkpoint: {str(error)[:200]}.") from error
+    return found
 
 
 def _process(name: str) -> int:

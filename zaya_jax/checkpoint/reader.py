@@ -44,7 +44,7 @@ class CheckpointReader:
             if "at" in leaf:
                 return unbundle(self._bundled(), leaf)[where]
             return self._array(name, where)
-        except (ValueError, OSError) as error:
+        except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             why = " ".join(str(error).split())[:200]
             told = f"The array {name} in {self.folder} cannot be read: {why}"
             # What the system says, but that there is no such file, says nothing against what lies there.

@@ -76,7 +76,7 @@ def check_base(folder: Path, config: Config, base: Base) -> None:
         return
     try:
         then = json.loads((folder / BASE).read_text(encoding="utf-8"))["fingerprint"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{folder / BASE} cannot be read, so it is not known what the adapters of this run are of; "
                          "choose another run_dir.") from error  # fmt: skip
     if then != (now := fingerprint({**base.params, **base.balance})):
