@@ -52,7 +52,7 @@ def test_a_run_has_its_steps_and_several_epochs(tiny, stream):
     assert rows.sum() == train.tokens - train.documents
 
 
-# A digest of `tokens`, `targets`, `segment_ids` and `loss_mask`, taken when files began to be held out by their content.
+# A digest of `tokens`, `targets`, `segment_ids` and `loss_mask`, taken when files came to be held out by content.
 FIRST_ROWS = "25e6ca4a07ae3bfb13da3ac6"
 
 
