@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -8,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.errors import InputError
-from zaya_jax.train.tracker import JsonlTracker, read_rows
+from zaya_jax.train import tracker as module
+from zaya_jax.train.tracker import DiskGuard, JsonlTracker, read_rows
 
 
 def row(step):
@@ -92,6 +95,54 @@ def test_numbers_survive_to_the_last_bit_and_those_that_are_none_become_null(tmp
     assert first == {"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]}
     assert math.copysign(1, first["load_entropy"][1]) == -1
     assert second == {"step": 2, "loss": None, "load_entropy": [None, 1.0]}
+
+
+class Disk:
+    """A disk whose next calls take so many bytes, or are refused (None); a sync that is loses what was written."""
+
+    def __init__(self, calls):
+        self.calls, self.synced = list(calls), 0
+
+    def take(self, size):
+        room = self.calls.pop(0) if self.calls else size
+        if room is None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return min(room, size)
+
+    def pwrite(self, file, data, offset):
+        return os.pwrite(file, data[: self.take(len(data))], offset)
+
+    def fsync(self, file):
+        try:
+            self.take(0)
+        except OSError:
+            os.ftruncate(file, self.synced)
+            raise
+        self.synced = os.fstat(file).st_size
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+
+@given(calls=st.lists(st.sampled_from([None, None, 1, 30, 1000]), max_size=30), syncs=st.sets(st.integers(1, 6)))
+def test_a_row_that_cannot_be_written_is_written_later(calls, syncs):
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path, said, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
+        patch.setattr(module, "os", disk)
+        whole = b""
+        with JsonlTracker(path, 0, disk=DiskGuard(said.append)) as tracker:
+            for step in range(1, 7):
+                tracker.log(row(step))
+                whole += (json.dumps(row(step)) + "\n").encode()
+                assert whole.startswith(path.read_bytes())
+                if step in syncs:
+                    problem = tracker.sync()
+                    assert problem or path.read_bytes() == whole
+                    assert not problem or "metrics.jsonl cannot be written: No space left on device." in problem
+            disk.calls = []
+        assert path.read_bytes() == whole
+        assert len(said) == 2 * sum("Training continues" in sentence for sentence in said)  # each failure ends
+        assert all("no row is missing" in sentence for sentence in said[1::2])
 
 
 def test_rows_that_a_run_drops_are_counted(tmp_path):
