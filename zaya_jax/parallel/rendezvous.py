@@ -11,7 +11,6 @@ import os
 import selectors
 import socket
 import time
-import uuid
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -144,7 +143,6 @@ class _Gathering:
     def __init__(self, job: Job, seconds: float) -> None:
         self._job, self._seconds = job, seconds
         self._arrived: dict[int, Peer] = {}
-        self._token = uuid.uuid4().hex  # tells this process from another that is numbered 0
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
@@ -153,7 +151,7 @@ class _Gathering:
         with contextlib.ExitStack() as stack, self._listen() as listener, self._selector:
             # Where another process 0 listens at the address, this one learns it from that.
             itself = stack.enter_context(contextlib.closing(_connect(self._job, self._seconds)))
-            itself.send(_hello(self._job, self._token))
+            itself.send(_hello(self._job))
             for one in (listener, itself):
                 self._selector.register(one, selectors.EVENT_READ)
             while len(self._arrived) < self._job.processes:
@@ -212,17 +210,15 @@ class _Gathering:
     def _introduce(self, peer: Peer, line: str) -> None:
         try:
             said = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
-            peer.process, processes, peer.host, token = (
-                int(said["process"]), int(said["processes"]), str(said["host"]), said["token"],
-            )  # fmt: skip
+            peer.process, processes, peer.host = int(said["process"]), int(said["processes"]), str(said["host"])
         except (ValueError, KeyError, TypeError):  # another program, which will go away
             return
         if processes != self._job.processes or not 0 <= peer.process < processes:
             self._refuse(f"Process {peer} was started with --processes {processes}, and process 0 with --processes "
                          f"{self._job.processes}. Start all with the same number.")  # fmt: skip
         first = self._arrived.setdefault(peer.process, peer)
-        if first is not peer or (peer.process == 0 and token != self._token):
-            hosts = f"{first.host or socket.gethostname()} and {peer.host}"
+        if first is not peer:
+            hosts = f"{first.host} and {peer.host}"
             self._refuse(f"Two processes are numbered {peer.process}, on {hosts}. Give each of the {processes} "
                          f"processes a --process of its own, 0 to {processes - 1}, and each job a port of its "
                          "own.")  # fmt: skip
@@ -247,9 +243,8 @@ def _named(numbers: list[int]) -> str:
     return f"Process{'es' if len(numbers) > 1 else ''} {some}"
 
 
-def _hello(job: Job, token: str = "") -> str:
-    return _HELLO + json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname(),
-                                "token": token})  # fmt: skip
+def _hello(job: Job) -> str:
+    return _HELLO + json.dumps({"process": job.process, "processes": job.processes, "host": socket.gethostname()})
 
 
 def _connect(job: Job, seconds: float) -> Peer:
