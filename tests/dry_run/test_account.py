@@ -49,7 +49,7 @@ def test_without_hardware_there_are_no_times():
     ("overrides", "devices", "said"),
     [
         (["parallel.fsdp=3"], 8, r"^parallel\.fsdp 3 .* is 3, which does not divide the 8 devices of this job\.$"),
-        ([], 3, r"^phases\[0\] \(train\)\.batch makes 16 sequences, but must make a multiple of 3, .*\.$"),
+        ([], 3, r"^train\.batch makes 16 sequences, but must make a multiple of 3, .*\.$"),
     ],
 )
 def test_what_cannot_be_laid_out_is_one_sentence(overrides, devices, said):
