@@ -52,7 +52,7 @@ def write_corpus():
 def tiny(tmp_path_factory, make_config, write_corpus):
     """A config and what `open_sources` makes of it."""
     root = tmp_path_factory.mktemp("tiny")
-    config = make_config(write_corpus(root / "corpus"), root / "cache")
+    config = make_config(write_corpus(root / "corpus"), root / "cache", heldout_fraction=0.4)
     return config, open_sources(config)
 
 

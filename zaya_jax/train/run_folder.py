@@ -29,7 +29,7 @@ CHANGES = "changes.jsonl"
 
 # Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. `check_past`
 # sees to phases.
-_RECORDED = ("phases", "train.spike.", "train.max_skipped_steps")
+_RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
 # The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every",
          "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip

@@ -58,8 +58,7 @@ def _contents(config: Config, prepared: Prepared) -> dict[str, str]:
     if origin is not None and (origin / _TOKENIZER).is_file() and (origin / _TOKENIZER).read_bytes() == raw:
         found, ids = _texts(origin) | found, special_ids(origin)
 
-    # Prepared folders without an entry for these begin and end documents with one token.
-    bos, eos = getattr(manifest, "bos", manifest.eot), getattr(manifest, "eos", manifest.eot) or manifest.eot
+    bos, eos = manifest.bos, manifest.eos or manifest.eot
     plain = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, "bos_token": bos,
             "eos_token": eos, "pad_token": manifest.eot}  # fmt: skip
     settings = _object(found, _CONFIG) if _CONFIG in found else plain
