@@ -7,7 +7,7 @@ import jax
 import yaml
 
 from tests.helpers import random_values, tiny_config
-from zaya_jax.checkpoint.hf_export import CARRIED, read_arrays, write_folder
+from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.config import load_config
 from zaya_jax.train.given import parameters_alone
 

@@ -17,7 +17,7 @@ from zaya_jax.checkpoint.hf_folder import Folder, open_folder
 from zaya_jax.checkpoint.hf_names import FIRST_GAMMA, is_bias
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.checkpoint.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer
+from zaya_jax.checkpoint.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
 from zaya_jax.errors import InputError
@@ -42,6 +42,7 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
       InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
     """
     folder = open_folder(path)
+    special_ids(folder.path)  # raises, before anything is written
     leaves = _leaves(folder)
     about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ALONE: True, "heldout_loss": None,
              "versions": versions()}  # fmt: skip
