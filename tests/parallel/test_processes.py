@@ -40,8 +40,8 @@ def ended(found, status=0):
     return [text for _, text in found]
 
 
-def assert_close(one, other, tolerance=1e-6):
-    """Equal arrays by name, but for rounding beside the largest element of each."""
+def assert_close(one, other, tolerance=1e-4):
+    """Equal arrays by name, but for rounding beside the largest element of each: Muon iterates in fp32."""
     assert one.keys() == other.keys()
     for name, value in one.items():
         scale = np.max(np.abs(other[name]), initial=1e-3)

@@ -35,6 +35,7 @@ def _forward(near: socket.socket, host: str, port: int) -> None:
         while data := near.recv(2**16):
             with contextlib.suppress(OSError):  # the service is gone, which `near` is not to learn
                 far.sendall(data)
+        far.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_answer`, which reads it
 
 
 def _answer(far: socket.socket, near: socket.socket) -> None:
