@@ -1,5 +1,6 @@
 """What a person sees who types something wrong: one sentence, status 2, and everything as it was."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,11 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
         (RunStopped("Three steps failed."), 1, "Stopped: Three steps failed.\n"),
         (InputError("A file is bad."), 2, "Error: A file is bad.\n"),
         (KeyboardInterrupt(), 130, "Stopped by Ctrl-C.\n"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "a/b"),
+            1,
+            "Stopped: [Errno 28] No space left on device: 'a/b'. Free some space, then rerun the command.\n",
+        ),
     ],
 )
 def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):

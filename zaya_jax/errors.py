@@ -1,4 +1,6 @@
-"""The one error a person can cause: bad input, told in a full sentence."""
+"""The errors that end a command with a full sentence, and its exit status."""
+
+import errno
 
 
 class InputError(ValueError):
@@ -31,4 +33,11 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return "Stopped by Ctrl-C.", 130
     if isinstance(error, Preempted):
         return str(error), error.status
+    if is_disk_full(error):
+        return f"Stopped: {error}. Free some space, then rerun the command.", 1
     return (f"Error: {error}", 2) if isinstance(error, InputError) else (f"Stopped: {error}", 1)
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a file could not be written for want of space, or of the user's quota."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

@@ -12,11 +12,15 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.hardware import HARDWARE
 from zaya_jax.config.presets import Preset, apply_preset, preset_of
-from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
+from zaya_jax.errors import InputError, Preempted, RunStopped, is_disk_full, last_words
+
+if TYPE_CHECKING:
+    from zaya_jax.parallel.watch import Watch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,12 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_first():
             print(text)
     except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
-        sentence, status = last_words(error)
-        if watch is not None:
-            watch.leave(sentence, status)
-        print(sentence, file=sys.stderr)
-        return status
+        return _end(watch, error)
     except Exception as error:
+        if is_disk_full(error):
+            return _end(watch, error)
         if watch is None:
             raise
         from zaya_jax.parallel.processes import lost
@@ -74,6 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         listener.__exit__()
     return 0
+
+
+def _end(watch: "Watch | None", error: BaseException) -> int:
+    sentence, status = last_words(error)
+    if watch is not None:
+        watch.leave(sentence, status)
+    print(sentence, file=sys.stderr)
+    return status
 
 
 def _saved(run_dir: str) -> str:

@@ -11,6 +11,7 @@ from tests.train_helpers import ROOT, change, small_run, snapshot
 from zaya_jax.config import (
     BatchConfig,
     CheckpointConfig,
+    EvaluationConfig,
     ParallelConfig,
     ScheduleConfig,
     SourceConfig,
@@ -31,7 +32,7 @@ from zaya_jax.train.run_folder import (
     record_changes,
 )
 
-SECTIONS = {"checkpoint": CheckpointConfig, "parallel": ParallelConfig}
+SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
         "sample.temperature", "preset", "train.batch.micro", "train.remat", "train.spike.window",
         "train.spike.threshold", "train.max_skipped_steps",
