@@ -28,7 +28,7 @@ class DiskGuard:
     @contextlib.contextmanager
     def writing(self, path: Path) -> Iterator[None]:
         """Suppress and report an `OSError` while `path` is being written."""
-        failing = bool(self._failed)
+        failing = len(self._failed) > 0
         try:
             yield
         except OSError as error:
