@@ -1,10 +1,12 @@
 """Train: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
 
+import atexit
 import sys
 
-from zaya_jax.signals import NAMES, Listener, exit_status, say_and_exit
+from zaya_jax.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
+    atexit.register(ignore_signals)  # what is registered first is called last
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
 
 import argparse

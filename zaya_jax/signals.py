@@ -99,6 +99,15 @@ class Listener:
                 signal.signal(number, signal.SIG_DFL)
 
 
+def ignore_signals() -> None:
+    """Ignore Ctrl-C and SIGTERM from here on, for the last moments of a process whose exit status is decided.
+
+    Python restores their default handlers while it finalizes, so that a late signal would replace the status.
+    """
+    for number in NAMES:
+        signal.signal(number, signal.SIG_IGN)
+
+
 @contextlib.contextmanager
 def interrupts_kept_from_children() -> Iterator[None]:
     """Processes started in this block leave Ctrl-C, which a terminal sends to all, to this one."""
