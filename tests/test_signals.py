@@ -73,6 +73,30 @@ def test_listeners_nest_and_leave_nothing_behind():
     assert signal.set_wakeup_fd(-1) == -1
 
 
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_signal_is_answered_though_nobody_reads_the_output_any_more(presses):
+    code = """if True:
+        import os, signal, sys, time
+        from zaya_jax.signals import NAMES, Listener, say_and_exit, warn
+        seen = []
+        def answer(number):
+            seen.append(number)
+            warn("first") if len(seen) < int(sys.argv[1]) else say_and_exit("last", 128 + number)
+        Listener(answer).__enter__()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5 if len(seen) == int(sys.argv[1]) else 0.3)
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        run = subprocess.run([sys.executable, "-c", code, str(presses)], cwd=ROOT, stdout=writer, stderr=writer,
+                             check=False, timeout=20)  # fmt: skip
+    finally:
+        os.close(writer)
+    assert run.returncode == 128 + signal.SIGINT
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [0, 1])
 def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(tmp_path, workers):

@@ -3,7 +3,7 @@
 import atexit
 import sys
 
-from zaya_jax.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit
+from zaya_jax.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
     atexit.register(ignore_signals)  # what is registered first is called last
@@ -84,7 +84,7 @@ def _end(watch: "Watch | None", error: BaseException) -> int:
     sentence, status = last_words(error)
     if watch is not None:
         watch.leave(sentence, status)
-    print(sentence, file=sys.stderr)
+    warn(sentence)
     return status
 
 

@@ -125,13 +125,28 @@ def interrupts_kept_from_children() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def warn(sentence: str) -> None:
+    """Print `sentence` to standard error, which its reader may have closed, as `tee` does at Ctrl-C."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python fails to flush at exit, and changes the status
+
+
+def flush_output() -> None:
+    """Flush standard output, whose reader may have closed it."""
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+
+
 def say_and_exit(sentence: str, status: int) -> None:
     """End this process at once with a sentence, from any thread; processes that it started are ended, too."""
     # A thread, since nobody may be reading what is printed.
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)
+    flush = threading.Thread(target=flush_output, daemon=True)
     flush.start()
     flush.join(1)
-    os.write(2, f"{sentence}\n".encode())
+    with contextlib.suppress(OSError):
+        os.write(2, f"{sentence}\n".encode())
     if "multiprocessing" in sys.modules:
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()

@@ -1,3 +1,6 @@
+import os
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -97,3 +100,14 @@ def test_a_clock_reads_as_clocks_do(seconds):
     assert len(parts) == (3 if seconds >= 3600 else 2)
     assert sum(part * 60**power for power, part in enumerate(reversed(parts))) == seconds
     assert all(part < 60 for part in parts[1:])
+
+
+def test_a_run_continues_though_nobody_reads_its_output_any_more(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr(sys, "stdout", output)
+        report = make(log_every=1)
+        for step in (1, 2):
+            report.row(row(step), 0.5)
+        output.flush()  # as Python does at exit, where a failure would change the status

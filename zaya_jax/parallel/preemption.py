@@ -2,14 +2,13 @@
 
 import os
 import signal
-import sys
 from types import FrameType
 from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
 
-from zaya_jax.signals import NAMES, Listener, exit_status
+from zaya_jax.signals import NAMES, Listener, exit_status, warn
 
 
 class Preemption:
@@ -83,7 +82,6 @@ class Preemption:
         """In a thread, at once."""
         if self._armed and not self._said:
             self._said = True
-            print(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            warn(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.")
         else:
             self._listener.pass_on(number)

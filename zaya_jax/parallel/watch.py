@@ -9,13 +9,13 @@ they are given more time.
 import atexit
 import os
 import selectors
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from typing import NoReturn
 
 from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
+from zaya_jax.signals import flush_output, warn
 
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
@@ -47,9 +47,9 @@ class Watch:
         An orderly end would wait for others that are lost, or busy.
         """
         self._last_word.acquire()  # for good: whoever comes later has nothing to add
-        print(sentence, file=sys.stderr, flush=True)
+        warn(sentence)
         dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._silence, _LAST_WORD))
-        sys.stdout.flush()
+        flush_output()
         os._exit(status)
 
     def wait(self) -> None:

@@ -45,7 +45,9 @@ class ConsoleReport:
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        with contextlib.suppress(OSError):  # the disk that the output goes to may be full
+        # The disk that the output goes to may be full; and rich exits where the reader of a pipe has ended, as `tee`
+        # does at Ctrl-C.
+        with contextlib.suppress(OSError, SystemExit):
             self._console.print(text, markup=False)
 
     def throughput(self, step: int, tokens: float, seconds: float) -> dict[str, Any]:
