@@ -148,7 +148,7 @@ def run_trial(trial: Trial) -> Curve:
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
-                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout) or {}
+                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
                     heldout.append((step, together(found).nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 

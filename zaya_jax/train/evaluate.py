@@ -10,7 +10,6 @@ import numpy as np
 
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_shards
-from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.state import TrainState
 
@@ -45,16 +44,13 @@ def evaluate_each(
     state: TrainState,
     batches: Mapping[str, Iterable[dict[str, np.ndarray]]],
     layout: Layout,
-    stop: Preemption | None = None,
-) -> dict[str, HeldoutLoss] | None:
-    """`evaluate` for each source, those without a held-out token left out; None where the run is asked to end."""
+) -> dict[str, HeldoutLoss]:
+    """`evaluate` for each source, those without a held-out token left out."""
     losses = {}
     jax.block_until_ready(state)  # what fails in a step is not taken for a failure of the evaluation
     for name, some in batches.items():
         with out_of_memory("The evaluation", "Lower evaluation.batch"):
-            found = evaluate(step, state, some, layout, stop)
-        if found is None:
-            return None
+            found = evaluate(step, state, some, layout)
         if found.tokens:
             losses[name] = found
     return losses
@@ -65,15 +61,12 @@ def evaluate(
     state: TrainState,
     batches: Iterable[dict[str, np.ndarray]],
     layout: Layout,
-    stop: Preemption | None = None,
-) -> HeldoutLoss | None:
-    """Sum the compiled evaluation `step` over `batches`; None where the run is asked to end meanwhile."""
+) -> HeldoutLoss:
+    """Sum the compiled evaluation `step` over `batches`."""
     total = HeldoutLoss(0.0, 0)
     parts = batch_shards(layout.mesh)
     running: deque[Any] = deque()
     for batch in batches:
-        if stop is not None and stop.reached():
-            return None
         running.append(step(state.params, state.balance, layout.place(_filled_up(batch, parts))))
         if len(running) > _AHEAD:
             total = _plus(total, running.popleft())

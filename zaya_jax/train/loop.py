@@ -141,10 +141,10 @@ def train(config: Config) -> TrainResult:
                     if heldout is None:  # the run was finished before
                         last = len(config.phases) - 1
                         evaluation = functools.partial(compiled.evaluation(last), frozen=base.params)
-                        heldout = evaluate_each(evaluation, state, watched, _layout(config, last), stop)
+                        heldout = evaluate_each(evaluation, state, watched, _layout(config, last))
                     about = describe(config, total_steps(config), batches.get_state(), _mean(heldout), first)
                     saved = store.finish(lambda: store.save(total_steps(config), state, about), stop.reached)
-                    if heldout is None or not saved:
+                    if not saved:
                         raise _preempted(stop, "the last step", saved)
                     _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
         return TrainResult(config, state, folder, together(heldout), heldout, prepared, base)
@@ -167,7 +167,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
     """Train until the last phase is done, and evaluate on the `watched` held-out batches of each source.
 
     Returns:
-      The last state, and its held-out losses; None if no step was left to do, or the last evaluation was given up.
+      The last state, and its held-out losses; None if no step was left to do.
     """
     step, steps = int(jax.device_get(state.step)), total_steps(config)
     boundaries = {end for _, end in phase_steps(config)}
@@ -218,7 +218,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                 saving = boundary or (step % config.checkpoint.every == 0 and not store.backing_off())
                 if looking:
                     journal.wait()  # the evaluation is not a part of the step's time
-                    heldout = evaluate_each(look, state, watched, layout, stop)
+                    heldout = evaluate_each(look, state, watched, layout)
                     journal.settle(heldout)
                     _draw(folder, disk)  # before the save: what a restart takes for done has its picture
                 late = step % config.train.log_every == 0 and store.due()
