@@ -1,7 +1,9 @@
 """Runs that resume with other settings: longer, with other limits for spikes, or in another folder."""
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,13 +34,31 @@ def long(tmp_path_factory):
         return config, train(config)
 
 
-def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path, capsys):
+def full_at_first(action):
+    """`action` on a disk that has no room at its first call."""
+    calls = []
+
+    def act(*arguments):
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        action(*arguments)
+
+    return act
+
+
+def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path, monkeypatch, capsys):
     config, whole = long
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train(of_steps(config, 12))
     capsys.readouterr()
+    for name in ("record_changes", "plot_run"):
+        monkeypatch.setattr(loop, name, full_at_first(getattr(loop, name)))
     result = train(config)
-    assert "Going on after step 12 of 14." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Going on after step 12 of 14." in said
+    assert f"{tmp_path}/run/config.yaml cannot be written: No space left on device. Training continues" in said
+    assert f"{tmp_path}/run can be written again; no row is missing." in said
     assert not differing(result.state, whole.state)
     rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)
     assert rows[11].pop("heldout_loss")  # taken where the run ended then, and every six steps

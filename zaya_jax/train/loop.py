@@ -147,6 +147,8 @@ def train(config: Config) -> TrainResult:
                     if not saved:
                         raise _preempted(stop, "the last step", saved)
                     _name_phases(folder, config, store, disk)  # of which the last may have been saved just now
+                    if disk.problem(folder / PICTURE) or not (folder / PICTURE).exists():
+                        _draw(folder, disk)
         return TrainResult(config, state, folder, together(heldout), heldout, prepared, base)
 
 
@@ -177,10 +179,10 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
         store.say = disk.say = report.say
         # They stay open until the last save has succeeded, in case they cannot be written before.
         files = stack.enter_context(first_alone(lambda: _open_rows(folder, step, first, disk)))
-        store.ready = files.sync
-        if is_first():
-            with disk.writing(folder / CONFIG):
-                record_changes(folder, config, step)
+        record = functools.partial(_record_changes, folder, config, step, disk)
+        # No checkpoint is newer than its rows, or than the record of the settings it was made with.
+        store.ready = lambda: (disk.problem(folder / CONFIG) and record()) or files.sync()
+        record()
         _name_phases(folder, config, store, disk)
         if step and store.latest() == step:
             report.say(f"Going on after step {step} of {steps}.")
@@ -232,8 +234,6 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
                     _name_phases(folder, config, store, disk)
                 if looking or saving or late:
                     journal.restart_clock()
-    if not (folder / PICTURE).exists():  # a finished run whose picture was removed
-        _draw(folder, disk)
     return state, heldout
 
 
@@ -282,6 +282,14 @@ def _read(
 def _preempted(stop: Preemption, after: str, saved: bool) -> Preempted:
     outcome = "is saved. The same command resumes from there" if saved else "could not be saved"
     return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
+
+
+def _record_changes(folder: Path, config: Config, step: int, disk: DiskGuard) -> str:
+    """Record which settings changed after `step`; a sentence if that fails."""
+    if is_first():
+        with disk.writing(folder / CONFIG):
+            record_changes(folder, config, step)
+    return disk.problem(folder / CONFIG)
 
 
 def _name_phases(folder: Path, config: Config, store: CheckpointStore, disk: DiskGuard) -> None:

@@ -14,17 +14,18 @@ from zaya_jax.parallel.processes import is_first
 from zaya_jax.train.loop import TrainResult
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.run_folder import SUMMARY
-from zaya_jax.train.tracker import DiskGuard, finite
+from zaya_jax.train.tracker import finite
 
 
 def report(config: Config, result: TrainResult) -> str:
     """Write `summary.json` into the run folder; a few lines that say the same to print."""
     found = summary(config, result)
-    path = result.run_dir / SUMMARY
+    path, lines = result.run_dir / SUMMARY, []
     if is_first():
-        with DiskGuard().writing(path):
+        try:
             write_atomically(path, json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
-    lines = []
+        except OSError as error:  # as on a full disk; the run itself is saved
+            lines.append(f"Warning: {path} cannot be written: {error.strerror}. Rerun the command to write it.")
     for name, held in found["heldout_by_source"].items():
         covered, bits = f"{held['bytes']:,}", held["bits_per_byte"]
         # Compressors have read all of it.
