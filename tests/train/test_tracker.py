@@ -72,7 +72,10 @@ def test_each_step_has_one_row_whatever_was_torn_off_after_the_checkpoint(killed
         assert path.read_bytes() == b"".join((json.dumps(row(s)) + "\n").encode() for s in range(1, killed[-1][1] + 1))
 
 
-@given(cut=st.integers(0, 400), rest=st.sampled_from([b"", b"\n", b"\0\0\0\0", b'{"st']))
+DEEP = b"[" * 10**5 + b"\n"
+
+
+@given(cut=st.integers(0, 400), rest=st.sampled_from([b"", b"\n", b"\0\0\0\0", b'{"st', DEEP, b'{"step": null}\n']))
 def test_whole_rows_are_read_before_any_damage(cut, rest):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"

@@ -197,8 +197,8 @@ def _parse(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
         end += len(line)
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return
-        if not line.endswith(b"\n") or not isinstance(row, dict) or "step" not in row:
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
             return
         yield row, end
