@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zaya_jax.errors import InputError
@@ -72,10 +72,12 @@ def test_each_step_has_one_row_whatever_was_torn_off_after_the_checkpoint(killed
         assert path.read_bytes() == b"".join((json.dumps(row(s)) + "\n").encode() for s in range(1, killed[-1][1] + 1))
 
 
-DEEP = b"[" * 10**5 + b"\n"
+DEEP, NO_STEP = b"[" * 10**5 + b"\n", b'{"step": null}\n'
 
 
-@given(cut=st.integers(0, 400), rest=st.sampled_from([b"", b"\n", b"\0\0\0\0", b'{"st', DEEP, b'{"step": null}\n']))
+@given(cut=st.integers(0, 400), rest=st.sampled_from([b"", b"\n", b"\0\0\0\0", b'{"st', DEEP, NO_STEP]))
+@example(cut=0, rest=DEEP)
+@example(cut=0, rest=NO_STEP)
 def test_whole_rows_are_read_before_any_damage(cut, rest):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "metrics.jsonl"
@@ -85,6 +87,7 @@ def test_whole_rows_are_read_before_any_damage(cut, rest):
         steps = [found["step"] for found in read_rows(path)]
         complete = whole.count(b"\n")
         assert steps[:complete] == list(range(1, complete + 1))
+        assert None not in steps
         assert len(steps) <= complete + 1  # the last may lack no more than its newline
 
 
