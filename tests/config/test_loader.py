@@ -219,6 +219,7 @@ def test_a_path_of_characters_that_are_not_seen_is_refused(character):
     f"seed=0x{'f' * 60_000}", f"{'x' * 100_000}", f"phases.{'x' * 10_000}.tokens=1", ".".join("a" * 5000) + "=1",
     f"model.layer_pattern=[{'full, ' * 19_000}]", f"phases=[{'{tokens: 8192}, ' * 4000}]",
     f"data.suffixes={{a: {'[' * 30}{']' * 30}}}", "model={a: &x [*x]}", f"seed={'[' * 9000}",
+    f"phases.{'9' * 5000}.tokens=1",
 ])  # fmt: skip
 def test_what_is_huge_is_refused_in_few_words(base, override):
     begun = time.monotonic()

@@ -71,7 +71,7 @@ def require_path(key: str, text: str) -> None:
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
     except (OSError, ValueError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
         raise InputError(f"{key} is {shown(text)}, which cannot be a path: {reason}.") from error
 
 

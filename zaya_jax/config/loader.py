@@ -144,7 +144,7 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
     for key, value in over.items():
         if key in names:
             index = names.index(key)
-        elif key.isdecimal() and int(key) < len(base):
+        elif key.isdecimal() and len(key) < 10 and int(key) < len(base):
             index = int(key)
         else:
             known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
