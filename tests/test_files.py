@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -83,6 +84,9 @@ def test_json_that_cannot_be_read_is_named(tmp_path):
             read_json(path)
     path.unlink()
     with pytest.raises(InputError, match=r"a\.json cannot be read: No such file"):
+        read_json(path)
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"a\.json cannot be read: it is a folder, a pipe"):
         read_json(path)
 
 

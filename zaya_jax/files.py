@@ -32,6 +32,12 @@ def write_atomically(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def require_regular(path: Path) -> None:
+    """Raise `InputError` for a folder, a device or a pipe: reading a pipe waits for a writer, and works only once."""
+    if path.exists() and not path.is_file():
+        raise InputError(f"{path} cannot be read: it is a folder, a pipe or a device, not a regular file.")
+
+
 def read_json(path: Path) -> Any:
     """Parse a JSON file that may be damaged or hostile, in bounded time and memory.
 
@@ -39,6 +45,7 @@ def read_json(path: Path) -> Any:
       InputError: it cannot be read, is longer than 64 MiB, or is not JSON.
     """
     try:
+        require_regular(path)
         with path.open("rb") as file:
             raw = file.read(_LONGEST_JSON + 1)
         if len(raw) > _LONGEST_JSON:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from zaya_jax.data.chat import load_template
 from zaya_jax.data.tokenizer import (
     EOT_TEXT,
     EOT_TEXTS,
@@ -107,6 +108,13 @@ def test_rows_that_no_token_uses_are_warned_of_with_both_values(tokenizer):
     assert vocabulary_warning(tokenizer, 385)
     for padded in (300, 301, 384):
         assert vocabulary_warning(tokenizer, padded) is None
+
+
+def test_a_pipe_is_refused_rather_than_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for load in (load_tokenizer, load_template):
+        with pytest.raises(InputError, match=r"/pipe cannot be read: it is a folder, a pipe"):
+            load(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b'{"model": 1}', b"[]", b"null", b"\xff"])

@@ -17,6 +17,7 @@ import ml_dtypes  # numpy's bfloat16; jax itself depends on it
 import numpy as np
 
 from zaya_jax.errors import InputError
+from zaya_jax.files import require_regular
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -69,12 +70,15 @@ def read_header(path: Path) -> dict[str, Stored]:
         and the tensor are named.
     """
     try:
+        require_regular(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(_LONGEST_HEADER, size - 8):
                 raise _damaged(path, f"its header is said to be {length} bytes long, the file has {size}")
             raw = file.read(length)
+    except InputError:
+        raise
     except FileNotFoundError as error:
         raise InputError(f"{path} is missing.") from error
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have

@@ -12,6 +12,7 @@ import numpy as np
 
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
+from zaya_jax.files import require_regular
 
 Conversation = list[dict[str, Any]]
 
@@ -288,6 +289,7 @@ def load_template(path: str | None) -> Template:
     if path is None:
         return Template(DEFAULT_TEMPLATE, "built in")
     try:
+        require_regular(Path(path))
         source = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"The chat template {path} cannot be read: {error}.") from error

@@ -60,7 +60,7 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"The file {path} beside the tokenizer cannot be read: {error}.") from error
     if not isinstance(config, dict):

@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.errors import InputError
+from zaya_jax.files import require_regular
 
 EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a document, in the tokenizers people use
@@ -144,7 +145,10 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
       InputError: the file is missing or is no such tokenizer, or the end of a document is unknown.
     """
     try:
+        require_regular(path)
         backend = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except InputError:
+        raise
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
     found = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
