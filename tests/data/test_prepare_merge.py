@@ -61,6 +61,17 @@ def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
+def test_a_plan_without_the_token_that_begins_documents_is_finished(tmp_path, tokenizer, given_texts):
+    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, "tasks": 2}
+    prepare(output=tmp_path / "out", task=0, **call)
+    plan = json.loads((tmp_path / "out" / "plan.json").read_text())
+    del plan["bos"], plan["eos"]
+    (tmp_path / "out" / "plan.json").write_text(json.dumps(plan))
+    prepare(output=tmp_path / "out", task=1, **call)
+    manifest = merge(tmp_path / "out")
+    assert manifest.special == (manifest.eot,) * 3
+
+
 def test_a_plan_of_another_version_is_not_merged(tmp_path, tokenizer, given_texts):
     prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1, tasks=2)
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())

@@ -136,8 +136,7 @@ def merge(output: Path) -> Manifest:
             if missing:
                 raise InputError(_incomplete(output, missing, plan["tasks"]))
             notes = [note for number in range(plan["units"]) if (note := read_note(output, number)) is not None]
-            eot = plan["eot"]  # which stood for the others in plans without them
-            special = SpecialTokens(eot, plan.get("bos", eot), plan.get("eos", eot))
+            special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
             extras = [output / name for name in TOKENIZER_FILES if (output / name).exists()]
             write_merged(output, notes, kind=plan["kind"], inputs=plan["digest"], special=special,
                          tokenizer=describe_file(output / TOKENIZER),
@@ -198,12 +197,6 @@ def open_manifest(folder: Path) -> Manifest:
 def remedy(folder: Path) -> str:
     """What to do about a damaged prepared folder."""
     return f"Bring the file back, or prepare the data anew in another folder than {folder}."
-
-
-def tokenizer_files(folder: Path, manifest: Manifest) -> list[Path]:
-    """The files of a prepared folder that belong to its tokenizer: `tokenizer.json`, and of `TOKENIZER_FILES` some."""
-    carried = [entry.file for entry in manifest.extras if entry.file in TOKENIZER_FILES]
-    return [folder / manifest.tokenizer.file, *(folder / name for name in carried)]
 
 
 def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens,
@@ -281,7 +274,9 @@ def _read_plan(output: Path) -> dict[str, Any]:
         plan = json.loads((output / PLAN).read_text(encoding="utf-8"))
         if plan["format"] != FORMAT:
             raise ValueError(f"it is of format {plan['format']}, but this version reads {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for key in ("bos", "eos"):  # as in a manifest without them
+            plan.setdefault(key, plan["eot"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"The folder {output} holds no preparation: {output / PLAN} cannot be read ({error})."
         ) from error
