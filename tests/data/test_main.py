@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from zaya_jax.data import convert
 from zaya_jax.data.__main__ import main
 from zaya_jax.data.manifest import MANIFEST
 from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
@@ -60,6 +62,15 @@ def start(*command, **settings):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(list(map(str, command)), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True, **settings)  # fmt: skip
+
+
+def test_a_full_disk_ends_the_command_with_a_sentence(call, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(convert, "write_atomically", fail)
+    assert main(call) == 1
+    assert "No space left on device. Free some space" in capsys.readouterr().err
 
 
 def test_prepare_suggests_a_fraction_where_it_holds_out_nothing(call, capsys):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.errors import InputError, RunStopped, is_disk_full, last_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,6 +22,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted: the same command goes on from what is done.", file=sys.stderr)
         return 130
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        sentence, status = last_words(error)
+        print(sentence, file=sys.stderr)
+        return status
     return 0
 
 

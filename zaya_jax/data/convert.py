@@ -6,6 +6,7 @@ holds. So work can be killed at any moment, shared among tasks, and started agai
 
 import dataclasses
 import functools
+import io
 import json
 import multiprocessing
 import os
@@ -308,10 +309,11 @@ def _do(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
 
 def save_lengths(path: Path, lengths: array | np.ndarray) -> FileEntry:
     """Write int64 [documents] as `.npy`; it appears whole."""
-    part = partial_name(path)
+    part, content = partial_name(path), io.BytesIO()
+    np.save(content, np.asarray(lengths, np.int64), allow_pickle=False)  # whose error for a full disk has no errno
     try:
         with part.open("wb") as file:
-            np.save(file, np.asarray(lengths, np.int64), allow_pickle=False)
+            file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

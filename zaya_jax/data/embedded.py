@@ -13,6 +13,7 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.data.baselines import compressor_baselines, end_of
+from zaya_jax.data.convert import save_lengths
 from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
 from zaya_jax.data.manifest import (
     FORMAT,
@@ -134,9 +135,8 @@ def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], 
     records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
     while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths, shard_bytes):
         shards.append(entry)
-    path = folder / f"{split}-lengths.npy"
-    np.save(path, np.array(lengths, np.int64), allow_pickle=False)
-    return SplitEntry(tuple(shards), describe_file(path), len(lengths), sum(lengths), text_bytes)
+    written = save_lengths(folder / f"{split}-lengths.npy", np.array(lengths, np.int64))
+    return SplitEntry(tuple(shards), written, len(lengths), sum(lengths), text_bytes)
 
 
 def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int], limit: int) -> ShardEntry | None:
