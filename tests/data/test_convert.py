@@ -81,7 +81,7 @@ def make_units(count=5, **events):
 def run(folder, units, work, *, numbers=None, workers=1, limit=0):
     numbers = range(len(units)) if numbers is None else numbers
     convert(folder, units, numbers, work, sizes=[SIZE] * len(units), workers=workers, limit=limit, label="working",
-            advice=f"Allowed are {limit}")  # fmt: skip
+            advice="Fix them.")  # fmt: skip
 
 
 def started(work):
