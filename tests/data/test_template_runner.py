@@ -29,6 +29,14 @@ def test_a_template_without_end_is_stopped_and_the_next_one_runs(monkeypatch, so
     assert render(default, "answer") == before
 
 
+def test_a_conversation_too_long_for_the_process_is_refused(monkeypatch):
+    monkeypatch.setattr(template_runner, "LONGEST", 2**20)
+    default = load_template(None)
+    with pytest.raises(ValueError, match=r"^the chat template fails: its input takes more than 1 MiB as JSON$"):
+        render(default, "a" * 2**20)
+    assert "answer" in "".join(render(default, "answer"))
+
+
 def test_a_template_that_cannot_be_compiled_in_time_is_refused(monkeypatch):
     monkeypatch.setattr(template_runner, "SECONDS", 1)
     with pytest.raises(InputError, match=r"^The chat template x cannot be compiled: it takes more than 1 s\.$"):

@@ -14,6 +14,7 @@ from typing import Any
 from zaya_jax.errors import RunStopped
 
 SECONDS = 10  # of CPU that a template may take with one conversation
+LONGEST = 2**27  # bytes of a request, of which the process needs several times as much memory to parse it
 
 
 def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any]:
@@ -50,6 +51,8 @@ class _Runner:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps(request).encode() + b"\n"
+        if len(data) > LONGEST:
+            return {"render": f"its input takes more than {LONGEST // 2**20} MiB as JSON"}
         with self._lock:
             try:
                 answer = self._send(data)
