@@ -237,7 +237,7 @@ def kinds_of_tokenizers():
     words = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=False))
     words.pre_tokenizer, words.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
     words.train_from_iterator(["ab äb", "b ä"], tokenizers.trainers.BpeTrainer(special_tokens=[EOT_TEXT]))
-    return Tokenizer(words), train_tokenizer(["ab äb"], 258)
+    return Tokenizer(words, bos_text=EOT_TEXT), train_tokenizer(["ab äb"], 258)
 
 
 @given(text=st.text("abä ", min_size=1), cuts=st.sets(st.integers(1, 60)))
@@ -248,6 +248,13 @@ def test_the_bytes_of_parts_of_a_document_add_up_to_its_text(kinds_of_tokenizers
         parts = [Part(0, start, stop + 1) for start, stop in itertools.pairwise(edges)]
         sizes = [_part_bytes(tokenizer, Text(tokens, None), part) for part in parts]
         assert sum(sizes) == len(tokenizer.decode(tokens[1:-1].tolist()).encode())
+
+
+def test_the_first_token_of_a_document_is_not_counted_if_it_is_text(kinds_of_tokenizers):
+    plain = Tokenizer(kinds_of_tokenizers[0]._backend)  # its documents begin with no token
+    tokens = np.array([*plain.encode("ab b"), plain.eot])
+    assert plain.decode(tokens[:1].tolist()) == "ab"
+    assert _part_bytes(plain, Text(tokens, None), Part(0, 0, len(tokens))) == len(" b")
 
 
 def test_heldout_text_is_cut_into_windows_of_the_context_whatever_the_training_does(tiny):

@@ -259,7 +259,7 @@ def _part_bytes(tokenizer: Tokenizer, text: Text, part: Part) -> int:
         counted = zip(tokens[1:], text.counts[part.start + 1 : part.stop], strict=True)
         return len(tokenizer.decode([token for token, counts in counted if counts]).encode())
     # A token inside a document is decoded after the one before it: some tokenizers leave out a space at the start.
-    before = tokens[:1] if part.start else []
+    before = tokens[:1] if part.start or not tokenizer.prefix else []
     end = -1 if tokens[-1] == tokenizer.eot else len(tokens)
     inside = before + tokens[1:end]
     return len(tokenizer.decode(inside).encode()) - len(tokenizer.decode(before).encode())

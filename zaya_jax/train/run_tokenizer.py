@@ -17,7 +17,6 @@ from zaya_jax.config import Config
 from zaya_jax.config.schema import HF
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.sources import Prepared, Source
-from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.files import write_atomically
 
@@ -72,9 +71,9 @@ def _contents(config: Config, prepared: Prepared) -> dict[str, str]:
     stops = generation.get("eos_token_id") or []
     stops = list(stops) if isinstance(stops, list) else [stops]
     for text in (manifest.eot, eos, *([_END_OF_TURN] if _is_builtin(template) else [])):  # what ends a text in training
-        if (one := _id(tokenizer, text)) not in (None, *stops):
-            stops.append(one)
-    made = {"bos_token_id": None if bos is None else _id(tokenizer, bos), "pad_token_id": tokenizer.eot}
+        if (stop := tokenizer.token_id(text)) not in (None, *stops):
+            stops.append(stop)
+    made = {"bos_token_id": None if bos is None else tokenizer.token_id(bos), "pad_token_id": tokenizer.eot}
     generation = made | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
     found[GENERATION] = (
         json.dumps({key: value for key, value in generation.items() if value is not None}, indent=2) + "\n"
@@ -119,9 +118,3 @@ def _chat_template(config: Config, sources: Mapping[str, Source]) -> str | None:
 
 def _is_builtin(template: str | None) -> bool:
     return template is not None and template.startswith(DEFAULT_TEMPLATE)
-
-
-def _id(tokenizer: Tokenizer, text: str) -> int | None:
-    """The id of a special token; None where the text is none."""
-    ids = tokenizer.encode_template(text)
-    return ids[0] if len(ids) == 1 else None
