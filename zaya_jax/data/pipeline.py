@@ -99,8 +99,9 @@ class TrainBatches(Iterator[Batch]):
         if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
                 "The saved position is in other data: the content of a source or of the corpus, a key of data, of a "
-                "phase that is begun, model.vocab_size or seed has changed since, or an older version chose the "
-                "held-out files of data.corpus, by path. Restore the old values, or start a new run_dir."
+                "phase that is begun, model.vocab_size or seed has changed since, or an older version saved it, which "
+                "held out files of data.corpus by path and encoded conversations piece by piece. Restore the old "
+                "values, or start a new run_dir."
             )
         if not _begins_a_step(self._stages, int(state["sequences"])):
             raise InputError(
