@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.parallel.processes_helpers import free_port
 from zaya_jax.errors import InputError
 from zaya_jax.parallel import rendezvous
-from zaya_jax.parallel.rendezvous import Job, dismiss, meet
+from zaya_jax.parallel.rendezvous import Job, dismiss, meet, split_address
 
 
 def outcome(job, seconds=0.6):
@@ -88,6 +88,32 @@ def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypat
         assert "had no answer from --coordinator" in meeting([1], 2, 0.3, port)[0]
         threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True).start()
         assert "closed the connection" in meeting([1], 2, 5, port)[0]
+
+
+def test_process_0_that_reaches_another_program_says_so_at_once(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", f"127.0.0.1:{free_port()}")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        said = outcome(Job(*other.getsockname(), "--coordinator", 2, 0), 20)
+    assert "Process 0 reached another program at --coordinator 127.0.0.1:" in said
+
+
+@pytest.mark.parametrize("bad", ["0.0.0.0", "[::1]:none", "localhost:70000"])
+def test_a_bind_address_without_a_port_is_refused(monkeypatch, bad):
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", bad)
+    said = outcome(Job("127.0.0.1", free_port(), "--coordinator", 2, 0))
+    assert said == f"JAX_COORDINATOR_BIND_ADDRESS is {bad!r}, but must be HOST:PORT."
+
+
+@pytest.mark.parametrize("host", ["node1..cluster", "n" * 64])
+def test_what_cannot_be_a_host_is_named(host):
+    assert f"The host of --coordinator {host}:9999 is not a host name" in outcome(Job(host, 9999, "--coordinator", 2, 1))
+
+
+@pytest.mark.parametrize("text", ["[::1]:80", "::1:80"])
+def test_brackets_stand_around_an_ipv6_address_that_jax_gets(text):
+    host, port = split_address(text, "--coordinator")
+    assert (host, port, Job(host, port, "", 2, 0).address) == ("::1", 80, "[::1]:80")
 
 
 def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late(monkeypatch):

@@ -14,7 +14,7 @@ from jax._src import clusters, distributed
 
 from zaya_jax.errors import InputError, last_words
 from zaya_jax.parallel.relay import relay
-from zaya_jax.parallel.rendezvous import Job, meet
+from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.parallel.watch import Watch
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def join(
     os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
     try:
         jax.distributed.initialize(
-            relay(job.host.strip("[]"), job.port) if job.process else job.address, job.processes, job.process,
+            relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
             initialization_timeout=join_seconds + _LATER,
             heartbeat_timeout_seconds=math.ceil(silence_seconds) + _LATER,
             shutdown_timeout_seconds=math.ceil(silence_seconds),
@@ -100,12 +100,10 @@ def _unusable(what: str, error: Exception) -> InputError:
 
 
 def _job(coordinator: str | None, processes: int | None, process: int | None, source: str) -> Job:
-    host, _, port = (coordinator or "").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise InputError(f"{source} is {coordinator!r}, but must be HOST:PORT.")
+    host, port = split_address(coordinator or "", source)
     if processes is None or process is None or processes < 1 or not 0 <= process < processes:
         raise InputError(f"--process is {process} of --processes {processes}, but must be at least 0 and below it.")
-    return Job(host, int(port), source, processes, process)
+    return Job(host, port, source, processes, process)
 
 
 def is_first() -> bool:

@@ -11,7 +11,7 @@ import time
 
 
 def relay(host: str, port: int) -> str:
-    """HOST:PORT on this machine, connections to which go on to `host` and `port`; they are never closed from there."""
+    """Forward a port of this machine to `host` and `port`, which closes no connection; returns its HOST:PORT."""
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(server, host, port), name="relay", daemon=True).start()
     return "{}:{}".format(*server.getsockname())

@@ -12,7 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from zaya_jax.errors import InputError
 
@@ -28,7 +28,7 @@ class Job(NamedTuple):
     """A process and the job it belongs to.
 
     Attributes:
-      host: where process 0 listens.
+      host: where process 0 listens; an IPv6 address without brackets.
       port: at which.
       source: the flag or the launcher that names the two.
       processes: of the job.
@@ -44,7 +44,7 @@ class Job(NamedTuple):
     @property
     def address(self) -> str:
         """HOST:PORT."""
-        return f"{self.host}:{self.port}"
+        return join_address(self.host, self.port)
 
     @property
     def coordinator(self) -> str:
@@ -52,11 +52,24 @@ class Job(NamedTuple):
         return f"{self.source} {self.address}"
 
 
+def split_address(text: str, source: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT; `InputError`, which names the `source`, where `text` is something else."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 class Peer:
     """A connection to another process, over which both send lines; neither waits for the other."""
 
     def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
-        """Take a connection to `process` on `host`; without a number until it is told."""
+        """Take a connection to `process` on `host`; without a number until it sends one."""
         connection.setblocking(False)
         self._connection, self._rest = connection, b""
         self.process, self.host = process, host
@@ -152,15 +165,15 @@ class _Gathering:
             # Where another process 0 listens at the address, this one learns it from that.
             itself = stack.enter_context(contextlib.closing(_connect(self._job, self._seconds)))
             itself.send(_hello(self._job))
-            for one in (listener, itself):
-                self._selector.register(one, selectors.EVENT_READ)
+            self._selector.register(listener, selectors.EVENT_READ)
+            self._selector.register(itself, selectors.EVENT_READ)
             while len(self._arrived) < self._job.processes:
                 events = self._selector.select(max(0, deadline - time.monotonic()))
                 if time.monotonic() >= deadline:
                     self._refuse(self._missing())
                 for key, _ in events:
                     if key.fileobj is itself:
-                        _raise_verdict(itself.receive() or [])
+                        self._hear_itself(itself)
                     elif isinstance(key.fileobj, Peer):
                         self._hear(key.fileobj)
                     else:
@@ -173,12 +186,13 @@ class _Gathering:
 
     def _listen(self) -> socket.socket:
         # As jax's service will: at every interface, unless told otherwise.
-        anywhere = f"{'[::]' if socket.has_dualstack_ipv6() else '0.0.0.0'}:{self._job.port}"  # noqa: S104
-        host, _, port = (os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or anywhere).rpartition(":")
+        host, port = "::" if socket.has_dualstack_ipv6() else "0.0.0.0", self._job.port  # noqa: S104
+        if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
+            host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=self._job.processes + 1,
-                                        dualstack_ipv6=host == "[::]")  # fmt: skip
+            return socket.create_server((host, port), family=family, backlog=self._job.processes + 1,
+                                        dualstack_ipv6=host == "::")  # fmt: skip
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # by another program, or by another process 0, which then tells both
                 self._ask_another()
@@ -195,6 +209,13 @@ class _Gathering:
             raise
         except InputError:
             return
+
+    def _hear_itself(self, itself: Peer) -> None:
+        lines = itself.receive()
+        if lines is None:
+            self._refuse(f"Process 0 reached another program at {self._job.coordinator}, which closed the connection. "
+                         "Start process 0 on that host, or correct the address.")  # fmt: skip
+        _raise_verdict(lines)
 
     def _hear(self, peer: Peer) -> None:
         lines = peer.receive()
@@ -224,14 +245,14 @@ class _Gathering:
                          "own.")  # fmt: skip
 
     def _missing(self) -> str:
-        absent = [one for one in range(self._job.processes) if one not in self._arrived]
+        absent = [process for process in range(self._job.processes) if process not in self._arrived]
         return (
             f"{_named(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
             f"{self._seconds:g} s; {_named(sorted(self._arrived)).lower()} did. Start each with this address and a "
             "number of its own."
         )
 
-    def _refuse(self, sentence: str) -> None:
+    def _refuse(self, sentence: str) -> NoReturn:
         peers = [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, Peer)]
         dismiss(peers, f"{ENDS}2 Error: {sentence}", _ANSWER)
         raise InputError(sentence)
@@ -252,7 +273,7 @@ def _connect(job: Job, seconds: float) -> Peer:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            connection = socket.create_connection((job.host.strip("[]"), job.port), timeout=5)
+            connection = socket.create_connection((job.host, job.port), timeout=5)
             if connection.getsockname() != connection.getpeername():  # which a free port of this machine may give
                 return Peer(connection, 0, job.host)
             connection.close()
@@ -263,6 +284,9 @@ def _connect(job: Job, seconds: float) -> Peer:
                 raise InputError(f"The host of {job.coordinator} cannot be found ({error.strerror}). Correct the "
                                  "name, or use an IP address.") from error  # fmt: skip
             problem = ""
+        except UnicodeError as error:  # a name that the encoding of host names has no form for
+            raise InputError(f"The host of {job.coordinator} is not a host name: each of its parts, separated by dots, "
+                             "must have 1 to 63 characters.") from error  # fmt: skip
         except OSError as error:
             problem = error.strerror or str(error)
         if time.monotonic() >= deadline:
@@ -291,7 +315,7 @@ def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
                 raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
-                                 "connection: process 0 has ended, or another program or a job that has begun uses the "
+                                 "connection: process 0 has ended, or another program or a job that has started uses the "
                                  "port. Start all processes again, or choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
