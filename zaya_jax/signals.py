@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
@@ -134,19 +134,28 @@ def warn(sentence: str) -> None:
 
 
 def flush_output() -> None:
-    """Flush standard output, whose reader may have closed it."""
-    with contextlib.suppress(OSError):
+    """Flush standard output, which may be closed, or whose reader may have ended."""
+    with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
 
 
-def say_and_exit(sentence: str, status: int) -> None:
+def say_and_exit(sentence: str, status: int) -> NoReturn:
     """End this process at once with a sentence, from any thread; processes that it started are ended, too."""
-    # A thread, since nobody may be reading what is printed.
-    flush = threading.Thread(target=flush_output, daemon=True)
+    print_error(sentence)
+    exit_at_once(status)
+
+
+def print_error(sentence: str) -> None:
+    """Print to stderr after what stdout has, from any thread, also where either is closed."""
+    flush = threading.Thread(target=flush_output, daemon=True)  # since nobody may be reading what is printed
     flush.start()
     flush.join(1)
     with contextlib.suppress(OSError):
         os.write(2, f"{sentence}\n".encode())
+
+
+def exit_at_once(status: int) -> NoReturn:
+    """End this process and those that it started, without waiting for threads or files."""
     if "multiprocessing" in sys.modules:
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()

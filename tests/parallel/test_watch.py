@@ -66,3 +66,15 @@ threading.Thread(target=read).start()
 watches[0].leave("first", 2)
 """
     assert run(act) == (2, "!2 first\n", "first\n")
+
+
+def test_a_process_ends_even_if_nobody_reads_what_it_prints():
+    act = """
+import os, sys
+reader, writer = os.pipe()
+os.dup2(writer, 1), os.dup2(writer, 2), os.close(reader)
+sys.stdout = os.fdopen(1, "w")
+sys.stdout.write("unread")
+theirs.sendall(b"!7 lost\\n")
+"""
+    assert run(act) == (7, "", "")

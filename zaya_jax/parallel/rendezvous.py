@@ -315,8 +315,8 @@ def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
                 raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
-                                 "connection: process 0 has ended, or another program or a job that has started uses the "
-                                 "port. Start all processes again, or choose another port.")  # fmt: skip
+                                 "connection: process 0 has ended, or another program or a job that has started uses "
+                                 "the port. Start all processes again, or choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
                 return

@@ -7,7 +7,6 @@ they are given more time.
 """
 
 import atexit
-import os
 import selectors
 import threading
 import time
@@ -15,7 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
-from zaya_jax.signals import flush_output, warn
+from zaya_jax.signals import exit_at_once, print_error
 
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
@@ -47,10 +46,9 @@ class Watch:
         An orderly end would wait for others that are lost, or busy.
         """
         self._last_word.acquire()  # for good: whoever comes later has nothing to add
-        warn(sentence)
+        print_error(sentence)
         dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._silence, _LAST_WORD))
-        flush_output()
-        os._exit(status)
+        exit_at_once(status)
 
     def wait(self) -> None:
         """Wait for the end of this process, where a collective has failed before it is known which other is lost."""
