@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             watch.wait()  # for the name of the process that is lost, with which this one then ends
         else:
             traceback.print_exc()
-        why = (str(error).splitlines() or [type(error).__name__])[0][:300]
-        watch.leave(f"Stopped: {why} The same command goes on from the last checkpoint.", 1)
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
+        watch.leave(f"Stopped: {why}.{_saved(run_dir)}", 1)
     finally:
         listener.__exit__()
     return 0

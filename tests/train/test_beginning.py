@@ -67,7 +67,7 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
 )
 def test_an_optimizer_of_another_state_is_refused(run, key, value):
     config = change(run, {key: value, "run_dir": "elsewhere", "init_from": run.run_dir})
-    with pytest.raises(InputError, match=rf"was made with {key} '.*', and here it is '{value}'.* Take the same value"):
+    with pytest.raises(InputError, match=rf"was made with {key}='.*', and here it is '{value}'.* Set the same value"):
         begin(config, NO_BASE)
 
 

@@ -138,7 +138,7 @@ def test_phases_to_come_may_change(begun):
 @pytest.mark.parametrize(
     ("index", "changes", "match"),
     [
-        (0, {"tokens": 1024}, r"^phases\.one\.tokens was 768 and is now 1024, but the run is past the beginning"),
+        (0, {"tokens": 1024}, r"^phases\.one\.tokens was 768 and is now 1024, but the run has started that phase"),
         (0, {"name": "first"}, r"^phases\.one\.name was 'one' and is now 'first'"),
         (1, {"rope_base": 2.0e3}, r"^phases\.two\.rope_base was 1000\.0 and is now 2000\.0"),
         (
@@ -234,7 +234,7 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
 def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole, tmp_path, key, value):
     config, result, _ = whole
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), key: value})
-    with pytest.raises(InputError, match=rf"^The checkpoint init_from was made with {key} .* here it is {value!r}"):
+    with pytest.raises(InputError, match=rf"^The checkpoint init_from was made with {key}=.* here it is {value!r}"):
         train(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -20,6 +20,7 @@ from zaya_jax.config import (
     to_dict,
     to_yaml,
 )
+from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.train.run_folder import (
     CHANGES,
@@ -115,7 +116,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
         else:
             message = refused(changed, begun, rf"holds a run of another configuration: {key} was ")
             old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
-            assert f"was {old!r} and is now {new!r}." in message
+            assert f"was {shown(old)} and is now {shown(new)}." in message
 
 
 def test_how_a_begun_phase_is_computed_may_change(config):
@@ -190,10 +191,10 @@ def test_changes_are_recorded_once_with_their_step(config, begun):
 @pytest.mark.parametrize(
     ("sources", "key"),
     [
-        ({"web": SourceConfig("web")}, r"data\.sources\.web\.max_epochs was 'nothing' and is now None"),
-        ({"code": SourceConfig("code", 2.0)}, r"data\.sources\.code\.max_epochs was None and is now 2\.0"),
-        ({}, r"data\.sources\.code\.max_epochs was None and is now 'nothing'"),
-        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web\.max_epochs was 'nothing'"),
+        ({"web": SourceConfig("web")}, r"data\.sources\.web\.max_epochs was absent and is now null"),
+        ({"code": SourceConfig("code", 2.0)}, r"data\.sources\.code\.max_epochs was null and is now 2\.0"),
+        ({}, r"data\.sources\.code\.max_epochs was null and is now absent"),
+        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web\.max_epochs was absent"),
     ],
 )
 def test_other_sources_are_another_configuration(config, sources, key):
@@ -224,7 +225,7 @@ def test_a_key_that_no_longer_exists_is_named(config, begun, key):
     tree = to_dict(config)
     tree[section][name] = 7
     (begun / CONFIG).write_text(yaml.safe_dump(tree))
-    refused(config, begun, rf"{key} was 7 and is now 'nothing'")
+    refused(config, begun, rf"{key} was 7 and is now absent")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from zaya_jax.checkpoint.manifest import Manifest
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, from_dict, to_dict, to_yaml
+from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
 from zaya_jax.errors import InputError
@@ -89,8 +90,8 @@ def begin(config: Config, base: Base) -> TrainState:
 
     def prepare(manifest: Manifest) -> TrainState:
         _check_same(config, manifest, "The checkpoint init_from", _STATE_KEYS,
-                    "its optimizer's state cannot be gone on with. Take the same value, or export that run and begin "
-                    "with its parameters alone")  # fmt: skip
+                    "the optimizer's state does not fit. Set the same value, or export that run and set init_from to "
+                    "the exported folder")  # fmt: skip
         return _as_saved(abstract, manifest)
 
     state = read_checkpoint(checkpoint_folder(config.init_from), prepare).state
@@ -110,11 +111,11 @@ def resume_from(config: Config, batches: TrainBatches) -> TrainState:
         about, step = manifest.about, manifest.step
         check_architecture(config, about, name, "choose another run")
         if PARAMETERS_ALONE in about or "data" not in about:
-            raise InputError(f"{name} has parameters and no position to resume at; begin with it by init_from.")
+            raise InputError(f"{name} has parameters but no position in the data; use init_from instead.")
         if about["config"].get("lora") is not None:
-            raise InputError(f"{name} holds adapters, which resume in their own run_dir alone; export that run, which "
-                             "merges them, and begin with what was exported by init_from.")  # fmt: skip
-        _check_same(config, manifest, name, (*_STATE_KEYS, *_POSITION_KEYS), "take the same value")
+            raise InputError(f"{name} holds adapters, which resume only in their own run_dir. Export that run, which "
+                             "merges them, and set init_from to the exported folder.")  # fmt: skip
+        _check_same(config, manifest, name, (*_STATE_KEYS, *_POSITION_KEYS), "set the same value")
         old = from_dict(about["config"])
         try:
             check_past(old, config, step, rates=False)
@@ -171,7 +172,7 @@ def _check_same(config: Config, manifest: Manifest, what: str, keys: Sequence[st
     for key in keys:
         theirs, ours = _value(there, key), _value(here, key)
         if theirs != ours:
-            raise InputError(f"{what} was made with {key} {theirs!r}, and here it is {ours!r}: {otherwise}.")
+            raise InputError(f"{what} was made with {key}={shown(theirs)}, and here it is {shown(ours)}: {otherwise}.")
 
 
 def _as_saved(abstract: TrainState, manifest: Manifest) -> TrainState:

@@ -86,7 +86,7 @@ def warn_about_positions(config: Config, about: dict[str, Any], what: str, phase
     for key, theirs, ours in pairs:
         if theirs != ours and is_first():
             print(f"Warning: {what} was trained with a RoPE base of {theirs:g}, and {key} is {ours:g} here, so its "
-                  f"attention sees other positions. Take {key}={theirs:g}, unless you extend the context.")  # fmt: skip
+                  f"attention sees other positions. Set {key}={theirs:g}, unless you extend the context.")  # fmt: skip
 
 
 def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping[str, Any]) -> tuple[Arrays, Arrays]:

@@ -15,6 +15,7 @@ import yaml
 from zaya_jax.checkpoint.folder import FOLDER as CHECKPOINTS
 from zaya_jax.checkpoint.folder import PHASES
 from zaya_jax.config import Config, PhaseConfig, to_dict, to_yaml
+from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
 from zaya_jax.files import write_atomically
@@ -131,8 +132,8 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
         for key, value in before.items():
             if value != now[key]:
                 raise InputError(
-                    f"{where}.{key} was {value!r} and is now {now[key]!r}, but the run is past the beginning of that "
-                    "phase. Take the old value to resume that run, or choose another run_dir."
+                    f"{where}.{key} was {shown(value)} and is now {shown(now[key])}, but the run has started that "
+                    "phase. Restore the old value to resume that run, or choose another run_dir."
                 )
     if _steps_done(old, step) != _steps_done(new, step):
         where, budget = f"phases.{old.phases[begun - 1].name}", new.phases[begun - 1].tokens
@@ -140,8 +141,8 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
         if budget < done:
             raise InputError(f"{where}.tokens is {budget:,}, but {done:,} tokens of that phase are done; take at least "
                              "as many.")  # fmt: skip
-        raise InputError(f"The batch (train.batch) or the context (data.context) of the {step} steps that are done was "
-                         "another one. Take the old values; a new phase may have others.")  # fmt: skip
+        raise InputError(f"The batch (train.batch) or the context (data.context) was another in the {step} steps that "
+                         "are done. Restore the old values; a new phase may have others.")  # fmt: skip
     if rates:
         _check_rates(old, new, step, begun)
 
@@ -159,12 +160,14 @@ def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
     was, becomes = spans[phase], now[phase]
     what = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
     if was.schedule != becomes.schedule:
-        what = f"was {to_dict(was.schedule)} and is now {to_dict(becomes.schedule)}"
+        before, after = to_dict(was.schedule), to_dict(becomes.schedule)
+        what = " and ".join(f"had {key} {shown(value)} and now has {shown(after[key])}"
+                            for key, value in before.items() if value != after[key])  # fmt: skip
     raise InputError(
         f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so steps {first + 1} to {step}, "
-        "which are done, would have had other learning rates. Take the old values and append a phase with a schedule "
-        f"of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (a checkpoint of a "
-        f"step up to {first}, {new.run_dir}/checkpoints/STEP, has seen the new schedule alone)."
+        "which are done, would have had other learning rates. Restore the old values and append a phase with a "
+        f"schedule of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to "
+        f"step {first} both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
     )
 
 
@@ -203,11 +206,12 @@ def _compare(folder: Path, config: Config) -> None:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
     new = dict(_leaves(to_dict(config), ""))
     for key in [*new, *(key for key in old if key not in new)]:
-        if not _is_free(key) and old.get(key, "nothing") != new.get(key, "nothing"):
+        if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
+            was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
             raise InputError(
-                f"{path.parent} holds a run of another configuration: {key} was {old.get(key, 'nothing')!r} and is now "
-                f"{new.get(key, 'nothing')!r}. Take the old value to resume that run, or choose another run_dir, where "
-                f"resume_from={path.parent} continues it with other settings."
+                f"{path.parent} holds a run of another configuration: {key} was {was} and is now {becomes}. Restore "
+                f"the old value to resume that run, or choose another run_dir, where resume_from={path.parent} "
+                "continues it with other settings."
             )
 
 
