@@ -64,8 +64,8 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
     [eot] = loaded.encode_template(loaded.eot_text)
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
     units = range(shards)
-    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0, advice="None is bad.",
-            label="drawing documents")  # fmt: skip
+    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0,
+            advice="No drawn document is bad.", label="drawing documents")  # fmt: skip
     notes = [note for unit in units if (note := read_note(folder, unit)) is not None]
     manifest = write_merged(folder, notes, kind="tokens", inputs=digest_of(draw, shards),
                             special=SpecialTokens(*[loaded.eot_text] * 3),

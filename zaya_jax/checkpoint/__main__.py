@@ -57,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     add = verbs.add_parser("average", help="several checkpoints into one, which init_from takes")
     add.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=one)
     add.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new run folder")
-    add.add_argument("--base", metavar="SOURCE", help="what adapters are of, if not init_from of the newest's run")
+    add.add_argument("--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of the "
+                     "newest checkpoint's run)")  # fmt: skip
     add.set_defaults(run=_average)
 
     add = verbs.add_parser("import-hf", help="a folder of transformers as a checkpoint")
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--carry",
         type=Path,
         metavar="FOLDER",
-        help="whose tokenizer and generation files come along (default: the run's)",
+        help="folder whose tokenizer and generation files are exported, too (default: that of the run)",
     )
     add.add_argument(
         "--base", metavar="SOURCE", help="what adapters are of, if not init_from of their run; hf:FOLDER too"

@@ -106,7 +106,7 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     except OSError as error:
         raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     if len(content) > MAX_BYTES:
-        raise InputError(f"The configuration {path} is longer than {MAX_BYTES:,} bytes, which no configuration is.")
+        raise InputError(f"The configuration {path} is longer than {MAX_BYTES:,} bytes, the most that is allowed.")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:

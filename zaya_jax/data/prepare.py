@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from zaya_jax.config.checks import shown
 from zaya_jax.data.convert import (
     EXAMPLES,
     UnitNote,
@@ -263,9 +264,9 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     for key, value in plan.items():
         if there.get(key) != value:
             of_files = key in ("files", "digest")
-            how = "a name, a size or a time has changed" if of_files else f"{there.get(key)!r}, now {value!r}"
-            raise InputError(f"The folder {output} holds an unfinished preparation with other {key}: {how}. Go "
-                             "on with the same, or choose another --output.")  # fmt: skip
+            how = "a name, a size or a time has changed" if of_files else f"{shown(there.get(key))}, now {shown(value)}"
+            raise InputError(f"The folder {output} holds an unfinished preparation with other {key}: {how}. "
+                             "Continue with the same, or choose another --output.")  # fmt: skip
     return True
 
 
