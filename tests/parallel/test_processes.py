@@ -51,6 +51,7 @@ def assert_close(one, other, tolerance=1e-4):
 def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
     said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two")] * 2)))
     assert "step 12/12" in said[0]
+    assert "_proxy" not in said[0] + said[1]
     assert "step" not in said[1]  # process 0 speaks for all
     configs = [small_run(tmp_path, *SAME, run=run) for run in ("two", "one")]
     with wide_everywhere():
