@@ -18,9 +18,11 @@ from zaya_jax.errors import InputError
 
 ENDS = "!"  # begins the last line of a process that ends the job: then its exit status, and why
 _HELLO = "zaya_jax "  # begins the first line of a connection
+_WELCOME = "welcome"  # process 0's answer to a first line
 _READY = "ready"
 _LONGEST = 2**16  # bytes of a line; another program may have connected
 _ANSWER = 2.0  # seconds that a process which has the port already is asked
+_WELCOMED = 10.0  # seconds in which process 0 answers a first line; another program never does
 _MARGIN = 5.0  # seconds beyond process 0's time, since it is the one that knows who is missing
 
 
@@ -237,6 +239,7 @@ class _Gathering:
         if processes != self._job.processes or not 0 <= peer.process < processes:
             self._refuse(f"Process {peer} was started with --processes {processes}, and process 0 with --processes "
                          f"{self._job.processes}. Start all with the same number.")  # fmt: skip
+        peer.send(_WELCOME)
         first = self._arrived.setdefault(peer.process, peer)
         if first is not peer:
             hosts = f"{first.host} and {peer.host}"
@@ -308,19 +311,21 @@ def _admitted(peer: Peer, job: Job, seconds: float) -> Peer:
 
 
 def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    limit, start = min(seconds, _WELCOMED), time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(peer, selectors.EVENT_READ)
-        while (left := deadline - time.monotonic()) > 0:
+        while (left := start + limit - time.monotonic()) > 0:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
                 raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
-                                 "connection: process 0 has ended, or another program or a job that has started uses "
-                                 "the port. Start all processes again, or choose another port.")  # fmt: skip
+                                 "connection: process 0 has ended, or another program or a job that has started uses the "
+                                 "port. Start all processes again, or choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
                 return
-    raise InputError(f"Process {job.process} had no answer from {job.coordinator} for {seconds:g} s. Check that "
+            if _WELCOME in lines:
+                limit = seconds
+    raise InputError(f"Process {job.process} had no answer from {job.coordinator} for {limit:g} s. Check that "
                      "process 0 runs there, and that no other program uses the port.")  # fmt: skip
 
 
