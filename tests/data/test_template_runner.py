@@ -1,3 +1,5 @@
+import os
+
 import pytest
 
 from zaya_jax.data import template_runner
@@ -54,6 +56,15 @@ def test_an_interrupted_rendering_is_not_taken_for_the_next_one(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             render(default, "first")
     assert "second" in "".join(render(default, "second"))
+
+
+def test_a_process_that_was_killed_while_it_waited_is_started_again():
+    default = load_template(None)
+    before = render(default, "answer")
+    process = template_runner._runner(os.getpid())._process
+    process.kill()
+    process.wait()
+    assert render(default, "answer") == before
 
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch):

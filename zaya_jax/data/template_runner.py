@@ -54,6 +54,8 @@ class _Runner:
         if len(data) > LONGEST:
             return {"render": f"its input takes more than {LONGEST // 2**20} MiB as JSON"}
         with self._lock:
+            if self._process is not None and self._process.poll() is not None:
+                self._close()  # it was killed while it waited, for which no template is to blame
             try:
                 answer = self._send(data)
             except BaseException:  # Ctrl-C: the answer that is under way must not be taken for the next one's
