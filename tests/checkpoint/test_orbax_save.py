@@ -1,3 +1,5 @@
+import logging
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ import tensorstore
 from zaya_jax.checkpoint.bundle import BUNDLE
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.checkpoint.manifest import STATE
-from zaya_jax.checkpoint.orbax_save import OrbaxSave, _in_chunks
+from zaya_jax.checkpoint.orbax_save import OrbaxSave, _in_chunks, _Quiet
 from zaya_jax.checkpoint.reader import CheckpointReader
 
 ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), BUNDLE: np.arange(10, dtype=np.uint8)}
@@ -40,3 +42,11 @@ def test_arrays_over_a_piece_are_cut_along_their_first_axis():
     assert _in_chunks((), ARRAYS["large"]) is None
     options = _in_chunks((), Large())
     assert (options.chunk_byte_size, options.shard_axes) == (PIECE, (0,))
+
+
+def test_a_thread_that_fails_after_the_end_of_a_save_prints_no_traceback(caplog):
+    _Quiet().end()
+    log = logging.getLogger("absl")
+    log.error("[thread=%s] _SignalingThread.run() raised an exception: %s", "a", "no space")
+    log.error("something else")
+    assert [record.message for record in caplog.records] == ["something else"]

@@ -64,8 +64,14 @@ class _Quiet:
 
     def __init__(self) -> None:
         self._level = logging.getLogger("absl").level
+        # Where one of Orbax's threads has failed, another may fail after the end. A filter is added once, for good.
+        logging.getLogger("absl").addFilter(_is_of_no_thread)
         logging.getLogger("absl").setLevel(logging.CRITICAL)
 
     def end(self) -> None:
         """Let the log be as it was."""
         logging.getLogger("absl").setLevel(self._level)
+
+
+def _is_of_no_thread(record: logging.LogRecord) -> bool:
+    return "_SignalingThread.run() raised" not in str(record.msg)
