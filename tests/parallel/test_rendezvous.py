@@ -124,6 +124,10 @@ def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late
         asked.append(host)
         if host == "nowhere":
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        if host == "busy":
+            if len(asked) <= 3:
+                raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+            host = "127.0.0.1"
         if host == "late":
             host = "127.0.0.1" if len(asked) > 3 else unknown("nowhere")
         return resolve(host, *rest, **options)
@@ -133,6 +137,8 @@ def test_an_unknown_host_is_told_at_once_but_in_kubernetes_where_names_come_late
     for said in meeting([0, 1], 2, 60, host="nowhere"):
         assert "The host of --coordinator nowhere:" in said
     assert time.monotonic() - begun < 30
+    asked.clear()
+    assert meeting([0, 1], 2, 60, host="busy") == [[1], [0]]
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     asked.clear()
     assert meeting([0, 1], 2, 60, host="late") == [[1], [0]]

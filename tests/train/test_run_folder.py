@@ -230,7 +230,7 @@ def test_a_key_that_no_longer_exists_is_named(config, begun, key):
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"a list", b"- 1", b"a: [", b"\xff\xfe\xff", b"model: {vocab_size", b"[" * 2000],
+    [b"", b"a list", b"- 1", b"a: [", b"\xff\xfe\xff", b"model: {vocab_size", b"[" * 2000, b"phases: [{}]"],
     ids=lambda c: c[:20].decode("latin1"),
 )
 def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):

@@ -127,7 +127,7 @@ def _use_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.nd
         ids = ids[:-1]
     if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
         return _skipped(document, "wrong tokens", "a document needs tokens, each at least 0 and below "
-                        f"{tokenizer.vocab_size}, which is where the tokenizer ends")  # fmt: skip
+                        f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary")  # fmt: skip
     if (ids == tokenizer.eot).any():
         return _skipped(document, "end inside", f"it holds the token {tokenizer.eot_text!r} before its end")
     return ids

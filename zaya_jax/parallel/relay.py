@@ -32,10 +32,12 @@ def _forward(near: socket.socket, host: str, port: int) -> None:
             time.sleep(0.1)
     threading.Thread(target=_answer, args=(far, near), name="relay", daemon=True).start()
     with near, far, contextlib.suppress(OSError):
-        while data := near.recv(2**16):
-            with contextlib.suppress(OSError):  # the service is gone, which `near` is not to learn
-                far.sendall(data)
-        far.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_answer`, which reads it
+        try:
+            while data := near.recv(2**16):
+                with contextlib.suppress(OSError):  # the service is gone, which `near` is not to learn
+                    far.sendall(data)
+        finally:
+            far.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_answer`, which reads it
 
 
 def _answer(far: socket.socket, near: socket.socket) -> None:

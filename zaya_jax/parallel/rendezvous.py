@@ -22,6 +22,7 @@ _WELCOME = "welcome"  # process 0's answer to a first line
 _READY = "ready"
 _LONGEST = 2**16  # bytes of a line; another program may have connected
 _ANSWER = 2.0  # seconds that a process which has the port already is asked
+_BUSY = 10.0  # seconds that a name server may take to answer
 _WELCOMED = 10.0  # seconds in which process 0 answers a first line; another program never does
 _MARGIN = 5.0  # seconds beyond process 0's time, since it is the one that knows who is missing
 
@@ -282,8 +283,11 @@ def _connect(job: Job, seconds: float) -> Peer:
             connection.close()
             problem = os.strerror(errno.ECONNREFUSED)
         except socket.gaierror as error:
-            # Kubernetes gives a pod its name only when it is scheduled.
-            if "KUBERNETES_SERVICE_HOST" not in os.environ or time.monotonic() >= deadline:
+            # Kubernetes gives a pod its name only when it is scheduled; a name server may be busy for a moment.
+            late = "KUBERNETES_SERVICE_HOST" in os.environ or (
+                error.errno == socket.EAI_AGAIN and time.monotonic() < deadline - seconds + _BUSY
+            )
+            if not late or time.monotonic() >= deadline:
                 raise InputError(f"The host of {job.coordinator} cannot be found ({error.strerror}). Correct the "
                                  "name, or use an IP address.") from error  # fmt: skip
             problem = ""
@@ -318,8 +322,8 @@ def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
                 raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
-                                 "connection: process 0 has ended, or another program or a job that has started uses the "
-                                 "port. Start all processes again, or choose another port.")  # fmt: skip
+                                 "connection: process 0 has ended, or another program or a job that has started uses "
+                                 "the port. Start all processes again, or choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
                 return

@@ -94,4 +94,5 @@ class Watch:
 
     def _judge(self, lost: Sequence[Peer], how: str) -> None:
         if lost:
-            self.leave(f"Stopped: Process {', '.join(map(str, lost))} {how}. {_AGAIN}", 1)
+            sentences = " ".join(f"Process {peer} {how}." for peer in lost)
+            self.leave(f"Stopped: {sentences} {_AGAIN}", 1)

@@ -202,7 +202,8 @@ def _compare(folder: Path, config: Config) -> None:
     try:
         there = yaml.safe_load(path.read_text(encoding="utf-8"))
         old = {"resume_from": None} | dict(_leaves(there, ""))  # a key that runs of earlier versions do not have
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError) as error:
+        _recorded(there)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
     new = dict(_leaves(to_dict(config), ""))
     for key in [*new, *(key for key in old if key not in new)]:
