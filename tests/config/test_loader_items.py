@@ -177,11 +177,11 @@ def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(mix
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("phases.thrid.tokens=1", "phases has no item 'thrid'; it has 0 (first), 1 (second)."),
-    ("phases.2.tokens=1", "phases has no item '2'; it has 0 (first), 1 (second)."),
-    ("phases.-1.tokens=1", "phases has no item '-1'; it has 0 (first), 1 (second)."),
-    ("phases.second.batch.stepped.1.until=9", "phases.second.batch.stepped has no item '1'; it has 0."),
-    ("phases.second.batch.stepped={x: {until: 1}}", "phases.second.batch.stepped has no item 'x'; it has 0."),
+    ("phases.thrid.tokens=1", "There is no 'phases.thrid'; phases has 0 (first), 1 (second)."),
+    ("phases.2.tokens=1", "There is no 'phases.2'; phases has 0 (first), 1 (second)."),
+    ("phases.-1.tokens=1", "There is no 'phases.-1'; phases has 0 (first), 1 (second)."),
+    ("phases.second.batch.stepped.1.until=9", "There is no 'phases.second.batch.stepped.1'; phases.second.batch.stepped has 0."),
+    ("phases.second.batch.stepped={x: {until: 1}}", "There is no 'phases.second.batch.stepped.x'; phases.second.batch.stepped has 0."),
     ("phases.first.batch.stepped.0.until=9",
      "phases.first.batch.stepped is {'0': {'until': 9}}, but must be a list."),
     ("phases.first=3", "phases.0 is 3, but must be a section with keys."),
@@ -196,7 +196,7 @@ def test_an_item_that_is_not_there_is_named_with_what_there_is(mixed, override, 
 
 
 def test_items_of_an_empty_list_cannot_be_overridden(mixed):
-    said = "phases.second.batch.stepped has no item '0'; it has none."
+    said = "There is no 'phases.second.batch.stepped.0'; phases.second.batch.stepped has none."
     assert refused_to_load(mixed, "phases.second.batch.stepped=[]", "phases.second.batch.stepped.0.until=9") == said
 
 
