@@ -102,8 +102,8 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
     said({}, r"^resume_from=.* is at step 14, and this configuration ends after step 14; raise phases\.train\.tokens")
     longer = of_steps(base, 16).phases
     said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: model\.num_experts is 4")
-    said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed 0, and here it is 3")
-    said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule 'adamw'")
+    said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed=0, and here it is 3")
+    said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule='adamw'")
     said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position is in other data")
     said({"phases": longer, "train.batch.tokens": 256}, r"^resume_from=.*train\.batch")
     said({"phases": of_steps(base, 9).phases}, r"^resume_from=.*phases\.train\.tokens is 1,152, but 1,792 tokens")
