@@ -1,4 +1,5 @@
 import logging
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import tensorstore
 from zaya_jax.checkpoint.bundle import BUNDLE
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.checkpoint.manifest import STATE
-from zaya_jax.checkpoint.orbax_save import OrbaxSave, _in_chunks, _Quiet
+from zaya_jax.checkpoint.orbax_save import OrbaxSave, _hide_closed_loops, _in_chunks, _Quiet
 from zaya_jax.checkpoint.reader import CheckpointReader
 
 ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), BUNDLE: np.arange(10, dtype=np.uint8)}
@@ -50,3 +51,14 @@ def test_a_thread_that_fails_after_the_end_of_a_save_prints_no_traceback(caplog)
     log.error("[thread=%s] _SignalingThread.run() raised an exception: %s", "a", "no space")
     log.error("something else")
     assert [record.message for record in caplog.records] == ["something else"]
+
+
+def test_an_operation_that_outlives_the_event_loop_of_its_save_prints_no_traceback(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    _hide_closed_loops.__wrapped__()
+    for text in ("Event loop is closed", "something else"):
+        promise, future = tensorstore.Promise.new()
+        future.add_done_callback(lambda _, text=text: exec(f"raise RuntimeError({text!r})"))  # noqa: S102
+        promise.set_result(1)
+    assert seen == ["something else"]

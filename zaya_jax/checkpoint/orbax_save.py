@@ -1,6 +1,8 @@
 """Arrays of a save, given to Orbax: which writes them in the background, each process its own."""
 
+import functools
 import logging
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -66,11 +68,24 @@ class _Quiet:
         self._level = logging.getLogger("absl").level
         # Where one of Orbax's threads has failed, another may fail after the end. A filter is added once, for good.
         logging.getLogger("absl").addFilter(_is_of_no_thread)
+        _hide_closed_loops()
         logging.getLogger("absl").setLevel(logging.CRITICAL)
 
     def end(self) -> None:
         """Let the log be as it was."""
         logging.getLogger("absl").setLevel(self._level)
+
+
+@functools.cache  # a hook is set once, for good
+def _hide_closed_loops() -> None:
+    """Print no traceback where tensorstore ends an operation of a failed save whose event loop Orbax has closed."""
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def _is_of_no_thread(record: logging.LogRecord) -> bool:
