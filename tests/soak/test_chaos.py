@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -64,7 +65,11 @@ class Job:
 
     def end(self, processes: list[subprocess.Popen[str]], allowed: set[int], fault: str) -> list[int]:
         """Wait for all processes; check what they said and how they ended."""
-        texts = [process.communicate(timeout=120)[0] for process in processes]
+        late = threading.Timer(120, lambda: [process.kill() for process in processes])
+        late.start()
+        texts = [process.communicate()[0] for process in processes]
+        assert late.is_alive(), f"{fault}: not ended after 120 s:\n" + "\n---\n".join(texts)
+        late.cancel()
         self.said += texts
         for text in texts:
             for word in ("Traceback", "Check failure", "core dumped", "Fatal Python error"):
