@@ -88,7 +88,8 @@ def test_each_step_has_its_times(finished):
     assert [row["step"] for row in rows] == list(range(1, 13))
     for row in rows:
         assert set(row) == {"step", "seconds", "data_wait", "tokens_per_second", "flops_per_second", "mfu"}
-        assert 0 <= row["data_wait"] <= row["seconds"]
+        assert row["seconds"] > 0
+        assert row["data_wait"] >= 0  # while the step before runs, so that it may be longer than the step itself
         assert row["mfu"] is None  # the peak of a CPU is not known
 
 
