@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.saved_helpers import bits
+from tests.helpers import assert_close
 from tests.parity.test_reference import BASE, random_reference
 from zaya_jax import load_pretrained, logits
 from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
@@ -61,4 +62,5 @@ def test_folders_go_round(seed, dtype, tmp_path):
         assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         expected, found = (model(torch.tensor(tokens)).logits for model, _ in read)
-    assert torch.equal(found, expected)
+    # The tensors are equal to the bit; where they lie in memory decides which instructions PyTorch takes.
+    assert_close(found.float().numpy(), expected.float().numpy(), 1e-5 if dtype == "float32" else 2e-2)
