@@ -25,10 +25,12 @@ python() { command python "$@" || { status=$?; [[ "$3" == diff && $status == 1 ]
 
 
 def scripts(page: str) -> list[tuple[str, str]]:
-    """The shell and Python blocks of a page, in order: language and text."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    found = re.findall(r"^```(bash|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(language, LEFT_OUT.sub("", block)) for language, block in found]
+    """The shell and Python blocks of a page, in order: language and text. Python is pasted into one interpreter."""
+    text, found, python = (ROOT / page).read_text(encoding="utf-8"), [], ""
+    for language, block in re.findall(r"^```(bash|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        python += block if language == "python" else ""
+        found.append((language, python if language == "python" else LEFT_OUT.sub("", block)))
+    return found
 
 
 @pytest.fixture
