@@ -26,7 +26,7 @@ def _ctrl_c_arrives():
 
 
 def start(path, *overrides):
-    """A run, in a process group of its own as a terminal starts it, once it listens to signals."""
+    """Start a run in a new process group, as a terminal does, and wait until its signal handlers are installed."""
     environment = {**os.environ, "XLA_FLAGS": CHEAP}
     run = subprocess.Popen(
         [sys.executable, "-m", "zaya_jax.main", "--config", str(path), "sample.tokens=1", *overrides], cwd=ROOT,

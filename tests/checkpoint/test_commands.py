@@ -158,4 +158,4 @@ def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
     write_manifest(folder, deep)
     status, text = said(capsys, "verify", folder)
     assert status == 2 or "is no manifest of a checkpoint" in text.out
-    assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest that there is a manifest of
+    assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest checkpoint that has a manifest

@@ -105,7 +105,7 @@ def test_the_phase_that_is_named_is_the_one_that_is_wrong():
     long = schedule(warmup_tokens=1500)
     changed(SMALL, phases({}, **long)).check()
     assert refused(phases(schedule(), **long)).startswith("phases.train.schedule.warmup_tokens is 1500, but ")
-    # A phase that has no batch of its own inherits the run's, whose key was typed.
+    # A phase without `batch` inherits the run's, so the error names train.batch.
     said = refused(phases({"context": 48}))
     assert said.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48), ")
 
@@ -117,7 +117,7 @@ def test_a_phase_needs_a_name_that_a_key_can_hold(name):
 
 
 def test_two_phases_of_one_name_are_refused():
-    assert refused(phases({"name": "train"})) == "phases.1.name is 'train', but must be a name of its own."
+    assert refused(phases({"name": "train"})) == "phases.1.name is 'train', but must be unique among the phases."
 
 
 def test_there_must_be_a_phase():

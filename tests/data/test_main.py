@@ -236,5 +236,5 @@ def test_ctrl_c_has_status_130_and_the_same_command_goes_on(call, tmp_path):
     command.send_signal(signal.SIGINT)
     out, err = command.communicate(timeout=30)
     assert (command.returncode, out) == (130, ""), err
-    assert err.splitlines()[1:] == ["Interrupted: the same command goes on from what is done."]
+    assert err.splitlines()[1:] == ["Interrupted: rerun the command to resume."]
     assert not list((tmp_path / "out").glob("*.partial"))

@@ -1,4 +1,4 @@
-"""Processes that meet: all are there, or each is told which one is missing, lost or numbered twice."""
+"""Rendezvous of the processes of a job: all arrive, or each reports which process is missing, lost or duplicated."""
 
 import socket
 import threading

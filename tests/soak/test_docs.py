@@ -17,7 +17,7 @@ PAGES = ("README.md", "docs/training.md", "docs/data.md", "docs/checkpoints.md",
          "docs/parallel.md")  # fmt: skip
 # Tested elsewhere (`make test` runs the tests), or hours long.
 LEFT_OUT = re.compile(r"^(make test|python -m zaya_jax\.bench (ablations|balance|optimizer)\b).*$", re.MULTILINE)
-# `make` would set up an environment of its own; `diff` ends with status 1 where checkpoints differ, as it should.
+# `make` would create another virtual environment; `checkpoint diff` exits with 1 if checkpoints differ, which is right.
 SHELL = """set -e
 make() { test "$1" = train && python -m zaya_jax.main --config configs/tiny.yaml; }
 python() { command python "$@" || { status=$?; [[ "$3" == diff && $status == 1 ]]; }; }

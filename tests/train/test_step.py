@@ -9,9 +9,8 @@ import optax
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close
-from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, setup
 from zaya_jax.config import ScheduleConfig, SourceConfig, SpikeConfig, Table
-from zaya_jax.config.stages import total_steps
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
@@ -19,14 +18,11 @@ from zaya_jax.ops.choice import OPERATIONS
 from zaya_jax.ops.target import Target, target_of
 from zaya_jax.optim.balance import load_error
 from zaya_jax.parallel.layout import Layout
-from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
 from zaya_jax.train.step import make_evaluation_step, make_local_loss, make_train_step
 
-COLLECTIVE = re.compile(
-    r"= [^=]*? (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast)(-start)?\("
-)
 COUNTERS = {".step", ".skipped"}
 
 
@@ -424,41 +420,3 @@ def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
     found = [np.asarray(gradient(params, state.balance, batch | {"tokens": tokens})[1]["embedding"], np.float64).sum(0)
              for tokens in (np.zeros_like(positions), positions)]  # fmt: skip
     assert np.linalg.norm(found[0] - found[1]) < 1e-4 * np.linalg.norm(found[1])
-
-
-# --- several devices -------------------------------------------------------------------------------------------
-
-
-def test_one_device_needs_no_collective():
-    text = setup().hlo
-    assert "while(" in text  # it is the program that is looked at
-    assert not COLLECTIVE.search(text)
-
-
-def two_steps(devices):
-    """Metrics and state after two small steps, and the loss of an evaluation then."""
-    mesh = make_mesh(devices=jax.devices()[:devices])
-    blueprint = make_blueprint(CONFIG)
-    if devices == 1:
-        _, _, state, step, _ = setup()
-        batch = make_batch()
-    else:
-        shardings = layout_of(CONFIG, blueprint, mesh).shardings(jax.eval_shape(lambda: init_state(CONFIG, blueprint)))
-        state = fast_jit(lambda: init_state(CONFIG, blueprint), out_shardings=shardings)()
-        batch = jax.device_put(make_batch(), batch_sharding(mesh, leading=1))
-        step = fast_jit(make_train_step(CONFIG, blueprint, mesh), out_shardings=(shardings, replicated(mesh)))
-    # Adam's first update of a gradient that is zero but for rounding is as large as any: at small rates it is small.
-    last = jax.device_put(np.int32(total_steps(CONFIG)), replicated(mesh))
-    state, _ = step(dataclasses.replace(state, step=last), batch)
-    state, metrics = step(state, batch)
-    evaluation = fast_jit(make_evaluation_step(CONFIG, blueprint, mesh))
-    flat = jax.device_put(jax.tree.map(lambda a: a[0], make_batch()), batch_sharding(mesh))
-    sums = evaluation(state.params, state.balance, flat)
-    return leaves(metrics), leaves(state), leaves(sums)
-
-
-@pytest.mark.soak
-def test_four_devices_give_what_one_gives():
-    for one, four in zip(two_steps(1), on_devices(4, "tests.train.test_step:two_steps", 4), strict=True):
-        assert one.keys() == four.keys()
-        assert_close(four, one, 1e-4)

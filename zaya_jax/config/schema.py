@@ -180,7 +180,7 @@ class Config:
         names = [phase.name for phase in self.phases]
         for index, phase in enumerate(self.phases):
             where = self.phase_key(index)
-            require(phase.name not in names[:index], f"{where}.name", phase.name, "a name of its own")
+            require(phase.name not in names[:index], f"{where}.name", phase.name, "unique among the phases")
             require(self.context_of(phase) <= self.model.max_positions, f"{where}.context", self.context_of(phase),
                     longest)  # fmt: skip
             for source in phase.mixture:

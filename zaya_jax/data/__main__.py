@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"Stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("Interrupted: the same command goes on from what is done.", file=sys.stderr)
+        print("Interrupted: rerun the command to resume.", file=sys.stderr)
         return 130
     except OSError as error:
         if not is_disk_full(error):
