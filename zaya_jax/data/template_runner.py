@@ -1,4 +1,4 @@
-"""Runs chat templates in a process of its own, whose time and memory the system limits; see `template_process`."""
+"""Runs chat templates in a separate process with limits on CPU time and memory; see `template_process`."""
 
 import atexit
 import functools
