@@ -5,7 +5,7 @@ import functools
 import jax
 import pytest
 
-from zaya_jax.bench.codegen import GPUS, compile_kernel, kernels_of, lower
+from zaya_jax.machine.proxies.codegen import GPUS, compile_kernel, kernels_of, lower
 from zaya_jax.ops.target import Target
 
 TARGETS = {"cuda": Target("cuda", "NVIDIA H200"), "rocm": Target("rocm", "gfx942")}

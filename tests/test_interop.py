@@ -7,8 +7,8 @@ import jax
 import yaml
 
 from tests.helpers import random_values, tiny_config
-from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
 from zaya_jax.config import load_config
+from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train.given import parameters_alone
 
 ROOT = Path(__file__).parent.parent

@@ -12,11 +12,11 @@ from tests.train_helpers import ROOT, compile_once, snapshot, write_run
 from zaya_jax import main as module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
-from zaya_jax.data.embedded import open_corpus
+from zaya_jax.data.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.main import main
+from zaya_jax.run.folder import CHECKPOINTS, claim_run, open_run
 from zaya_jax.train import loop
-from zaya_jax.train.run_folder import CHECKPOINTS, claim_run, open_run
 
 
 @pytest.fixture(autouse=True)

@@ -38,11 +38,11 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
+from zaya_jax.run.folder import CHECKPOINTS, METRICS
+from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import beginning, compiled, loop
-from zaya_jax.train.run_folder import CHECKPOINTS, METRICS
-from zaya_jax.train.state import Blueprint, TrainState, init_state, make_blueprint, mesh_of
+from zaya_jax.train.state import PhaseSpec, TrainState, init_state, make_blueprint, mesh_of
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
-from zaya_jax.train.tracker import read_rows
 
 ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
@@ -77,7 +77,7 @@ def change(config: Any, changes: dict[str, Any]) -> Any:
 
 class Setup(NamedTuple):
     config: Config
-    blueprint: Blueprint
+    blueprint: PhaseSpec
     state: TrainState
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     hlo: str
@@ -250,7 +250,7 @@ def _cached_evaluation(config: Config, blueprint_of: int) -> Callable:
     return make_evaluation_step(config, make_blueprint(config, blueprint_of), mesh_of(config, blueprint_of))
 
 
-def _evaluation_step(config: Config, blueprint: Blueprint, *_: Any) -> Callable:
+def _evaluation_step(config: Config, blueprint: PhaseSpec, *_: Any) -> Callable:
     bases = [config.model_of(phase).rope_base for phase in config.phases]
     return _cached_evaluation(_same_step(config), bases.index(blueprint.model.config.rope_base))
 

@@ -7,36 +7,36 @@ Shape suffixes used throughout the code:
   g = h / k queries a key head, c channels of a head, e experts, f expert width, r router width,
   v vocabulary, l layers, t tokens (b and s flattened), w rows of the convolution's tail.
 
-"fp32" in what is said of sums, statistics, the stream, masters and gradients means the dtype that must be exact
-(`ops.precision.wide`): it is fp64 in a run that computes in fp64.
+Of sums, statistics, the residual stream, master weights and gradients, "fp32" means `ops.precision.accumulation_dtype`:
+it is fp64 in a run that computes in fp64.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zaya_jax.checkpoint.hf import load_pretrained as load_pretrained
-    from zaya_jax.checkpoint.hf import save_pretrained as save_pretrained
     from zaya_jax.config import Config as Config
     from zaya_jax.config import load_config as load_config
-    from zaya_jax.generate.decode import generate as generate
+    from zaya_jax.generate.decode import generate_text as generate_text
+    from zaya_jax.hf.pretrained import load_pretrained as load_pretrained
+    from zaya_jax.hf.pretrained import save_pretrained as save_pretrained
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
     from zaya_jax.train.loop import TrainResult as TrainResult
-    from zaya_jax.train.loop import train as train
+    from zaya_jax.train.loop import run_training as run_training
 
 _HOMES = {
     "Config": "zaya_jax.config",
     "ModelOutput": "zaya_jax.model.zaya",
     "TrainResult": "zaya_jax.train.loop",
     "Zaya": "zaya_jax.model.zaya",
-    "generate": "zaya_jax.generate.decode",
+    "generate_text": "zaya_jax.generate.decode",
     "load_config": "zaya_jax.config",
-    "load_pretrained": "zaya_jax.checkpoint.hf",
+    "load_pretrained": "zaya_jax.hf.pretrained",
     "logits": "zaya_jax.model.zaya",
-    "save_pretrained": "zaya_jax.checkpoint.hf",
-    "train": "zaya_jax.train.loop",
+    "run_training": "zaya_jax.train.loop",
+    "save_pretrained": "zaya_jax.hf.pretrained",
 }
 
 __version__ = "0.1.0"
@@ -49,4 +49,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})  # a room that was imported stands in both
+    return sorted({*globals(), *_HOMES})

@@ -3,7 +3,7 @@
 import atexit
 import sys
 
-from zaya_jax.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
+from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
     atexit.register(ignore_signals)  # what is registered first is called last
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.config.hardware import HARDWARE
-from zaya_jax.config.presets import Preset, apply_preset, preset_of
 from zaya_jax.errors import InputError, Preempted, RunStopped, is_disk_full, last_words
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.presets import Preset, apply_preset, preset_of
 
 if TYPE_CHECKING:
-    from zaya_jax.parallel.watch import Watch
+    from zaya_jax.parallel.peer_liveness import PeerLiveness
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,20 +45,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if given.dry_run:
             _prepare_jax(config, "cpu")
-            from zaya_jax.dry_run.report import dry_run
+            from zaya_jax.machine.dry_run.report import dry_run
 
             print(dry_run(config, given.devices, given.hardware, given.json))
             return 0
         run_dir = config.run_dir
         preset = _prepare_jax(config)
-        from zaya_jax.parallel.processes import is_first, join
-        from zaya_jax.train.loop import train
+        from zaya_jax.parallel.multihost import is_primary, join
+        from zaya_jax.train.loop import run_training
         from zaya_jax.train.report import report
 
-        silence = preset.silence_seconds if given.silence is None else given.silence
-        watch = join(given.coordinator, given.processes, given.process, preset.join_seconds, silence)
-        text = report(config, train(config))
-        if is_first():
+        timeout = preset.peer_timeout if given.peer_timeout is None else given.peer_timeout
+        watch = join(given.coordinator, given.processes, given.process, preset.join_seconds, timeout)
+        text = report(config, run_training(config))
+        if is_primary():
             print(text)
     except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
         return _end(watch, error)
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _end(watch, error)
         if watch is None:
             raise
-        from zaya_jax.parallel.processes import lost
+        from zaya_jax.parallel.multihost import lost
 
         if lost(error):
             watch.wait()  # for the name of the process that is lost, with which this one then ends
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _end(watch: "Watch | None", error: BaseException) -> int:
+def _end(watch: "PeerLiveness | None", error: BaseException) -> int:
     sentence, status = last_words(error)
     if watch is not None:
         watch.leave(sentence, status)
@@ -115,8 +115,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--processes", type=int, metavar="N", help="of the job")
     add("--process", type=int, metavar="I", help="this one's number, from 0")
-    add("--silence", type=float, metavar="SECONDS", help="that another process may go unheard before the run stops; "
-        "the preset's where not given")  # fmt: skip
+    add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
+        "(default: the preset's)")  # fmt: skip
     add("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
     return parser
 
@@ -126,8 +126,8 @@ def _checked(given: argparse.Namespace) -> Config:
         raise InputError("--dry-run wants --devices N, the number of devices of the job.")
     if not given.dry_run and (given.devices is not None or given.hardware is not None or given.json):
         raise InputError("--devices, --hardware and --json are of the dry run: give --dry-run too.")
-    if given.silence is not None and not 0 < given.silence < float("inf"):
-        raise InputError(f"--silence is {given.silence:g}, but must be a number of seconds above zero.")
+    if given.peer_timeout is not None and not 0 < given.peer_timeout < float("inf"):
+        raise InputError(f"--peer-timeout is {given.peer_timeout:g}, but must be a number of seconds above zero.")
     return load_config(given.config, given.overrides)
 
 

@@ -1,5 +1,5 @@
 from zaya_jax.bench.ablations import _look, variants
-from zaya_jax.bench.trials import CONTEXT, small_config
+from zaya_jax.bench.sweep import CONTEXT, small_config
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
 

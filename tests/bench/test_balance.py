@@ -1,5 +1,5 @@
 from zaya_jax.bench.balance import EVEN, _cost, _median, _prepare, _steps, even_after
-from zaya_jax.bench.trials import Curve
+from zaya_jax.bench.sweep import Curve
 from zaya_jax.data.prepare import open_manifest
 
 

@@ -5,12 +5,13 @@ import sys
 import pytest
 
 from zaya_jax.bench import __main__ as command
-from zaya_jax.bench import aside, data_peers
 from zaya_jax.bench import data as bench
+from zaya_jax.bench import data_peers
 from zaya_jax.bench.data import Sizes, bench_data, make_inputs, measure_memory, our_packing, our_preparing
 from zaya_jax.config import DataConfig
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import open_manifest, prepare
+from zaya_jax.machine import subprocesses
 
 
 def in_this_process(make, *arguments):
@@ -61,8 +62,8 @@ def peers(monkeypatch):
         settings = next(given for given in arguments if isinstance(given, data_peers.GrainSettings))
         return 2.0 if (settings.threads, settings.buffer) in {(4, 16), (4, 4)} else 3.0
 
-    monkeypatch.setattr(aside, "time", Clock)
-    monkeypatch.setattr(bench, "aside", in_this_process)
+    monkeypatch.setattr(subprocesses, "time", Clock)
+    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "find_datasets", lambda: None)
     monkeypatch.setattr(bench, "our_packing", make("our packing", lambda _: 1.0, start=4.0))
     monkeypatch.setattr(bench, "our_preparing", make("our preparing", lambda _: 1.0))
@@ -161,7 +162,7 @@ def test_memory_is_measured_for_both_inputs(inputs, sizes, monkeypatch):
         measured.append(arguments[1])
         return in_this_process(make, *arguments)
 
-    monkeypatch.setattr(bench, "aside", run)
+    monkeypatch.setattr(bench, "run_in_subprocess", run)
     monkeypatch.setattr(bench, "_SKIPPED", 2)
     for found in measure_memory(inputs, sizes).values():
         assert min(found["peak_bytes"].values()) > 2**20

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from zaya_jax.bench import data_peers
-from zaya_jax.bench.aside import aside
 from zaya_jax.bench.corpora import write_drawn, write_lines, write_tokenizer
 from zaya_jax.bench.data_peers import (
     Decode,
@@ -16,6 +15,7 @@ from zaya_jax.bench.data_peers import (
     time_batches,
 )
 from zaya_jax.errors import InputError
+from zaya_jax.machine.subprocesses import run_in_subprocess
 
 TEXTS = [f"text {number} of a few words" for number in range(7)]
 
@@ -86,7 +86,9 @@ def test_datasets_loads_and_maps_and_leaves_nothing(folder, fast):
     pytest.importorskip("datasets")
     before = set(folder.iterdir())
     # In a process of its own, since it sets the environment.
-    with aside(datasets_preparing, folder / "lines.jsonl", folder / "tokenizer.json", 1, fast, folder) as step:
+    with run_in_subprocess(
+        datasets_preparing, folder / "lines.jsonl", folder / "tokenizer.json", 1, fast, folder
+    ) as step:
         assert step() > 0
     assert set(folder.iterdir()) == before
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close
-from zaya_jax.bench.kernel_cases import SMALL, cases
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
+from zaya_jax.machine.proxies.kernel_cases import SMALL, cases
 from zaya_jax.ops.target import Target
 
 CPU = Target("cpu", "cpu")

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from zaya_jax.bench import __main__ as command
-from zaya_jax.bench import aside
 from zaya_jax.bench import kernels as bench
-from zaya_jax.bench.aside import Passes
-from zaya_jax.bench.kernel_cases import SMALL, Aim, Case, cases
 from zaya_jax.errors import InputError
+from zaya_jax.machine import subprocesses
+from zaya_jax.machine.proxies.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.machine.subprocesses import Passes
 from zaya_jax.ops.target import Target
 
 LIMITS = {"copy": 4e12, "dense": 800e12}
@@ -157,9 +157,9 @@ def sides(monkeypatch):
     def peer(*_):
         raise InputError("The peer needs PyTorch.")
 
-    monkeypatch.setattr(aside.time, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(aside.time, "sleep", lambda _: None)
-    monkeypatch.setattr(bench, "aside", in_this_process)
+    monkeypatch.setattr(subprocesses.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(subprocesses.time, "sleep", lambda _: None)
+    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "our_side", ours)
     monkeypatch.setattr(bench, "peer_side", peer)
     monkeypatch.setattr(bench, "roofline", lambda kind, size: side(1e-3))

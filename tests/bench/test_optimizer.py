@@ -1,7 +1,7 @@
 import pytest
 
 from zaya_jax.bench.optimizer import _interior, compare, optimizer_config, steps_to
-from zaya_jax.bench.trials import Curve
+from zaya_jax.bench.sweep import Curve
 from zaya_jax.model.layers import MATRIX_ROLES
 
 

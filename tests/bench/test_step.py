@@ -8,11 +8,11 @@ import pytest
 
 from tests.train_helpers import CONFIG, ROOT, change, fast_jit, setup
 from zaya_jax.bench import __main__ as command
-from zaya_jax.bench import aside
 from zaya_jax.bench import step as bench
 from zaya_jax.bench.step import bench_step, default_config, our_step
 from zaya_jax.config import BatchConfig
 from zaya_jax.config.stages import stages
+from zaya_jax.machine import subprocesses
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.step import make_local_loss
 
@@ -65,8 +65,8 @@ def peers(monkeypatch):
 
         return maker
 
-    monkeypatch.setattr(aside, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
-    monkeypatch.setattr(bench, "aside", in_this_process)
+    monkeypatch.setattr(subprocesses, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "our_step", make("ours", 1.0))
     monkeypatch.setattr(bench, "peer_step", make("peer", 2.0))
     return made
@@ -124,7 +124,7 @@ def test_the_command_takes_a_configuration(peers, tmp_path, monkeypatch):
 
 
 def test_the_command_tells_a_missing_peer_in_a_sentence(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "aside", in_this_process)
+    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
     monkeypatch.setattr(bench, "our_step", lambda *_: None)
     monkeypatch.setitem(sys.modules, "torch", None)
     assert command.main(["step", "--dtype", "float32"]) == 2

@@ -26,10 +26,10 @@ from zaya_jax.bench.whole_step import (
     timed,
 )
 from zaya_jax.config import BatchConfig, LoraConfig, load_config
-from zaya_jax.config.hardware import HARDWARE
-from zaya_jax.config.presets import describe_preset
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.presets import describe_preset
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.train.state import init_state, make_blueprint
 from zaya_jax.train.step import make_local_loss
@@ -188,7 +188,7 @@ def sides(monkeypatch):
         asked["device"] = device
         return {**PEER}
 
-    monkeypatch.setattr(bench, "aside", lambda _, work, *rest: contextlib.nullcontext(lambda: work(*rest)))
+    monkeypatch.setattr(bench, "run_in_subprocess", lambda _, work, *rest: contextlib.nullcontext(lambda: work(*rest)))
     monkeypatch.setattr(bench, "time_ours", ours)
     monkeypatch.setattr(bench, "time_peer", peer)
     monkeypatch.setattr(bench, "check_peer", lambda: None)
@@ -280,7 +280,7 @@ def test_what_cannot_be_measured_or_written_is_told_before_measuring(sides, caps
 
 
 def test_a_missing_peer_is_told_before_measuring(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "aside", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(bench, "run_in_subprocess", lambda *_: pytest.fail("measured"))
     monkeypatch.setitem(sys.modules, "torch", None)
     assert command.main(["step", "--whole"]) == 2
     assert "needs PyTorch and transformers" in capsys.readouterr().err

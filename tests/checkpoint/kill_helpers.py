@@ -15,8 +15,8 @@ import numpy as np
 
 from tests.checkpoint.test_store import ABOUT, abstract, open_store
 from tests.train_helpers import ROOT
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.checkpoint.restore import restore_newest
+from zaya_jax.run.checkpoints import saved_steps
 
 # What Python tells audit hooks of the files it touches; between them, tensorstore writes.
 FILE_EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}

@@ -24,7 +24,7 @@ from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, ParallelConfig
 from zaya_jax.parallel.context import sequence_order
 from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
-from zaya_jax.parallel.processes import join
+from zaya_jax.parallel.multihost import join
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
 from zaya_jax.train.step import make_train_step
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
-from zaya_jax.checkpoint.safetensors import read_header
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
+from zaya_jax.hf.safetensors import read_header
 
 WIDTH = 5
 

@@ -5,9 +5,9 @@ from tests.checkpoint.saved_helpers import drawn, flip, save_run
 from zaya_jax.checkpoint.average import average_checkpoints
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.leaves import named
-from zaya_jax.checkpoint.manifest import read_manifest
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.errors import InputError
+from zaya_jax.run.manifest import read_manifest
 
 
 def folders(run, steps):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
-from tests.checkpoint.test_safetensors import VALUES
+from tests.hf.test_safetensors import VALUES
 from tests.train_helpers import ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main

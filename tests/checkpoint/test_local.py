@@ -10,7 +10,7 @@ from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import ABOUT, abstract_state, check, make_state, newest, open_store
 from tests.train_helpers import differing
 from zaya_jax.checkpoint import restore
-from zaya_jax.checkpoint.folder import describe_saved, saved_steps
+from zaya_jax.run.checkpoints import describe_saved, saved_steps
 
 WIDTH = 300
 

@@ -3,10 +3,10 @@ import fcntl
 import pytest
 
 from tests.checkpoint.saved_helpers import flip, save_run
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.checkpoint.prune import prune
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import saved_steps
 
 
 @pytest.mark.parametrize(("config", "kept"), [
@@ -18,10 +18,10 @@ from zaya_jax.errors import InputError
 def test_what_is_to_be_kept_is(tmp_path, config, kept):
     run = save_run(tmp_path, [1, 2, 3, 4, 5], {2: 2.0, 3: 1.0, 4: 1.5})
     (run / "checkpoints" / "1.stale-20260101T000000").mkdir()
-    text = prune(run, CheckpointConfig(**config), aside=True, dry_run=True)
+    text = prune(run, CheckpointConfig(**config), quarantined=True, dry_run=True)
     assert text.startswith("Would remove 1")
     assert saved_steps(run / "checkpoints") == [1, 2, 3, 4, 5]
-    assert prune(run, CheckpointConfig(**config), aside=True).replace("Removed", "Would remove") == text
+    assert prune(run, CheckpointConfig(**config), quarantined=True).replace("Removed", "Would remove") == text
     assert saved_steps(run / "checkpoints") == kept
     assert sorted(path.name for path in (run / "checkpoints").iterdir() if path.is_dir()) == [str(s) for s in kept]
 

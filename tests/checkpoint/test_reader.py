@@ -5,8 +5,8 @@ from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import make_state, save_all
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.leaves import named
-from zaya_jax.checkpoint.manifest import Damaged, read_digests
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint, wrong_parts
+from zaya_jax.run.manifest import Damaged, read_digests
 
 WIDTH = 3000
 

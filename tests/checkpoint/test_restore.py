@@ -14,9 +14,9 @@ from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
 from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, save_all
 from tests.train_helpers import ROOT, differing
 from zaya_jax.checkpoint.environment import cpu_name
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.run.checkpoints import saved_steps
 
 
 def flip(path, at=0, bit=3):

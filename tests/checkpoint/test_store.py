@@ -12,12 +12,12 @@ import optax
 import pytest
 
 from tests.train_helpers import ROOT, differing
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
+from zaya_jax.run.checkpoints import saved_steps
 
 ABOUT = {"data": {"sequences": 3}, "heldout_loss": None}
 
@@ -96,7 +96,7 @@ def test_the_one_that_was_read_stays_until_a_newer_one_was(tmp_path):
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [2, 4]
     with open_store(tmp_path, keep=1, verify="readback") as store:
-        store.found_whole(2)
+        store.mark_verified(2)
         store.save(5, make_state(5), ABOUT)
     assert saved_steps(tmp_path) == [5]
 

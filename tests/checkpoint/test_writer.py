@@ -3,10 +3,10 @@ import pytest
 
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.manifest import read_manifest
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
+from zaya_jax.run.manifest import read_manifest
 
 X = np.arange(24, dtype=np.float32).reshape(4, 6)
 LEAVES = {"x": {"dtype": "float32", "shape": [4, 6]}, "n": {"dtype": "int32", "shape": []}}

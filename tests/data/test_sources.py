@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
-from zaya_jax.data import embedded, verify
+from zaya_jax.data import text_corpus as embedded
+from zaya_jax.data import verify
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from tests.train_helpers import MODEL, fast_jit
 from zaya_jax.errors import InputError
 from zaya_jax.generate import decode
-from zaya_jax.generate.decode import generate
+from zaya_jax.generate.decode import generate_text
 from zaya_jax.model.zaya import Zaya, logits
 
 STEPS = 6
@@ -46,7 +46,7 @@ def scores_after(row):
 
 @functools.cache
 def continued():
-    return generate(model(), PROMPTS, STEPS)
+    return generate_text(model(), PROMPTS, STEPS)
 
 
 def test_greedy_decoding_takes_what_a_whole_forward_pass_finds_likeliest():
@@ -64,21 +64,21 @@ def test_greedy_decoding_takes_what_a_whole_forward_pass_finds_likeliest():
 
 @pytest.mark.parametrize("row", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_prompt_goes_on_in_a_batch_as_it_does_alone(row):
-    assert generate(model(), [PROMPTS[row]], STEPS) == [continued()[row]]
+    assert generate_text(model(), [PROMPTS[row]], STEPS) == [continued()[row]]
 
 
 def test_a_row_ends_before_the_stop_token_and_the_others_go_on():
     stop = continued()[2][3]
     expected = [row[: row.index(stop)] if stop in row else row for row in continued()]
-    assert generate(model(), PROMPTS, STEPS, stop_token=stop) == expected
+    assert generate_text(model(), PROMPTS, STEPS, stop_token=stop) == expected
     assert len(expected[2]) < STEPS
     first = continued()[0][0]
-    assert generate(model(), PROMPTS, STEPS, stop_token=first)[0] == []
+    assert generate_text(model(), PROMPTS, STEPS, stop_token=first)[0] == []
 
 
 def test_sampling_is_a_function_of_the_key():
     def sample(seed, temperature=1.0):
-        return generate(model(), PROMPTS, STEPS, temperature=temperature, key=jax.random.key(seed))
+        return generate_text(model(), PROMPTS, STEPS, temperature=temperature, key=jax.random.key(seed))
 
     assert sample(0) == sample(0)
     assert sample(0) != sample(1)
@@ -88,7 +88,7 @@ def test_sampling_is_a_function_of_the_key():
 
 def test_samples_follow_the_softmax():
     prompt, temperature = PROMPTS[0], 0.3
-    rows = generate(model(), [prompt] * 2000, 1, temperature=temperature, key=jax.random.key(0))
+    rows = generate_text(model(), [prompt] * 2000, 1, temperature=temperature, key=jax.random.key(0))
     drawn = np.bincount(np.array(rows)[:, 0], minlength=MODEL.vocab_size) / 2000
     expected = np.array(jax.nn.softmax(scores_after(prompt) / temperature))
     assert np.abs(drawn - expected).sum() / 2 < 0.2  # total variation; 2000 draws of 300 classes give about 0.13
@@ -99,7 +99,9 @@ def test_samples_follow_the_softmax():
 
 def test_prompts_can_be_arrays():
     prompts = np.array([[5, 17, 250]])
-    assert generate(model(), jnp.array(prompts), STEPS) == generate(model(), prompts, STEPS) == [continued()[0]]
+    assert (
+        generate_text(model(), jnp.array(prompts), STEPS) == generate_text(model(), prompts, STEPS) == [continued()[0]]
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,8 +120,8 @@ def test_prompts_can_be_arrays():
 )
 def test_bad_input_is_refused_in_a_sentence(prompts, steps, options, match):
     with pytest.raises(InputError, match=rf"{match}.*\.$"):
-        generate(model(), prompts, steps, **options)
+        generate_text(model(), prompts, steps, **options)
 
 
 def test_prompt_and_new_tokens_may_fill_every_position():
-    assert len(generate(model(), [[1] * 63], 1)[0]) == 1
+    assert len(generate_text(model(), [[1] * 63], 1)[0]) == 1

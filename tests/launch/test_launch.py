@@ -16,7 +16,7 @@ import yaml
 from jax._src.clusters import ClusterEnv
 
 from tests.train_helpers import ROOT
-from zaya_jax.parallel.processes import launcher
+from zaya_jax.parallel.multihost import launcher
 
 LAUNCH = ROOT / "launch"
 SBATCH = (LAUNCH / "zaya.sbatch").read_text(encoding="utf-8")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.helpers import abstract_model, assert_close, assert_trees_close, jit, random_model
 from tests.kernel_helpers import TARGETS
-from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import ModelConfig
+from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.model import tree
 from zaya_jax.model.cache import init_cache
 from zaya_jax.model.zaya import logits

@@ -17,7 +17,7 @@ from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
 from zaya_jax.ops.attention import FLOOR, Part, attention, attention_part, attention_part_gradient, join
 from zaya_jax.ops.attention_kernel import attention_kernel, attention_part_gradient_kernel, attention_part_kernel
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 
 TILE = 16  # of rows and of keys, when interpreted
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -279,7 +279,7 @@ def test_rematerialisation_that_keeps_products_does_not_run_the_forward_kernel_a
         function = functools.partial(gradient_of_layer, platform="rocm", policy=policy)
         return sorted(used_kernels(jax.make_jaxpr(function)(*arguments(BF16)).jaxpr))
 
-    assert kernels(jax.checkpoint_policies.save_only_these_names(PRODUCT)) == FLASH
+    assert kernels(jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)) == FLASH
     assert kernels(jax.checkpoint_policies.nothing_saveable) == ["attention", *FLASH]
 
 

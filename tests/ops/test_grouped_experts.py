@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
 from tests.kernel_helpers import TARGETS, check_machine_code, lowered_kernels, shape
-from zaya_jax.bench.codegen import lower
+from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.ops.dispatch import dispatch_experts
 from zaya_jax.ops.grouped_experts import grouped_experts
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.target import Target
 
 # The largest error of a result over the largest of its values. Between a token and its output in bf16 stand four
@@ -151,7 +151,7 @@ ONCE = {name: BACKWARD.count(name) for name in BACKWARD}
 
 
 def test_a_policy_that_keeps_products_does_none_again():
-    keep = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    keep = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
     assert operations(keep) == (1, {**dict.fromkeys(FORWARD, 1), **ONCE})
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import TARGETS, check_machine_code, equations, lowered_kernels, shape
-from zaya_jax.bench.kernel_bytes import kernel_bytes
 from zaya_jax.config import MuonConfig
+from zaya_jax.machine.proxies.kernel_bytes import kernel_bytes
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.optim.muon import momentum_coefficients
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
 from tests.kernel_helpers import TARGETS
-from zaya_jax.bench.codegen import kernels_of, lower
+from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.ops.orthogonalize import COEFFICIENTS, orthogonalize
 from zaya_jax.ops.target import Target
 

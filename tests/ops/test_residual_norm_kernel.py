@@ -14,7 +14,7 @@ from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_nor
 from pallas_kernels.tiles import PLATFORMS
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import check_machine_code, equations, lowered_kernels, shape
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.residual_norm import MergeVectors, residual_norm
 from zaya_jax.ops.residual_norm_kernel import residual_norm_kernel
 
@@ -169,7 +169,7 @@ def test_recomputation_runs_forward_again_only_where_its_results_are_asked_for()
     assert lowered_kernels(alone, *arrays, platform="rocm") == once
 
     def block(*arrays, platform):
-        policy = jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        policy = jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT)
 
         @functools.partial(jax.checkpoint, policy=policy, prevent_cse=False)
         def product(*arrays):

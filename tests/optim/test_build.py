@@ -11,11 +11,12 @@ import pytest
 from flax import nnx
 
 from tests.helpers import abstract_model, jit, random_values, tiny_config
-from zaya_jax.bench.codegen import lower
-from zaya_jax.bench.stablehlo import count_launches
 from zaya_jax.config import AdamWConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
+from zaya_jax.machine.proxies.codegen import lower
+from zaya_jax.machine.proxies.stablehlo import count_launches
 from zaya_jax.model import tree
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES
+from zaya_jax.ops import ops_for
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.optim.muon import scale_by_muon
@@ -153,7 +154,7 @@ def test_around_its_kernels_a_step_reads_directions_twice_and_moves_parameters(f
     params, number = {"w": jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)}, jax.ShapeDtypeStruct((), jnp.float32)
 
     def step(params, state, grads, factor, skip):
-        updates, state = optimizer.update(grads, state, params, factor=factor, skip=skip > 0, target=target)
+        updates, state = optimizer.update(grads, state, params, factor=factor, skip=skip > 0, ops=ops_for(target))
         return jax.tree.map(lambda p, u: jnp.where(skip > 0, p, p + u), params, updates), state
 
     state = jax.eval_shape(optimizer.init, params)

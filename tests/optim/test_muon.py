@@ -13,8 +13,9 @@ from optax.contrib import MuonDimensionNumbers
 
 from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import TARGETS
-from zaya_jax.bench.codegen import kernels_of, lower
 from zaya_jax.config import MuonConfig
+from zaya_jax.machine.proxies.codegen import kernels_of, lower
+from zaya_jax.ops import ops_for
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.target import Target
@@ -181,7 +182,7 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
     state = transform.init(grads)
     found = []
     for target in (Target("interpret", ""), Target("cpu", "")):
-        update = jit(functools.partial(transform.update, target=target))
+        update = jit(functools.partial(transform.update, ops=ops_for(target)))
         found.append(update(grads, state, factor=0.3, skip=False))
         broken = {name: g.at[0].set(jnp.nan) for name, g in grads.items()}
         _, kept = update(broken, found[-1][1], factor=jnp.nan, skip=True)
@@ -195,6 +196,6 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
 def test_on_gpus_each_leaf_has_its_kernels(platform):
     transform, grads = scale_by_muon(MuonConfig()), {"layers": draw(0, 3, 64, 128), "tall": draw(1, 48, 32)}
     state = transform.init(grads)
-    update = functools.partial(transform.update, target=TARGETS[platform])
+    update = functools.partial(transform.update, ops=ops_for(TARGETS[platform]))
     found = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
     assert [kernel.name for kernel in found] == ["momentum", "gram", "gram_polynomial"] * 2

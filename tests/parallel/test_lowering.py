@@ -10,8 +10,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import make_batch
-from zaya_jax.bench.codegen import abstract_device, kernels_of
 from zaya_jax.config import ParallelConfig
+from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_sharding, replicated
 from zaya_jax.train.state import init_state, layout_of, make_blueprint

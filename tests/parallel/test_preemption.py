@@ -9,11 +9,11 @@ import pytest
 
 from tests.parallel.processes_helpers import finish_job, start_job
 from tests.train_helpers import differing, restore, write_run
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
 from zaya_jax.parallel.preemption import Preemption
-from zaya_jax.signals import NAMES
-from zaya_jax.train.run_folder import METRICS
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.signals import NAMES
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from zaya_jax import load_pretrained, logits
 from zaya_jax.checkpoint.__main__ import main as checkpoint_main
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
-from zaya_jax.train.loop import train
+from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")
@@ -57,7 +57,7 @@ def test_what_is_fine_tuned_here_runs_there(given, tmp_path, more, dtype):
         "train": {"compute_dtype": dtype}, "sample": {"tokens": 0}, **more,
     }  # fmt: skip
     (tmp_path / "tune.yaml").write_text(yaml.safe_dump(tree))
-    result = train(load_config(tmp_path / "tune.yaml"))
+    result = run_training(load_config(tmp_path / "tune.yaml"))
     target = tmp_path / "tuned"
     assert checkpoint_main(["export-hf", str(tmp_path / "run"), str(target), "--dtype", "float32"]) == 0
     tokenizer = transformers.AutoTokenizer.from_pretrained(target)  # of the run, nothing is carried

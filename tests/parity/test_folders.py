@@ -11,7 +11,7 @@ from tests.checkpoint.saved_helpers import bits
 from tests.helpers import assert_close
 from tests.parity.test_reference import BASE, random_reference
 from zaya_jax import load_pretrained, logits
-from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
+from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.model import tree
 
 pytestmark = pytest.mark.parity

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from zaya_jax import Zaya, load_pretrained, logits, save_pretrained
-from zaya_jax.checkpoint.hf_config import to_hf
-from zaya_jax.checkpoint.hf_names import tensors
 from zaya_jax.config import ModelConfig
+from zaya_jax.hf.config import to_hf
+from zaya_jax.hf.tensors import tensors
 
 pytestmark = pytest.mark.parity
 torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ from tests.compile_helpers import CHEAP
 from tests.parallel.processes_helpers import free_port
 from tests.train_helpers import ROOT, differing, restore, write_run
 from zaya_jax.config import load_config
-from zaya_jax.train.run_folder import METRICS
+from zaya_jax.run.folder import METRICS
 
 OVERRIDES = [
     "train.batch.micro=4",
@@ -54,7 +54,14 @@ class Job:
         self.startup = 0.0  # seconds to the first row
 
     def start(self, port: int | None = None) -> list[subprocess.Popen[str]]:
-        job = ["--coordinator", f"127.0.0.1:{port or free_port()}", "--processes", str(self.count), "--silence", "5"]
+        job = [
+            "--coordinator",
+            f"127.0.0.1:{port or free_port()}",
+            "--processes",
+            str(self.count),
+            "--peer-timeout",
+            "5",
+        ]
         command = [sys.executable, "-m", "zaya_jax.main", *self.arguments, *(job if self.count > 1 else [])]
         own = [["--process", str(index)] for index in range(self.count)] if self.count > 1 else [[]]
         return [

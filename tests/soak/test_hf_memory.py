@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import tiny_config
 from tests.train_helpers import ROOT
-from zaya_jax.checkpoint.hf_folder import open_folder
+from zaya_jax.hf.folder import open_folder
 
 SHARD = 500_000_000  # bytes
 # 1.04 billion parameters, the embedding the largest tensor.
@@ -26,8 +26,8 @@ from pathlib import Path
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from tests.soak.test_hf_memory import CONFIG, SHARD
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.hf import load_pretrained
-from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
+from zaya_jax.hf.pretrained import load_pretrained
+from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.model import tree
 
 def peak():

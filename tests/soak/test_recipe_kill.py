@@ -14,7 +14,7 @@ from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT, differing, restore
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import phase_steps, stages, total_steps
-from zaya_jax.train.tracker import read_rows
+from zaya_jax.run.metrics import read_rows
 
 # The phases of configs/recipe_tiny.yaml, shorter and on a smaller model: what is killed is the same.
 SHORT = ["model.hidden_size=32", "model.expert_size=16", "model.head_dim=8", "model.vocab_size=512", "sample.tokens=4",

@@ -4,7 +4,7 @@ import pytest
 
 from tests.train_helpers import compile_once, small_run
 from zaya_jax.generate import decode
-from zaya_jax.train.loop import train
+from zaya_jax.train.loop import run_training
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,7 @@ def finished(tmp_path_factory):
     config = small_run(tmp_path_factory.mktemp("finished"))
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return config, train(config)
+        return config, run_training(config)
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 
 from tests.checkpoint.test_store import open_store
 from tests.train_helpers import CONFIG, change
-from zaya_jax.checkpoint.folder import named_steps
 from zaya_jax.config import from_dict
 from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import named_steps
 from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin, describe, go_on
 

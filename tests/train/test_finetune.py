@@ -17,16 +17,16 @@ from zaya_jax.data.__main__ import main as data_main
 from zaya_jax.data.pipeline import heldout_batches, train_batches
 from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
+from zaya_jax.evaluate.heldout import evaluate
 from zaya_jax.model.tree import parameters
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.evaluate import evaluate
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.given import given_parameters
-from zaya_jax.train.loop import train
+from zaya_jax.train.loop import run_training
 from zaya_jax.train.report import report
-from zaya_jax.train.run_folder import METRICS
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
 from zaya_jax.train.step import make_evaluation_step, make_local_loss
-from zaya_jax.train.tracker import read_rows
 
 
 def conversations(rng):
@@ -74,7 +74,7 @@ def tuned(tmp_path_factory):
     config = load_config(folder / "tune.yaml")
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return config, train(config), folder
+        return config, run_training(config), folder
 
 
 def test_the_model_learns_to_answer(tuned):
@@ -105,14 +105,14 @@ def test_a_later_start_goes_on_between_the_phases(tuned, tmp_path):
             if steps == 10:
                 patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(10))
                 with pytest.raises(KeyboardInterrupt):
-                    train(short)
+                    run_training(short)
             else:
-                train(short)
+                run_training(short)
     assert (tmp_path / "run" / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
 
 
 def _stop_after(step):
-    from zaya_jax.train.tracker import JsonlTracker
+    from zaya_jax.run.metrics import JsonlTracker
 
     log = JsonlTracker.log
 
@@ -194,7 +194,7 @@ def adapted(tuned):
     config = adapters_on(folder, folder / "adapted")
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return config, train(config)
+        return config, run_training(config)
 
 
 def test_adapters_learn_to_answer_and_nothing_else_moves(tuned, adapted):
@@ -234,8 +234,8 @@ def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(12))
         with pytest.raises(KeyboardInterrupt):
-            train(config)
-    again = train(config)
+            run_training(config)
+    again = run_training(config)
     assert not differing(again.state, result.state)
     assert (again.run_dir / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
 
@@ -251,13 +251,13 @@ def test_another_base_is_refused_and_nothing_is_written(adapted, tuned, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(7))
         with pytest.raises(KeyboardInterrupt):
-            train(first)
+            run_training(first)
     shutil.copytree(folder / "run" / "checkpoints" / "30", moved / "checkpoints" / "30")  # the run has gone on
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(InputError, match="whose parameters are not those that the adapters"):
-        train(first)
+        run_training(first)
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
     with pytest.raises(InputError, match="which holds adapters alone"):
-        train(adapters_on(folder, tmp_path / "second", f"init_from={result.run_dir}"))
+        run_training(adapters_on(folder, tmp_path / "second", f"init_from={result.run_dir}"))
     with pytest.raises(InputError, match="which holds adapters alone"):
-        train(adapters_on(folder, tmp_path / "third", f"init_from={result.run_dir}", "lora=null"))
+        run_training(adapters_on(folder, tmp_path / "third", f"init_from={result.run_dir}", "lora=null"))

@@ -9,14 +9,14 @@ import pytest
 from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_values
 from tests.train_helpers import change, compile_once, differing, on_devices, small_run
-from zaya_jax.checkpoint.hf_export import read_arrays, write_folder
-from zaya_jax.checkpoint.interop import import_hf
 from zaya_jax.config import Config, LoraConfig, ParallelConfig, to_dict
 from zaya_jax.errors import InputError
+from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.hf.interop import import_hf
 from zaya_jax.train import given
 from zaya_jax.train.compiled import abstract_state
 from zaya_jax.train.given import about_given, begin_with_given, check_given, parameters_alone
-from zaya_jax.train.loop import train
+from zaya_jax.train.loop import run_training
 from zaya_jax.train.state import init_state, make_blueprint
 
 
@@ -54,14 +54,14 @@ def test_a_run_goes_on_from_the_folder_without_it(tmp_path, monkeypatch):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, "bfloat16")
     config = change(with_folder(tmp_path / "model", config), {"optimizer.adamw.learning_rate": 1e-12})
-    result = train(config)
+    result = run_training(config)
     embedding = np.asarray(result.state.params["embedding"])
     np.testing.assert_allclose(embedding, np.asarray(values["embedding"].astype("bfloat16"), np.float32), atol=1e-8)
     (tmp_path / "model").rename(tmp_path / "gone")
-    assert not differing(train(config).state, result.state)
+    assert not differing(run_training(config).state, result.state)
     other = change(config, {"run_dir": str(tmp_path / "other")})
     with pytest.raises(InputError, match=r"model/config\.json cannot be read"):
-        train(other)
+        run_training(other)
 
 
 def test_the_first_key_that_differs_is_named(tmp_path):
@@ -69,7 +69,7 @@ def test_the_first_key_that_differs_is_named(tmp_path):
     write(tmp_path / "model", config, num_experts=8)
     with pytest.raises(InputError, match=r"^The folder init_from is of another architecture: model\.num_experts is 8 "
                                          r"there and 4 here"):  # fmt: skip
-        train(with_folder(tmp_path / "model", config))
+        run_training(with_folder(tmp_path / "model", config))
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 

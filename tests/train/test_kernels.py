@@ -4,20 +4,20 @@ import jax
 import pytest
 
 from tests.train_helpers import CONFIG
-from zaya_jax.ops.choice import OPERATIONS, Choice
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.target import Target
 from zaya_jax.train import kernels as room
 from zaya_jax.train.kernels import choose_kernels
 
 
 def test_on_a_cpu_nothing_is_chosen_tried_or_said(capsys):
-    assert choose_kernels(CONFIG) == Choice(Target("cpu", jax.devices()[0].device_kind))
+    assert choose_kernels(CONFIG) == KernelSelection(Target("cpu", jax.devices()[0].device_kind))
     assert capsys.readouterr().out == ""
 
 
 @pytest.fixture
 def all_right(monkeypatch):
-    monkeypatch.setattr(room, "keep_what_is_right", lambda choice, *_: choice)
+    monkeypatch.setattr(room, "validate_kernels", lambda choice, *_: choice)
 
 
 def test_what_is_used_is_said_once(all_right, capsys):
@@ -30,7 +30,7 @@ def test_what_is_used_is_said_once(all_right, capsys):
 def test_what_is_wrong_on_one_process_is_left_out_on_all(all_right, monkeypatch, capsys):
     others = '{"symmetric": "it is 2 off, but may be 0.001."}'
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(room, "each_says", lambda key, text, seconds: [text, others])
+    monkeypatch.setattr(room, "all_gather_text", lambda key, text, seconds: [text, others])
     choice = choose_kernels(CONFIG, Target("cuda", "NVIDIA H200"))
     assert choice.reasons["symmetric"] == "it is 2 off, but may be 0.001."
     assert "symmetric" in choice.target.without

@@ -10,13 +10,14 @@ import jax
 import pytest
 
 from tests.train_helpers import change, differing, restore, small_run, snapshot
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
+from zaya_jax.evaluate import heldout as evaluate
 from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.train import beginning, compiled, evaluate, loop
-from zaya_jax.train.loop import train
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.train import beginning, compiled, loop
+from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -45,7 +46,7 @@ def train_until(config, step):
     with pytest.MonkeyPatch.context() as patch:
         interrupt(patch, step)
         with pytest.raises(Interrupted):
-            train(config)
+            run_training(config)
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------
@@ -103,10 +104,10 @@ def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(tmp_path, monke
 
         return call
 
-    monkeypatch.setattr("zaya_jax.train.journal.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("zaya_jax.train.step_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
     monkeypatch.setattr(loop, "evaluate_each", takes_long(loop.evaluate_each))
     monkeypatch.setattr(loop.CheckpointStore, "save", takes_long(loop.CheckpointStore.save))
-    result = train(small_run(tmp_path))
+    result = run_training(small_run(tmp_path))
     assert now[0] == 100 * (2 + 3)
     rows = [json.loads(line) for line in (result.run_dir / "timings.jsonl").read_text().splitlines()]
     assert [row["seconds"] for row in rows] == [0] * 12
@@ -135,11 +136,11 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
     config, result = finished
     other = change(config, {"run_dir": str(tmp_path / "other"), "data.cache_dir": str(tmp_path / "cache"),
                             "checkpoint.every": 12, "checkpoint.keep": 1})  # fmt: skip
-    again = train(other)
+    again = run_training(other)
     assert (again.run_dir / "metrics.jsonl").read_bytes() == (result.run_dir / "metrics.jsonl").read_bytes()
     assert not differing(again.state, result.state)
     seed = change(other, {"run_dir": str(tmp_path / "seed"), "seed": 1})
-    assert differing(train(seed).state.params, result.state.params)
+    assert differing(run_training(seed).state.params, result.state.params)
 
 
 def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
@@ -155,7 +156,7 @@ def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, caps
 def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
     config = small_run(tmp_path)
     train_until(config, 8)
-    result = train(change(config, {"checkpoint.every": 4, "checkpoint.keep": 1, "train.log_every": 3}))
+    result = run_training(change(config, {"checkpoint.every": 4, "checkpoint.keep": 1, "train.log_every": 3}))
     assert int(result.state.step) == 12
 
 
@@ -203,12 +204,12 @@ def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, n
     with pytest.MonkeyPatch.context() as patch:
         when(patch, number)
         with pytest.raises(Preempted, match=r"^Stopped by SIGTERM after") as ended:
-            train(config)
+            run_training(config)
     sentence, status = last_words(ended.value)
     assert status == 143
     assert "which is saved. The same command resumes from there." in sentence
     assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
-    result = train(config)
+    result = run_training(config)
     assert not differing(result.state, finished[1].state)
     assert restore(config, 12)[1] == restore(finished[0], 12)[1]
     rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)
@@ -227,7 +228,7 @@ def copy_of(finished, tmp_path):
 
 def test_a_finished_run_gives_its_result_again(finished, tmp_path):
     config, before = copy_of(finished, tmp_path), snapshot(finished[1].run_dir)
-    result = train(config)
+    result = run_training(config)
     assert not differing(result.state, finished[1].state)
     assert result.heldout == finished[1].heldout
     assert snapshot(result.run_dir) == before
@@ -236,7 +237,7 @@ def test_a_finished_run_gives_its_result_again(finished, tmp_path):
 def test_a_finished_run_whose_picture_is_gone_draws_it_again(finished, tmp_path):
     config = copy_of(finished, tmp_path)
     (tmp_path / "copy" / "loss.png").unlink()
-    train(config)
+    run_training(config)
     assert (tmp_path / "copy" / "loss.png").exists()
 
 
@@ -252,7 +253,7 @@ def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch
 
     monkeypatch.setattr(loop, "CheckpointStore", Store)
     with pytest.raises(Interrupted):
-        train(change(finished[0], {"run_dir": str(tmp_path / "run")}))
+        run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert drawn == [6, 12]
 
 
@@ -261,7 +262,7 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(finished, tmp_path, s
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
     assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(1, step))
-    result = train(config)
+    result = run_training(config)
     whole = finished[1]
     assert (result.run_dir / "metrics.jsonl").read_bytes() == (whole.run_dir / "metrics.jsonl").read_bytes()
     assert not differing(result.state, whole.state)
@@ -274,7 +275,7 @@ def test_going_on_is_told_and_so_is_starting_again(finished, tmp_path, capsys):
     capsys.readouterr()
     train_until(config, 8)
     assert "There is no checkpoint of the 3 steps in metrics.jsonl" in capsys.readouterr().out
-    train(config)
+    run_training(config)
     assert "Going on after step 5 of 12." in capsys.readouterr().out
 
 
@@ -283,7 +284,7 @@ def test_another_machine_is_told_and_goes_on(finished, tmp_path, capsys, monkeyp
     train_until(config, 8)
     there = beginning.environment()
     monkeypatch.setattr(beginning, "environment", lambda: there | {"cpus": 999})
-    train(config)
+    run_training(config)
     out = capsys.readouterr().out
     assert f"Going on with cpus 999, where the run had {there['cpus']!r}: numbers will differ" in out
     assert "Going on with jax" not in out
@@ -296,7 +297,7 @@ def refused(config, match):
     """The run folder is as it was after the refusal."""
     before = snapshot(Path(config.run_dir))
     with pytest.raises(InputError, match=match):
-        train(config)
+        run_training(config)
     assert snapshot(Path(config.run_dir)) == before
 
 
@@ -304,7 +305,7 @@ def refused(config, match):
 def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, step):
     config = small_run(tmp_path)
     if step is None:
-        train(config)
+        run_training(config)
     else:
         train_until(config, step)
     (tmp_path / "corpus" / "1.txt").write_text("something else")
@@ -325,7 +326,7 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     shape = {"data": 4, "fsdp": 1, "expert": 1, "context": 1}
     monkeypatch.setattr(compiled, "mesh_of", lambda config, phase: SimpleNamespace(shape=shape))
     with pytest.raises(InputError, match=f"^{key}") as caught:
-        train(config)
+        run_training(config)
     assert "multiple of 4, the number of parts" in str(caught.value)
     assert not Path(config.run_dir).exists()
 
@@ -333,14 +334,14 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
 def test_a_configuration_that_cannot_be_is_refused_before_a_folder_is_made(tmp_path):
     config = change(small_run(tmp_path), {"data.context": 65})
     with pytest.raises(InputError, match=r"data\.context is 65"):
-        train(config)
+        run_training(config)
     assert not Path(config.run_dir).exists()
 
 
 def test_a_corpus_that_was_misspelt_can_be_set_right(finished, tmp_path):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     with pytest.raises(InputError, match="is not a folder"):
-        train(change(config, {"data.corpus": str(tmp_path / "misspelt")}))
+        run_training(change(config, {"data.corpus": str(tmp_path / "misspelt")}))
     train_until(config, 2)
 
 
@@ -377,7 +378,7 @@ def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned
     )
     for _ in range(2):  # the same command says the same
         with pytest.raises(RunStopped, match=match):
-            train(config)
+            run_training(config)
         rows = rows_of(tmp_path / "run")
         assert [row["skipped"] for row in rows] == list(range(1, most + 1))
         assert all(row["loss"] is None and row["grad_norm"] is None for row in rows)
@@ -388,7 +389,7 @@ def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned
 
 def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
     config = change(small_run(tmp_path), {"train.max_skipped_steps": 13})
-    result = train(config)
+    result = run_training(config)
     assert int(result.state.skipped) == 12
     assert rows_of(result.run_dir)[-1]["heldout_loss"] is None
     assert not differing(result.state.opt_state, beginning.init_state(config, None).opt_state)

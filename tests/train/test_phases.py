@@ -10,13 +10,13 @@ import pytest
 
 from tests.train.test_loop import refused, rows_of, train_until
 from tests.train_helpers import change, compile_once, differing, on_devices, restore, small_run
-from zaya_jax.checkpoint.folder import saved_steps
 from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, SpikeConfig, load_config
 from zaya_jax.config.stages import phase_steps, stages, total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.batch import WHOLE
 from zaya_jax.parallel.layout import Layout
-from zaya_jax.train.loop import train
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.train.loop import run_training
 
 PHASES = (
     PhaseConfig(768, "one", schedule=ScheduleConfig(warmup_tokens=128),
@@ -55,7 +55,7 @@ def whole(tmp_path_factory):
             return place(layout, batch, count, share)
 
         patch.setattr(Layout, "place", noted)
-        return config, train(config), shapes
+        return config, run_training(config), shapes
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step)
     config, result, _ = whole
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
-    again = train(config)
+    again = run_training(config)
     assert (again.run_dir / "metrics.jsonl").read_bytes() == (result.run_dir / "metrics.jsonl").read_bytes()
     assert not differing(again.state, result.state)
     assert again.heldout == result.heldout
@@ -104,7 +104,7 @@ def losses_on_devices(folder):
     """Of each step of the phases, on the devices of this process."""
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return [row["loss"] for row in rows_of(train(phased(Path(folder))).run_dir)]
+        return [row["loss"] for row in rows_of(run_training(phased(Path(folder))).run_dir)]
 
 
 @pytest.mark.soak
@@ -129,7 +129,7 @@ def begun(whole, tmp_path):
 @pytest.mark.soak
 def test_phases_to_come_may_change(begun):
     other = altered(begun, 2, tokens=256, context=64, schedule=ScheduleConfig("constant", 0.2))
-    result = train(other)
+    result = run_training(other)
     assert int(result.state.step) == total_steps(other) == 8
     assert load_config(result.run_dir / "config.yaml").phases == other.phases
     assert rows_of(result.run_dir)[-1]["learning_rate"] == pytest.approx(0.2 * other.optimizer.muon.learning_rate)
@@ -169,14 +169,14 @@ def test_a_phase_that_is_begun_may_not_go(begun):
 def test_a_run_begins_where_another_ended_a_phase(whole, tmp_path):
     config, result, _ = whole
     changes = {"run_dir": str(tmp_path / "run"), "init_from": f"{result.run_dir}@one", "start_phase": "two"}
-    later = train(change(config, changes))
+    later = run_training(change(config, changes))
     assert rows_of(later.run_dir) == rows_of(result.run_dir)[4:]
     assert not differing(later.state, result.state)
 
 
 def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
     config, result, _ = whole
-    later = train(change(config, {"run_dir": str(tmp_path / "run"), "start_phase": "three"}))
+    later = run_training(change(config, {"run_dir": str(tmp_path / "run"), "start_phase": "three"}))
     rows = rows_of(later.run_dir)
     assert [row["step"] for row in rows] == [7, 8, 9, 10]
     assert rows[0]["tokens"] == rows_of(result.run_dir)[6]["tokens"]  # the same batch
@@ -189,7 +189,7 @@ def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
     config, result, _ = whole
     phase = PhaseConfig(128, "more", batch=BatchConfig(tokens=128, micro=2), schedule=ScheduleConfig("constant", 1e-9))
     name = form.format(result.run_dir)
-    later = train(change(config, {"run_dir": str(tmp_path / "run"), "phases": (phase,), "init_from": name}))
+    later = run_training(change(config, {"run_dir": str(tmp_path / "run"), "phases": (phase,), "init_from": name}))
     assert int(later.state.step) == 1
     theirs = result.state if form == "{}" else restore(config, 6)[0]
     for name, x in theirs.params.items():  # at a rate of next to nothing it stays where it began
@@ -209,7 +209,7 @@ def test_a_beginning_that_is_not_there_is_refused_before_a_run_is_claimed(whole,
     config, result, _ = whole
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": name.format(result.run_dir)})
     with pytest.raises(InputError, match=match):
-        train(bad)
+        run_training(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
@@ -220,7 +220,7 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
     later = change(config, changes)
     train_until(later, 8)
     shutil.rmtree(tmp_path / "source")
-    assert not differing(train(later).state, result.state)
+    assert not differing(run_training(later).state, result.state)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole,
     config, result, _ = whole
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), key: value})
     with pytest.raises(InputError, match=rf"^The checkpoint init_from was made with {key}=.* here it is {value!r}"):
-        train(bad)
+        run_training(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 
 
@@ -244,7 +244,7 @@ def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path
     config, result, _ = whole
     phase = PhaseConfig(256, "long", context=128, batch=BatchConfig(tokens=256, micro=2))
     changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.max_positions": 128}
-    assert int(train(change(config, {**changes, "phases": (phase,)})).state.step) == 1
+    assert int(run_training(change(config, {**changes, "phases": (phase,)})).state.step) == 1
 
 
 @pytest.mark.soak
@@ -256,7 +256,7 @@ def test_skipped_steps_are_skipped_again_when_a_run_goes_on(spiky, tmp_path, ste
     assert None in skips
     config = change(config, {"run_dir": str(tmp_path / "run")})
     train_until(config, step)
-    again = train(config)
+    again = run_training(config)
     assert (again.run_dir / "metrics.jsonl").read_bytes() == (result.run_dir / "metrics.jsonl").read_bytes()
     assert not differing(again.state, result.state)
 
@@ -268,19 +268,19 @@ def spiky(whole, tmp_path_factory):
     config = change(whole[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)})
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return config, train(config)
+        return config, run_training(config)
 
 
 @pytest.mark.soak
 def test_a_run_without_a_window_for_spikes_is_saved_and_goes_on(whole, tmp_path):
     config = change(whole[0], {"run_dir": str(tmp_path / "run"), "train.spike.window": 0, "phases": PHASES[2:]})
     train_until(config, 4)
-    assert int(train(config).state.step) == 4
+    assert int(run_training(config).state.step) == 4
 
 
 def test_a_beginning_of_another_architecture_is_refused(whole, tmp_path):
     config, result, _ = whole
     changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.num_experts": 2}
     with pytest.raises(InputError, match=r"The checkpoint init_from is of another architecture: model\.num_experts is"):
-        train(change(config, changes))
+        run_training(change(config, changes))
     assert not (Path(tmp_path) / "run" / "config.yaml").exists()

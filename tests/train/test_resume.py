@@ -14,7 +14,7 @@ from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_confi
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.train import loop
 from zaya_jax.train.given import warn_about_positions
-from zaya_jax.train.loop import train
+from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")
 CONSTANT = ScheduleConfig("constant", warmup_tokens=256)
@@ -31,7 +31,7 @@ def long(tmp_path_factory):
     config = of_steps(small_run(tmp_path_factory.mktemp("long")), 14)
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        return config, train(config)
+        return config, run_training(config)
 
 
 def full_at_first(action):
@@ -50,11 +50,11 @@ def full_at_first(action):
 def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path, monkeypatch, capsys):
     config, whole = long
     config = change(config, {"run_dir": str(tmp_path / "run")})
-    train(of_steps(config, 12))
+    run_training(of_steps(config, 12))
     capsys.readouterr()
     for name in ("record_changes", "plot_run"):
         monkeypatch.setattr(loop, name, full_at_first(getattr(loop, name)))
-    result = train(config)
+    result = run_training(config)
     said = capsys.readouterr().out
     assert "Going on after step 12 of 14." in said
     assert f"{tmp_path}/run/config.yaml cannot be written: No space left on device. Training continues" in said
@@ -81,7 +81,7 @@ def test_another_run_is_continued_in_a_new_folder(long, tmp_path, monkeypatch, c
     train_until(config, 10)
     assert f"Resuming from {tmp_path}/source/checkpoints/5 after step 5 of 14." in capsys.readouterr().out
     Path(source.run_dir).rename(tmp_path / "gone")  # no longer needed
-    result = train(config)
+    result = run_training(config)
     assert snapshot(tmp_path / "gone") == before
     assert not differing(result.state, whole.state)
     rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)[5:]
@@ -96,7 +96,7 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
 
     def said(changes, match):
         with pytest.raises(InputError, match=match):
-            train(change(base, changes))
+            run_training(change(base, changes))
         assert not (tmp_path / "new" / "config.yaml").exists()
 
     said({}, r"^resume_from=.* is at step 14, and this configuration ends after step 14; raise phases\.train\.tokens")
@@ -118,12 +118,12 @@ def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finis
     match = r"loss spike|gradient spike"
     for _ in range(2):
         with pytest.raises(RunStopped, match=match) as stopped:
-            train(config)
+            run_training(config)
     for key in ("train.spike.threshold", "train.max_skipped_steps", f"resume_from={config.run_dir}"):
         assert key in str(stopped.value)
     step = rows_of(tmp_path / "run")[-1]["step"] - 1
     config = change(usual, {"train.max_skipped_steps": 2})
-    result = train(config)
+    result = run_training(config)
     assert int(result.state.step) == 12
     assert [row.get("skip") for row in rows_of(result.run_dir)] == [None] * 12
     assert load_config(result.run_dir / "config.yaml") == change(config, {"checkpoint.every": 1})
@@ -145,7 +145,7 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "CheckpointStore", Store)
         train_until(config, 8)
-    result = train(config)
+    result = run_training(config)
     assert not differing(result.state, finished[1].state)
     assert rows_of(result.run_dir) == rows_of(finished[1].run_dir)
 
@@ -155,14 +155,14 @@ def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
     # Refused after that, so that nothing is compiled.
     base = change(config, {"run_dir": str(tmp_path / "run"), "optimizer.balance.rule": "sign"})
     with pytest.raises(InputError, match=r"optimizer\.balance\.rule"):
-        train(change(base, {"init_from": config.run_dir, "model.rope_base": 5.0e5}))
+        run_training(change(base, {"init_from": config.run_dir, "model.rope_base": 5.0e5}))
     out = capsys.readouterr().out
     assert (
         f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, and model.rope_base is 500000"
         in out
     )
     with pytest.raises(InputError):
-        train(change(base, {"init_from": config.run_dir}))
+        run_training(change(base, {"init_from": config.run_dir}))
     assert "RoPE" not in capsys.readouterr().out
 
 

@@ -6,16 +6,26 @@ from hypothesis import strategies as st
 from tests.train_helpers import fast_jit
 from zaya_jax.config import SpikeConfig
 from zaya_jax.train import spikes
-from zaya_jax.train.spikes import REASONS, forget, judge, no_recent, remember, remember_skipped, resize
+from zaya_jax.train.spikes import (
+    REASONS,
+    append_skipped,
+    append_step,
+    classify_step,
+    empty_history,
+    reset_history,
+    resize,
+)
 
 CONFIG = SpikeConfig(window=20, threshold=6.0)
-_judge, _remember = (fast_jit(function, static_argnums=static) for function, static in ((judge, 0), (remember, ())))
-_remember_skipped, _resize = (fast_jit(function, static_argnums=0) for function in (remember_skipped, resize))
+_judge, _remember = (
+    fast_jit(function, static_argnums=static) for function, static in ((classify_step, 0), (append_step, ()))
+)
+_remember_skipped, _resize = (fast_jit(function, static_argnums=0) for function in (append_skipped, resize))
 
 
 def after(values, config=CONFIG):
     """What is remembered after steps of these (loss, norm)."""
-    recent = no_recent(config)
+    recent = empty_history(config)
     for loss, norm in values:
         recent = _remember(recent, jnp.float32(loss), jnp.float32(norm))
     return recent
@@ -60,7 +70,7 @@ def test_the_oldest_is_forgotten_first_and_a_new_phase_forgets_all():
     recent = after([(i + 1, 1) for i in range(33)])
     assert sorted(np.array(recent.values[0]).tolist()) == list(range(14, 34))
     assert int(recent.accepted) == 33
-    kept, gone = forget(recent, jnp.bool_(False)), forget(recent, jnp.bool_(True))
+    kept, gone = reset_history(recent, jnp.bool_(False)), reset_history(recent, jnp.bool_(True))
     assert np.array_equal(kept.values, recent.values)
     assert not gone.values.any()
     assert int(gone.accepted) == 0
@@ -83,7 +93,7 @@ def test_a_short_window_judges_once_it_is_full():
 
 def follow(values, config=CONFIG, recent=None):
     """The reason for each step in turn, and what is remembered in the end."""
-    recent, reasons = no_recent(config) if recent is None else recent, []
+    recent, reasons = empty_history(config) if recent is None else recent, []
     for loss, norm in values:
         step = jnp.float32(loss), jnp.float32(norm)
         reasons.append(int(_judge(config, recent, *step)))

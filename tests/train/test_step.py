@@ -14,7 +14,7 @@ from zaya_jax.config import ScheduleConfig, SourceConfig, SpikeConfig, Table
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
-from zaya_jax.ops.choice import OPERATIONS
+from zaya_jax.ops.registry import OPERATIONS
 from zaya_jax.ops.target import Target, target_of
 from zaya_jax.optim.balance import load_error
 from zaya_jax.parallel.layout import Layout

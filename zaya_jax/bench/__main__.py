@@ -121,15 +121,15 @@ def _kernels(given: argparse.Namespace) -> None:
 
 
 def _without_gpu(given: argparse.Namespace) -> None:
-    from zaya_jax.bench.launches import bench_launches
-    from zaya_jax.bench.machine_code import bench_machine_code
+    from zaya_jax.machine.proxies.launches import bench_launches
+    from zaya_jax.machine.proxies.machine_code import bench_machine_code
 
     benches = {"machine-code": bench_machine_code, "launches": bench_launches}
     benches[given.verb](given.output)
 
 
 def _smoke(given: argparse.Namespace) -> int:
-    from zaya_jax.bench.smoke import smoke
+    from zaya_jax.machine.smoke import smoke
 
     return 1 if smoke(given.output)["failed"] else 0
 

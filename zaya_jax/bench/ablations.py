@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.bench.picture import draw_lines
-from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.bench.trials import CONTEXT, Trial, run_trials, small_config
+from zaya_jax.bench.plot import draw_lines
+from zaya_jax.bench.sweep import CONTEXT, Trial, run_trials, small_config
 from zaya_jax.config import Config, ModelConfig
+from zaya_jax.machine.result import check_request, describe_run, write_result
 
 _SEEDS = (0, 1, 2)
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.picture import draw_lines
-from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.bench.trials import Curve, Trial, run_trials, small_config
+from zaya_jax.bench.plot import draw_lines
+from zaya_jax.bench.sweep import Curve, Trial, run_trials, small_config
 from zaya_jax.config import (
     AdamWConfig,
     BalanceConfig,
@@ -26,6 +25,7 @@ from zaya_jax.config import (
     Table,
 )
 from zaya_jax.config.optimizer import BalanceRule
+from zaya_jax.machine.result import check_request, describe_run, write_result
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability

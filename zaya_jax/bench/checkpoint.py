@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.picture import draw_lines
-from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.bench.plot import draw_lines
 from zaya_jax.errors import InputError
+from zaya_jax.machine.result import check_request, describe_run, write_result
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.bench.aside import aside, interleave
-from zaya_jax.bench.picture import draw_lines
-from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.bench.plot import draw_lines
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
@@ -115,7 +115,7 @@ def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
         steps = {}
         with _simulated() if simulated else contextlib.nullcontext():
             for case in cases:
-                steps[case] = stack.enter_context(aside(context_pass, sizes, case))
+                steps[case] = stack.enter_context(run_in_subprocess(context_pass, sizes, case))
         passes = interleave({_name(case): step for case, step in steps.items()}, repeats)
     return {case: (passes[_name(case)].results[-1], passes[_name(case)].seconds) for case in cases}
 

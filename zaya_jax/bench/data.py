@@ -10,12 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.aside import Passes, aside, interleave
 from zaya_jax.bench.corpora import read_texts, repeat_lines, write_drawn, write_lines, write_tokenizer
 from zaya_jax.bench.data_peers import GrainSettings, datasets_preparing, find_datasets, grain_packing, time_batches
 from zaya_jax.bench.memory import peak_memory
-from zaya_jax.bench.planning import measure_planning
-from zaya_jax.bench.result import check_request, describe_run, write_result
+from zaya_jax.bench.packing import measure_planning
 from zaya_jax.config import (
     BatchConfig,
     Config,
@@ -29,6 +27,8 @@ from zaya_jax.config import (
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 
 WORKERS = 2
 
@@ -128,8 +128,8 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
         choices = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
         best, tried = _best(peer, choices, sizes)
     with (
-        aside(our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers, sizes.batches) as ours,
-        aside(*peer(best, sizes.batches)) as theirs,
+        run_in_subprocess(our_packing, inputs.drawn, inputs.folder / "cache", sizes, workers, sizes.batches) as ours,
+        run_in_subprocess(*peer(best, sizes.batches)) as theirs,
     ):
         passes = interleave({"ours": ours, "peer": theirs}, repeats)
     seconds = {name: timed.results for name, timed in passes.items()}  # without the start, which interleaving counts
@@ -151,9 +151,9 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
     size = inputs.lines.stat().st_size
     peer = (datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS)
     with (
-        aside(our_preparing, inputs.lines, inputs.tokenizer, inputs.folder, None) as ours,
-        aside(*peer, False, inputs.folder) as theirs,
-        aside(*peer, True, inputs.folder) as theirs_fast,
+        run_in_subprocess(our_preparing, inputs.lines, inputs.tokenizer, inputs.folder, None) as ours,
+        run_in_subprocess(*peer, False, inputs.folder) as theirs,
+        run_in_subprocess(*peer, True, inputs.folder) as theirs_fast,
     ):
         passes = interleave({"ours": ours, "peer": theirs, "peer_fast": theirs_fast}, repeats)
     seconds = {name: timed.seconds for name, timed in passes.items()}
@@ -188,7 +188,7 @@ def measure_memory(inputs: Inputs, sizes: Sizes) -> dict[str, Any]:
     for name, (smaller, larger) in sides.items():
         peaks = {}
         for key, side in (("smaller", smaller), ("larger", larger)):
-            with aside(_memory_of, *side) as measure:
+            with run_in_subprocess(_memory_of, *side) as measure:
                 peaks[key] = measure()
         ratio = peaks["larger"] / peaks["smaller"]
         print(f"memory of {name}: {peaks['smaller'] / 1e6:.0f} MB, and {peaks['larger'] / 1e6:.0f} MB for "
@@ -241,7 +241,7 @@ def our_preparing(lines: Path, tokenizer: Path, scratch: Path, unit_bytes: int |
 
 
 def _peer_packing(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) -> tuple[Any, ...]:
-    """What `aside` takes."""
+    """What `run_in_subprocess` takes."""
     return grain_packing, inputs.drawn, sizes.context, sizes.batch, settings, _SKIPPED, batches
 
 
@@ -250,7 +250,10 @@ def _best(
 ) -> tuple[GrainSettings, list[tuple[GrainSettings, int]]]:
     """The fastest of the settings, and the tokens a second of each."""
     with ExitStack() as stack:
-        sides = {str(i): stack.enter_context(aside(*peer(choice, sizes.tried))) for i, choice in enumerate(choices)}
+        sides = {
+            str(i): stack.enter_context(run_in_subprocess(*peer(choice, sizes.tried)))
+            for i, choice in enumerate(choices)
+        }
         passes: list[Passes] = list(interleave(sides, _TRIES).values())
     tokens = sizes.tried * sizes.batch * sizes.context
     tried = [(choice, round(tokens / statistics.median(timed.results)))

@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.bench.kernel_cases import STEPS, Sizes
 from zaya_jax.errors import InputError
+from zaya_jax.machine.proxies.kernel_cases import STEPS, Sizes
 
 Call = Callable[[], Any]
 

@@ -16,11 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.bench.aside import Passes, aside, interleave
-from zaya_jax.bench.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
-from zaya_jax.bench.result import check_request, describe_run, write_result
 from zaya_jax.errors import InputError
+from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 from zaya_jax.ops.target import Target, current_target
 
 PASS = 0.1  # seconds that a pass takes at least, where that is fewer calls than `MOST`
@@ -76,7 +76,7 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
 def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
     """'copy', bytes/s read and written, and 'dense', FLOP/s of bf16 products, as XLA does both; medians."""
     copied, side = (2**20, 128) if emulated else (COPIED, SIDE)
-    with aside(roofline, "copy", copied) as copy, aside(roofline, "dense", side) as dense:
+    with run_in_subprocess(roofline, "copy", copied) as copy, run_in_subprocess(roofline, "dense", side) as dense:
         passes = interleave({"copy": copy, "dense": dense}, repeats)
     work = {"copy": 2.0 * copied, "dense": 2.0 * side**3}
     return {name: work[name] / statistics.median(per_call(timed)) for name, timed in passes.items()}
@@ -104,7 +104,7 @@ def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int
         steps = {}
         for side, (make, *arguments) in makers.items():
             try:
-                steps[side] = stack.enter_context(aside(make, *arguments))
+                steps[side] = stack.enter_context(run_in_subprocess(make, *arguments))
             except (InputError, RuntimeError) as error:
                 missing[side] = str(error)
         return interleave(steps, repeats), missing

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from zaya_jax.bench.picture import draw_lines
-from zaya_jax.bench.result import check_request, describe_run, write_result
-from zaya_jax.bench.trials import Curve, Trial, run_trials, small_config
+from zaya_jax.bench.plot import draw_lines
+from zaya_jax.bench.sweep import Curve, Trial, run_trials, small_config
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
+from zaya_jax.machine.result import check_request, describe_run, write_result
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # of the matrices, of the rest

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint.hf_config import to_hf
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.hf.config import to_hf
 
 ROWS = (1, 2, 4, 8)  # sequences at a time, among which training takes the fastest number
 _TOO_LARGE = "transformers' model and its AdamW do not fit the memory of this device."

@@ -29,8 +29,8 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.files import sync_folder
-from zaya_jax.parallel.processes import each_says, join
+from zaya_jax.parallel.multihost import all_gather_text, join
+from zaya_jax.run.files import sync_folder
 
 LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
 _WIDTH, _STEPS = 512, 20  # of the matrix that stands for a step of training, and of the steps that are timed alone
@@ -264,11 +264,11 @@ class Peak:
 
 
 def _together(key: str) -> None:
-    each_says(f"bench/{key}", "", 600)
+    all_gather_text(f"bench/{key}", "", 600)
 
 
 def _each(value: float) -> list[float]:
-    return [float(text) for text in each_says(f"bench/value/{next(_turns)}", repr(value), 600)]
+    return [float(text) for text in all_gather_text(f"bench/value/{next(_turns)}", repr(value), 600)]
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.bench.aside import aside, interleave
 from zaya_jax.bench.peer import peer_step
-from zaya_jax.bench.result import check_request, describe_run, write_result
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig
 from zaya_jax.config.stages import stages
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
@@ -56,8 +56,8 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
     for dtype in dtypes:
         device = "cpu" if current_target().platform == "cpu" else "cuda"
         with (
-            aside(our_step, config, dtype, tokens_bs) as ours,
-            aside(peer_step, config.model, dtype, tokens_bs[:, :context], device, threads) as theirs,
+            run_in_subprocess(our_step, config, dtype, tokens_bs) as ours,
+            run_in_subprocess(peer_step, config.model, dtype, tokens_bs[:, :context], device, threads) as theirs,
         ):
             passes = interleave({"ours": ours, "peer": theirs}, repeats)
         speeds = {name: batch * context / statistics.median(timed.seconds) for name, timed in passes.items()}

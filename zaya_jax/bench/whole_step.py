@@ -18,19 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
-from zaya_jax.bench.aside import aside
 from zaya_jax.bench.peer import check_peer, time_peer
-from zaya_jax.bench.result import check_request, describe_run, write_result
 from zaya_jax.bench.step import default_config
 from zaya_jax.config import BatchConfig, Config
 from zaya_jax.config.checks import require
-from zaya_jax.config.hardware import peak_of
-from zaya_jax.config.presets import apply_preset, preset_of
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import peak_of
+from zaya_jax.hardware.presets import apply_preset, preset_of
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import target_of
-from zaya_jax.optim.guard import guarded
+from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin
 from zaya_jax.train.compiled import abstract_state, step_key, trace_step
@@ -77,7 +77,10 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     )  # fmt: skip
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
-    with _as_training_sets_it(config), aside(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
+    with (
+        _as_training_sets_it(config),
+        run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask,
+    ):
         found = ask()
     kind, platform, tokens = found.pop("device"), found.pop("platform"), batch * context
     flops = tokens * training_flops_per_token(config.model, context)
@@ -87,7 +90,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     _say_ours(ours)
 
     device = "cpu" if platform == "cpu" else "cuda"
-    with aside(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
+    with run_in_subprocess(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
         found = ask()
     peer = found | _speed(statistics.median(found["seconds"]["step"]), tokens, flops, kind)
     result["results"]["peer"] = peer
@@ -182,12 +185,12 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
 def compile_programs(config: Config) -> Programs:
     """The programs of the first stage, for the first device; nothing is allocated."""
     state, blueprint = abstract_state(config, 0), make_blueprint(config)
-    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), guarded(blueprint.optimizer)
+    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), skippable(blueprint.optimizer)
 
     def compiled(on_matrices: Any) -> Any:
         def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
             updates, opt_state = optimizer.update(
-                gradients, opt_state, params, on_matrices=on_matrices, target=layout.target
+                gradients, opt_state, params, on_matrices=on_matrices, ops=layout.ops()
             )
             return jax.tree.map(jnp.add, params, updates), opt_state
 

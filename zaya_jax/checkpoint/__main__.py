@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--keep", type=int, required=True, metavar="N", help="the newest, at least 1")
     add.add_argument("--keep-every", type=int, metavar="STEPS", help="and those of its multiples")
     add.add_argument("--keep-best", type=int, default=0, metavar="N", help="and those of lowest held-out loss")
-    add.add_argument("--set-aside", action="store_true", help="remove what was set aside as damaged or stale, too")
+    add.add_argument("--quarantined", action="store_true", help="remove what was set aside as damaged or stale, too")
     add.add_argument("--dry-run", action="store_true", help="say what would be removed")
     add.set_defaults(run=_prune)
 
@@ -126,13 +126,13 @@ def _prune(given: argparse.Namespace) -> int:
     from zaya_jax.config import CheckpointConfig
 
     config = CheckpointConfig(keep=given.keep, keep_every=given.keep_every, keep_best=given.keep_best)
-    print(prune(given.run_dir, config, given.set_aside, given.dry_run))
+    print(prune(given.run_dir, config, given.quarantined, given.dry_run))
     return 0
 
 
 def _average(given: argparse.Namespace) -> int:
     from zaya_jax.checkpoint.average import average_checkpoints
-    from zaya_jax.checkpoint.folder import checkpoint_folder
+    from zaya_jax.run.checkpoints import checkpoint_folder
 
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in given.checkpoints]
     step = average_checkpoints(folders, given.output, given.base)
@@ -141,21 +141,21 @@ def _average(given: argparse.Namespace) -> int:
 
 
 def _import_hf(given: argparse.Namespace) -> int:
-    from zaya_jax.checkpoint.interop import import_hf
+    from zaya_jax.hf.interop import import_hf
 
     print(import_hf(given.folder, given.output, given.allow_nonfinite))
     return 0
 
 
 def _export_hf(given: argparse.Namespace) -> int:
-    from zaya_jax.checkpoint.interop import export_hf
+    from zaya_jax.hf.interop import export_hf
 
     print(export_hf(given.checkpoint, given.folder, given.dtype, given.layout, given.carry, given.base))
     return 0
 
 
 def _verify_hf(given: argparse.Namespace) -> int:
-    from zaya_jax.checkpoint.verify_hf import verify_hf
+    from zaya_jax.hf.verify import verify_hf
 
     print(verify_hf(given.folder))
     return 0

@@ -5,7 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint.adapters import (
+from zaya_jax.checkpoint.digest import Part, read_slice
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.inspection import open_checkpoint, slices_of
+from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.config import LoraConfig, ModelConfig, to_dict
+from zaya_jax.errors import InputError
+from zaya_jax.hf.adapters import (
     Read,
     abstract_model,
     base_fingerprint,
@@ -13,20 +20,13 @@ from zaya_jax.checkpoint.adapters import (
     read_base,
     read_saved,
 )
-from zaya_jax.checkpoint.digest import Part, read_slice
-from zaya_jax.checkpoint.environment import versions
-from zaya_jax.checkpoint.hf_names import is_bias
-from zaya_jax.checkpoint.inspection import open_checkpoint, slices_of
-from zaya_jax.checkpoint.interop import PARAMETERS_ALONE, architecture
-from zaya_jax.checkpoint.manifest import Damaged, Manifest
-from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
-from zaya_jax.checkpoint.tokenizer_folder import copy_tokenizer, run_tokenizer
-from zaya_jax.checkpoint.writer import write_checkpoint
-from zaya_jax.config import LoraConfig, ModelConfig, to_dict
-from zaya_jax.errors import InputError
+from zaya_jax.hf.interop import PARAMETERS_ALONE, architecture
+from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.run.manifest import Damaged, Manifest
+from zaya_jax.run.tokenizer_folder import copy_tokenizer, run_tokenizer
 
 Opened = tuple[Manifest, CheckpointReader]
 _AVERAGED = ("params.", "balance.")
@@ -93,7 +93,7 @@ def _average_adapters(opened: Sequence[Opened], target: Path, base: str | None) 
     _check_adapters(opened)
     newest, reader = opened[-1]
     model = architecture(newest.about)
-    dtype = np.dtype(wide(newest.about["config"]["train"]["compute_dtype"]))
+    dtype = np.dtype(accumulation_dtype(newest.about["config"]["train"]["compute_dtype"]))
     mean = _merged_mean(opened, read_base(reader.folder, newest.about, model, base), model)
     sizes = {**shapes(abstract_model(model)), **bias_shapes(model)}
     names = {f"{'balance' if is_bias(name) else 'params'}.{name}": name for name in sizes}

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_jax.checkpoint.folder import FOLDER, PINNED, checkpoint_folder, counts, named_steps
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
-from zaya_jax.checkpoint.manifest import Damaged, read_manifest
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import FOLDER, PINNED, checkpoint_folder, counts, named_steps
+from zaya_jax.run.manifest import Damaged, read_manifest
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -41,11 +41,11 @@ def list_run(run: Path) -> str:
             f"{'-' if loss is None else f'{loss:.4f}':>9}  {size_text(sum(manifest.files.values())):>10}  "
             f"{', '.join(notes)}".rstrip()
         )
-    lines += [f"set aside: {path.name}" for path in set_aside(folder)]
+    lines += [f"set aside: {path.name}" for path in quarantine(folder)]
     return "\n".join(lines)
 
 
-def set_aside(folder: Path) -> list[Path]:
+def quarantine(folder: Path) -> list[Path]:
     """What was saved and does not count: damaged, or of processes given up for dead."""
     return sorted(path for kind in ("corrupt", "stale") for path in folder.glob(f"*.{kind}-*"))
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Digests, digest, read_slice, slice_text
-from zaya_jax.files import read_json
+from zaya_jax.run.files import read_json
 
 _INDEX = "index.json"
 

@@ -10,7 +10,7 @@ from typing import Any
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint.digest import PIECE
-from zaya_jax.checkpoint.manifest import STATE
+from zaya_jax.run.manifest import STATE
 
 _HANDLERS = ocp.handlers.local_registry(include_global_registry=False)
 _HANDLERS.add(ocp.handlers.PyTreeHandler)

@@ -3,16 +3,16 @@
 import shutil
 from pathlib import Path
 
-from zaya_jax.checkpoint.commands import checkpoints_of, set_aside, size_text
-from zaya_jax.checkpoint.folder import describe_saved, ends_of_phases, remove
+from zaya_jax.checkpoint.commands import checkpoints_of, quarantine, size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.checkpoint.retention import steps_to_keep
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
-from zaya_jax.files import locked
+from zaya_jax.run.checkpoints import describe_saved, ends_of_phases, remove
+from zaya_jax.run.files import locked
+from zaya_jax.run.retention import steps_to_keep
 
 
-def prune(run: Path, config: CheckpointConfig, aside: bool = False, dry_run: bool = False) -> str:
+def prune(run: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
     """Remove the checkpoints of a run that need not be kept, and say which.
 
     The ends of phases stay. Checkpoints are read, from the newest down, until one is what was saved: that one stays
@@ -21,7 +21,7 @@ def prune(run: Path, config: CheckpointConfig, aside: bool = False, dry_run: boo
     Args:
       run: the run's folder, in which no process may be training.
       config: which are kept.
-      aside: remove what was set aside as well.
+      quarantined: remove quarantined checkpoints as well.
       dry_run: only say it.
 
     Raises:
@@ -30,10 +30,10 @@ def prune(run: Path, config: CheckpointConfig, aside: bool = False, dry_run: boo
     config.check()
     checkpoints_of(run)
     with locked(run.expanduser() / ".lock", "The run", wait=False):
-        return _prune(run, config, aside, dry_run)
+        return _prune(run, config, quarantined, dry_run)
 
 
-def _prune(run: Path, config: CheckpointConfig, aside: bool, dry_run: bool) -> str:
+def _prune(run: Path, config: CheckpointConfig, quarantined: bool, dry_run: bool) -> str:
     folder = checkpoints_of(run)
     saved = describe_saved(folder)
     damaged = []
@@ -45,7 +45,9 @@ def _prune(run: Path, config: CheckpointConfig, aside: bool, dry_run: bool) -> s
         raise InputError(f"None of the {len(saved)} checkpoints in {folder} is what was saved: none is removed.")
     whole = [one for one in saved if one.step not in damaged]
     kept = steps_to_keep(whole, config, [whole[-1].step]) | set(damaged) | ends_of_phases(folder.parent)
-    gone = [folder / str(one.step) for one in saved if one.step not in kept] + (set_aside(folder) if aside else [])
+    gone = [folder / str(one.step) for one in saved if one.step not in kept] + (
+        quarantine(folder) if quarantined else []
+    )
     size = sum(path.stat().st_size for one in gone for path in one.rglob("*") if path.is_file())
     for path in gone if not dry_run else ():
         if path.name.isdecimal():

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from zaya_jax.checkpoint.bundle import BUNDLE, unbundle
 from zaya_jax.checkpoint.digest import Digests, digest, read_slice
-from zaya_jax.checkpoint.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
+from zaya_jax.checkpoint.small_arrays import BUNDLE, unbundle
+from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
 _THREADS = 4  # each with a piece of an array
 _CACHE = 2**26  # bytes, for the index of where arrays are

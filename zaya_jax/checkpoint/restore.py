@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import folder as names
 from zaya_jax.checkpoint.digest import Digests, differing, slice_text
 from zaya_jax.checkpoint.leaves import like, named
-from zaya_jax.checkpoint.manifest import Damaged, Manifest, read_digests, read_manifest
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.parallel.processes import each_says, first_alone, from_first, is_first
+from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary, primary_first
+from zaya_jax.run import checkpoints as names
+from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
 _PATIENCE = 3600  # seconds that the slowest process may need to read its part
 _THREADS = 8
@@ -47,19 +47,19 @@ def restore_newest(
       InputError: of `prepare`; or the checkpoint holds other arrays.
       RunStopped: none of the checkpoints is what was saved.
     """
-    folder, aside = store.folder, ""
+    folder, quarantined = store.folder, ""
     while steps := _steps(folder):
         step = steps[-1]
         try:
             manifest = _manifest(folder, step)
             restored = _restore(store, folder / str(step), manifest, prepare(manifest))
         except Damaged as error:
-            aside = first_alone(lambda step=step: _set_aside(folder, step, "corrupt"))
-            if is_first():
-                say(f"{error} It is kept as {aside}, and an older checkpoint is taken where there is one.")
+            quarantined = primary_first(lambda step=step: _set_aside(folder, step, "corrupt"))
+            if is_primary():
+                say(f"{error} It is kept as {quarantined}, and an older checkpoint is taken where there is one.")
             continue
         return restored
-    if aside or from_first(str(names.has_checkpoint(folder))) == str(True):
+    if quarantined or broadcast_text(str(names.has_checkpoint(folder))) == str(True):
         raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
                          "with another run_dir.")  # fmt: skip
     return None
@@ -84,15 +84,15 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
 
 
 def _steps(folder: Path) -> list[int]:
-    text = from_first(" ".join(map(str, names.named_steps(folder))))
+    text = broadcast_text(" ".join(map(str, names.named_steps(folder))))
     return [int(step) for step in text.split()]
 
 
 def _set_aside(folder: Path, step: int, why: str) -> str:
-    if not is_first():
+    if not is_primary():
         return ""
     try:
-        return names.set_aside(folder, step, why).name
+        return names.quarantine(folder, step, why).name
     except OSError as error:
         raise InputError(
             f"{folder / str(step)} is not what was saved, and cannot be set aside: {error.strerror}."
@@ -122,7 +122,7 @@ def _manifest(folder: Path, step: int) -> Manifest:
 
 def _agree(problem: str, kind: type[Exception]) -> None:
     """Raise in every process where one has a problem."""
-    said = each_says(f"restore/{next(_turns)}", problem, _PATIENCE)
+    said = all_gather_text(f"restore/{next(_turns)}", problem, _PATIENCE)
     if found := next(filter(None, said), ""):
         raise kind(found)
 
@@ -142,7 +142,7 @@ def _restore(
         problem = str(error)
     _agree(problem, Damaged)
     # All from their own copies, or none: what Orbax reads, all processes read together.
-    copied = each_says(f"restore/{next(_turns)}", "no" if arrays is None else "yes", _PATIENCE)
+    copied = all_gather_text(f"restore/{next(_turns)}", "no" if arrays is None else "yes", _PATIENCE)
     if arrays is None or "no" in copied:
         arrays = {}
         try:
@@ -152,7 +152,7 @@ def _restore(
             problem = str(error)
         _agree(problem, Damaged)
         if store is not None and digests:
-            store.found_whole(manifest.step)
+            store.mark_verified(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 
 

@@ -18,20 +18,20 @@ from typing import Any, Self
 
 import jax
 
-from zaya_jax.checkpoint import folder as names
-from zaya_jax.checkpoint.bundle import Bundled, bundle
 from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, uncovered
-from zaya_jax.checkpoint.fence import outlived, take_fence
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
-from zaya_jax.checkpoint.manifest import DIGESTS, Manifest, digests_of, files_of, peek, write_manifest
 from zaya_jax.checkpoint.orbax_save import OrbaxSave
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
-from zaya_jax.checkpoint.retention import steps_to_keep
+from zaya_jax.checkpoint.small_arrays import Bundled, bundle
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
-from zaya_jax.files import sync_folder, write_atomically
-from zaya_jax.parallel.processes import each_says, from_first, is_first
+from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary
+from zaya_jax.run import checkpoints as names
+from zaya_jax.run.fencing import superseded_by, take_fence
+from zaya_jax.run.files import sync_folder, write_atomically
+from zaya_jax.run.manifest import DIGESTS, Manifest, digests_of, files_of, try_read, write_manifest
+from zaya_jax.run.retention import steps_to_keep
 
 _turns = itertools.count()  # of saves, the same in all processes
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
@@ -109,7 +109,7 @@ class CheckpointStore:
         """The newest step there is a finished checkpoint of."""
         return max(self.steps(), default=None)
 
-    def found_whole(self, step: int) -> None:
+    def mark_verified(self, step: int) -> None:
         """Take note that a checkpoint was read and is what was saved: it stays until a newer one is."""
         self._verified.add(step)
 
@@ -128,7 +128,7 @@ class CheckpointStore:
 
     def _take_over(self) -> str:
         problem, generation = "", 0
-        if is_first():
+        if is_primary():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
@@ -138,8 +138,8 @@ class CheckpointStore:
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
-        problem = from_first(problem)
-        generation = int(from_first(str(generation)))
+        problem = broadcast_text(problem)
+        generation = int(broadcast_text(str(generation)))
         self._generation = 0 if problem else generation
         return problem
 
@@ -147,15 +147,15 @@ class CheckpointStore:
         """Of the checkpoints that count; the others are set aside."""
         found = {}
         for step in self.steps():
-            manifest = peek(self.folder / str(step))
+            manifest = try_read(self.folder / str(step))
             if manifest is None:
                 continue  # which restoring would tell
             if names.counts(self.folder, step, manifest.generation) and (newest is None or step <= newest):
                 found[step] = manifest.generation
             else:
-                aside = names.set_aside(self.folder, step, "stale")
+                quarantined = names.quarantine(self.folder, step, "stale")
                 self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
-                         f"now {aside.name}.")  # fmt: skip
+                         f"now {quarantined.name}.")  # fmt: skip
         return found
 
     def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
@@ -178,7 +178,7 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._generation)
         if not problem:  # said once, since every word of process 0's is a moment that training waits
             size = sum(x.nbytes for x in arrays.values())
-            problem = from_first(self._before(step, work, size) if is_first() else "")
+            problem = broadcast_text(self._before(step, work, size) if is_primary() else "")
         if problem == _SAVED:
             return
         future: Future[None] = Future()
@@ -208,12 +208,12 @@ class CheckpointStore:
     def _is_saved(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`; what has its name and is none is set aside."""
         path = self.folder / str(step)
-        manifest = peek(path)
+        manifest = try_read(path)
         if manifest is not None and names.counts(self.folder, step, manifest.generation):
             return True
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
-                names.set_aside(self.folder, step, "corrupt" if manifest is None else "stale")
+                names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
         return False
 
     def due(self) -> bool:
@@ -224,7 +224,7 @@ class CheckpointStore:
         """
         if self._under_way is None and not self._problem:
             return False
-        view = from_first(self._view())
+        view = broadcast_text(self._view())
         if view == "wait":
             return False
         self.settle()
@@ -232,7 +232,7 @@ class CheckpointStore:
 
     def backing_off(self) -> bool:
         """Whether a save has failed and its next try is not due; the same in all processes."""
-        return bool(self._problem) and from_first(self._view()) == "wait"
+        return bool(self._problem) and broadcast_text(self._view()) == "wait"
 
     def finish(self, save: Callable[[], None], ending: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
@@ -241,7 +241,7 @@ class CheckpointStore:
           Whether it has.
         """
         self.settle()
-        while from_first(self._problem and "failed") and not ending():
+        while broadcast_text(self._problem and "failed") and not ending():
             time.sleep(1)
             if self.due():
                 save()
@@ -283,7 +283,7 @@ class CheckpointStore:
         lost = now - self._failing_since
         newest = self.latest()
         since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        if from_first(str(lost > self._config.loss_window)) == str(True):
+        if broadcast_text(str(lost > self._config.loss_window)) == str(True):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
                              f"{since}.")  # fmt: skip
@@ -293,7 +293,7 @@ class CheckpointStore:
         self._pause = min(2 * self._pause, _RETRY_MOST)
 
     def _tell(self, sentence: str) -> None:
-        if is_first():
+        if is_primary():
             self.say(sentence)
 
     def _room(self, size: int) -> str:
@@ -301,7 +301,7 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if problem := outlived(self.folder, self._generation):
+            if problem := superseded_by(self.folder, self._generation):
                 return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
@@ -341,21 +341,21 @@ class CheckpointStore:
                 problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
         except Exception as error:  # whatever it is, training goes on
             problem = _sentence(error)
-        said = [one for one in each_says(f"saved/{key}", problem, _PATIENCE) if one]
+        said = [one for one in all_gather_text(f"saved/{key}", problem, _PATIENCE) if one]
         verdict = ""
-        if is_first():
-            verdict = (outlived(self.folder, self._generation) or said[0]) if said else self._commit(saving)
-        verdict = each_says(f"kept/{key}", verdict, _PATIENCE)[0]
+        if is_primary():
+            verdict = (superseded_by(self.folder, self._generation) or said[0]) if said else self._commit(saving)
+        verdict = all_gather_text(f"kept/{key}", verdict, _PATIENCE)[0]
         if verdict:
             self.local.drop()
-            if is_first():
+            if is_primary():
                 self._make_way(saving.work)
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
         if problem := self.local.keep(saving.step):
-            (self.say if is_first() else print)(problem)  # each process has a node's disk of its own
-        if is_first():
+            (self.say if is_primary() else print)(problem)  # each process has a node's disk of its own
+        if is_primary():
             self._retain()
 
     def _write_digests(self, work: Path, mine: Digests) -> None:
@@ -380,7 +380,7 @@ class CheckpointStore:
                 saving.step, self._generation, saving.about, leaves, files_of(saving.work),
                 digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            if problem := outlived(self.folder, self._generation):
+            if problem := superseded_by(self.folder, self._generation):
                 return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)

@@ -15,9 +15,9 @@ import numpy as np
 import tensorstore
 
 from zaya_jax.checkpoint.digest import Digests, Part, digest, leaf_digest, read_slice
-from zaya_jax.checkpoint.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
 from zaya_jax.errors import InputError
-from zaya_jax.files import sync_folder, write_atomically
+from zaya_jax.run.files import sync_folder, write_atomically
+from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
 
 
 def write_checkpoint(

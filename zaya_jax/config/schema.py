@@ -16,8 +16,8 @@ from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
-from zaya_jax.config.presets import PRESETS, PresetName
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.presets import PRESETS, PresetName
 
 Verify = Literal["none", "hash", "readback"]
 MAX_PHASES = 1000

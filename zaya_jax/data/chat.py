@@ -12,7 +12,7 @@ import numpy as np
 
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
-from zaya_jax.files import require_regular
+from zaya_jax.run.files import require_regular
 
 Conversation = list[dict[str, Any]]
 

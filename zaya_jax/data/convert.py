@@ -29,8 +29,8 @@ from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
 from zaya_jax.data.progress import WorkProgress
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.files import partial_name, write_atomically
-from zaya_jax.signals import interrupts_kept_from_children
+from zaya_jax.run.files import partial_name, write_atomically
+from zaya_jax.run.signals import interrupts_kept_from_children
 
 EXAMPLES = 20  # of what was left out, kept for the manifest
 

@@ -8,10 +8,10 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.data.corpus import SPLITS
+from zaya_jax.data.io_estimate import StorageLoad, fragmentation, io_estimate
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared, open_sources
-from zaya_jax.data.storage_load import StorageLoad, fragmentation, storage_load
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError
@@ -42,7 +42,7 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         steps = [stage for stage in stages(config) if stage.phase == index]
         # Documents of a row lie apart from each other: reading each begins with a page of its own.
         sigma = fragmentation(extra_faults=_documents_a_row(phase), context=phase.context, token_bytes=token_bytes)
-        load = storage_load(
+        load = io_estimate(
             global_batch=steps[-1].sequences,
             context=phase.context,
             step_seconds=step_seconds,

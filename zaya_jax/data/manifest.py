@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.errors import InputError
-from zaya_jax.files import write_atomically
+from zaya_jax.run.files import write_atomically
 
 MANIFEST = "manifest.json"
 PLAN = "plan.json"  # what a preparation that is under way has decided

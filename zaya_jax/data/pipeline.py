@@ -15,7 +15,7 @@ from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import Position
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError, WorkerLost
-from zaya_jax.signals import interrupts_kept_from_children
+from zaya_jax.run.signals import interrupts_kept_from_children
 
 Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
 Share = tuple[int, int]  # the i-th of n equal parts

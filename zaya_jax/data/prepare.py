@@ -47,7 +47,7 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.files import locked, partial_name, write_atomically
+from zaya_jax.run.files import locked, partial_name, write_atomically
 
 TOKENIZER = "tokenizer.json"
 

@@ -26,7 +26,7 @@ from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
-from zaya_jax.files import locked, write_atomically
+from zaya_jax.run.files import locked, write_atomically
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.files import partial_name
+from zaya_jax.run.files import partial_name
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
 _MOST_OPEN = 16384  # shards

@@ -16,7 +16,7 @@ from zaya_jax.data.rows import LANES, BinRows, Row, Windows
 from zaya_jax.data.rows import Packing as PackedItems
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
-from zaya_jax.files import partial_name
+from zaya_jax.run.files import partial_name
 
 _ALGORITHM = "best-fit-1"  # of `pack`; another one must not find these plans
 

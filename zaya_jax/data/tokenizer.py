@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from zaya_jax.errors import InputError
-from zaya_jax.files import require_regular
+from zaya_jax.run.files import require_regular
 
 EOT_TEXT = "<|endoftext|>"
 EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a document, in the tokenizers people use

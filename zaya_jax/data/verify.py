@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zaya_jax.data.manifest import FileEntry, Manifest, describe_file, digest_of
 from zaya_jax.errors import InputError
-from zaya_jax.files import locked, write_atomically
+from zaya_jax.run.files import locked, write_atomically
 
 _NOTED_TOGETHER = 64  # files
 

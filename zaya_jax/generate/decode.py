@@ -12,11 +12,11 @@ from zaya_jax.errors import InputError
 from zaya_jax.model.cache import init_cache
 from zaya_jax.model.zaya import Zaya, head
 from zaya_jax.ops import ops_for
-from zaya_jax.ops.choice import choose
+from zaya_jax.ops.registry import choose
 from zaya_jax.ops.target import Target, current_target
 
 
-def generate(
+def generate_text(
     model: Zaya,
     prompt_tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
     max_new_tokens: int,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.cca_mix import Halo
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 
 class LayerCache(NamedTuple):
@@ -58,8 +58,8 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing
     layer = LayerCache(
         jnp.zeros(kv, dtype),
         jnp.zeros(kv, dtype),
-        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), wide(dtype)),
-        jnp.zeros((config.num_groups, batch, 1, delayed), wide(dtype)),
+        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), accumulation_dtype(dtype)),
+        jnp.zeros((config.num_groups, batch, 1, delayed), accumulation_dtype(dtype)),
     )
     return Cache(
         tuple(jax.tree.map(jnp.copy, layer) for _ in config.period),  # own buffers, so that they can be donated

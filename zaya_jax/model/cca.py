@@ -14,7 +14,7 @@ from zaya_jax.model.cache import LayerCache
 from zaya_jax.model.layers import matrix, param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import MixWeights
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
 class Context(NamedTuple):
@@ -85,7 +85,7 @@ class CCA(nnx.Module):
             query_offset=context.length,
             window=config.sliding_window if self.kind == "sliding" else None,
         )  # fmt: skip
-        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), PRODUCT)
+        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
         if config.attention_bias:
             out_bsd = out_bsd + self.output_bias[...].astype(dtype)
         return out_bsd, layer
@@ -96,7 +96,7 @@ class CCA(nnx.Module):
         b, s, _ = h_bsd.shape
         kernels = (self.query, self.key, self.value_current, self.value_delayed)
         kernel_dx = jnp.concatenate([kernel[...].astype(dtype) for kernel in kernels], axis=1)
-        packed = checkpoint_name(h_bsd @ kernel_dx, PRODUCT)
+        packed = checkpoint_name(h_bsd @ kernel_dx, MATMUL_OUTPUT)
         qk, half = config.query_size + config.kv_size, config.kv_size // 2
         bias = None
         if config.attention_bias:

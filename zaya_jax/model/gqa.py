@@ -17,8 +17,8 @@ from zaya_jax.model.cca import Context
 from zaya_jax.model.layers import matrix, param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate
-from zaya_jax.ops.names import PRODUCT
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.precision import accumulation_dtype
 
 
 class GQA(nnx.Module):
@@ -56,7 +56,7 @@ class GQA(nnx.Module):
             query_offset=context.length,
             window=config.sliding_window if self.kind == "sliding" else None,
         )  # fmt: skip
-        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), PRODUCT)
+        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
         if config.attention_bias:
             out_bsd = out_bsd + self.output_bias[...].astype(dtype)
         return out_bsd, layer
@@ -66,7 +66,7 @@ class GQA(nnx.Module):
         config, dtype = self.config, h_bsd.dtype
         kernels = (self.query, self.key, self.value)
         kernel_dx = jnp.concatenate([kernel[...].astype(dtype) for kernel in kernels], axis=1)
-        packed_bsx = checkpoint_name(h_bsd @ kernel_dx, PRODUCT)
+        packed_bsx = checkpoint_name(h_bsd @ kernel_dx, MATMUL_OUTPUT)
         if config.attention_bias:
             packed_bsx = packed_bsx + self.projection_bias[...].astype(dtype)
         packed_bsnc = packed_bsx.reshape(*h_bsd.shape[:2], -1, config.head_dim)
@@ -76,5 +76,5 @@ class GQA(nnx.Module):
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotary embedding in fp32, in the dtype of `x_bsnc`."""
-    x_bnsc = x_bsnc.astype(wide(x_bsnc.dtype)).transpose(0, 2, 1, 3)
+    x_bnsc = x_bsnc.astype(accumulation_dtype(x_bsnc.dtype)).transpose(0, 2, 1, 3)
     return rotate(x_bnsc, cos, sin).astype(x_bsnc.dtype).transpose(0, 2, 1, 3)

@@ -12,7 +12,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.model.layers import BalancingBias, matrix, param
 from zaya_jax.model.router import SKIP_BIAS, Routing
 from zaya_jax.ops import Ops
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 
 class LinearRouter(nnx.Module):
@@ -24,7 +24,9 @@ class LinearRouter(nnx.Module):
 
     def probabilities(self, h_bsd: jax.Array) -> jax.Array:
         """fp32 softmax over the e experts; the product is in the dtype of `h_bsd`, its sum in fp32."""
-        logits = jnp.matmul(h_bsd, self.output[...].astype(h_bsd.dtype), preferred_element_type=wide(h_bsd.dtype))
+        logits = jnp.matmul(
+            h_bsd, self.output[...].astype(h_bsd.dtype), preferred_element_type=accumulation_dtype(h_bsd.dtype)
+        )
         return jax.nn.softmax(logits, axis=-1)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.model.layers import Role, matrix
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 Arrays = Mapping[str, jax.Array]
 ADAPTED: tuple[Role, ...] = ("attention", "expert")
@@ -87,7 +87,7 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
 
 def merge(one: Adapted) -> jax.Array:
     """The matrix that an `Adapted` stands for, [.., in, out] in the dtype of its base; of any stack, or none."""
-    exact = wide(one.base.dtype)
+    exact = accumulation_dtype(one.base.dtype)
     product = jnp.matmul(one.a.astype(exact), one.b.astype(exact), precision="highest")
     return (one.base.astype(exact) + one.scale * product).astype(one.base.dtype)
 

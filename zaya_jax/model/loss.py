@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 CHUNK = 512  # tokens
 
@@ -50,7 +50,9 @@ def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _chunk_logits(h_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None) -> jax.Array:
-    z_tv = jnp.einsum("td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=wide(h_td.dtype))
+    z_tv = jnp.einsum(
+        "td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=accumulation_dtype(h_td.dtype)
+    )
     return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
 
@@ -67,7 +69,7 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
         loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
         return total + loss.sum(), loss
 
-    zero = jnp.zeros((), wide(hidden_td.dtype))
+    zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
     total, losses = jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
@@ -75,7 +77,7 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
 def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
              weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
     v, d = head_vd.shape
-    dtype, sums = hidden_td.dtype, wide(hidden_td.dtype)
+    dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
 
     def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         total, dw_dv, db_v = carry

@@ -9,7 +9,7 @@ from flax import nnx
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any expert of bias 0
 
@@ -48,7 +48,9 @@ class Router(nnx.Module):
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
-        state = _linear(h_bsd, self.down, self.down_bias) + state_bsr * self.state_scale[...].astype(wide(dtype))
+        state = _linear(h_bsd, self.down, self.down_bias) + state_bsr * self.state_scale[...].astype(
+            accumulation_dtype(dtype)
+        )
         x = self.norm(state, dtype, ops)
         x = jax.nn.gelu(_linear(x, self.hidden1, self.hidden1_bias), approximate=False).astype(dtype)
         x = jax.nn.gelu(_linear(x, self.hidden2, self.hidden2_bias), approximate=False).astype(dtype)
@@ -65,5 +67,5 @@ class Router(nnx.Module):
 
 def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
     """x @ kernel + bias, product in the dtype of x, sum in fp32."""
-    out = jnp.matmul(x, kernel[...].astype(x.dtype), preferred_element_type=wide(x.dtype))
+    out = jnp.matmul(x, kernel[...].astype(x.dtype), preferred_element_type=accumulation_dtype(x.dtype))
     return out if bias is None else out + bias[...].astype(out.dtype)

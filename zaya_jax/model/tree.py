@@ -9,7 +9,7 @@ from flax import nnx
 
 from zaya_jax.model.layers import BalancingBias, Role
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 Arrays = dict[str, jax.Array]
 _LOW_PRECISION: tuple[Role, ...] = ("attention", "router", "expert", "embedding", "convolution")
@@ -83,4 +83,6 @@ def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> di
 
     Vectors cost nothing in fp32, and the stream they act on is fp32.
     """
-    return {name: jnp.dtype(dtype) if role in _LOW_PRECISION else wide(dtype) for name, role in roles.items()}
+    return {
+        name: jnp.dtype(dtype) if role in _LOW_PRECISION else accumulation_dtype(dtype) for name, role in roles.items()
+    }

@@ -27,11 +27,11 @@ from zaya_jax.model.layers import (
     segment_positions,
 )
 from zaya_jax.ops import LOCAL, Ops
-from zaya_jax.ops.names import PRODUCT
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.precision import accumulation_dtype
 
 POLICIES = {
-    "dots": jax.checkpoint_policies.save_only_these_names(PRODUCT),
+    "dots": jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
@@ -155,7 +155,11 @@ class Zaya(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)
-        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype).astype(wide(dtype))
+        x_bsd = (
+            jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip")
+            .astype(dtype)
+            .astype(accumulation_dtype(dtype))
+        )
         if config.residual_scaling:
             x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
@@ -197,7 +201,7 @@ class Zaya(nnx.Module):
         kinds: set[AttentionKind] = set(config.period)
 
         def rotary(positions_bs: jax.Array) -> dict[AttentionKind, tuple[jax.Array, jax.Array]]:
-            dtype = wide(self.dtype)
+            dtype = accumulation_dtype(self.dtype)
             return {kind: rotary_table(positions_bs, config.rotary_size, bases[kind], dtype) for kind in kinds}
 
         if cache is None:
@@ -223,5 +227,5 @@ def logits(
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """fp32 logits of `hidden_bsd` by the tied head."""
     out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
-                     preferred_element_type=wide(hidden_bsd.dtype))  # fmt: skip
+                     preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

@@ -17,7 +17,9 @@ from zaya_jax.ops.attention_kernel import attention_kernel, attention_part_gradi
 from zaya_jax.ops.cca_mix import Halo, cca_mix
 from zaya_jax.ops.cca_mix_kernel import cca_mix_kernel
 from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.ops.momentum import step_momentum
 from zaya_jax.ops.norm import rms_norm
+from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.residual_norm import residual_norm
 from zaya_jax.ops.residual_norm_kernel import residual_norm_kernel
 from zaya_jax.ops.target import Target
@@ -50,6 +52,8 @@ class Ops:
       rms_norm: `ops.norm.rms_norm`.
       residual_norm: `ops.residual_norm.residual_norm`.
       experts: `ops.dispatch.dispatch_experts`.
+      momentum: `ops.momentum.step_momentum`.
+      orthogonalize: `ops.orthogonalize.orthogonalize`.
       halo: rows of the convolution and of the delayed value before this piece of the sequence.
       key_segments: from the documents of this piece of the sequence to those of the keys that attention is given.
       gather_layer: from a layer's parameters as stored to those it computes with.
@@ -62,6 +66,8 @@ class Ops:
     rms_norm: Callable[..., jax.Array] = rms_norm
     residual_norm: Callable[..., tuple[jax.Array, jax.Array]] = residual_norm
     experts: Callable[..., jax.Array] = dispatch_experts
+    momentum: Callable[..., tuple[jax.Array, jax.Array]] = step_momentum
+    orthogonalize: Callable[..., jax.Array] = orthogonalize
     halo: Callable[..., Halo] = no_halo
     key_segments: Callable[[jax.Array], jax.Array] = _same
     gather_layer: Callable[[Any], Any] = _same
@@ -83,7 +89,11 @@ _KERNELS: dict[str, dict[str, Callable[..., Any]]] = {
 
 def ops_for(target: Target) -> Ops:
     """`LOCAL` compiled for `target`, whatever the first device of the process is, by the kernels there are for it."""
-    found: dict[str, Callable[..., Any]] = {"experts": functools.partial(dispatch_experts, target=target)}
+    found: dict[str, Callable[..., Any]] = {
+        "experts": functools.partial(dispatch_experts, target=target),
+        "momentum": functools.partial(step_momentum, platform=target.kernel("momentum")),
+        "orthogonalize": functools.partial(orthogonalize, target=target),
+    }
     for operation, kernels in _KERNELS.items():
         if platform := target.kernel(operation):
             found |= {name: functools.partial(kernel, platform=platform) for name, kernel in kernels.items()}

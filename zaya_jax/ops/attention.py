@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from zaya_jax.ops.names import PRODUCT
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.precision import accumulation_dtype
 
 # Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
 # real score, so that a row without a visible key gives 0 and not NaN.
@@ -178,7 +178,7 @@ def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: ja
     """The output, and the logarithm of each query's sum of exponentials, both in the dtype of sums."""
     q_block, k_block, _, _, _ = blocks
     b, kv, g, s, c = q.shape
-    scale, sums = c**-0.5, wide(q.dtype)
+    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
 
     def per_query_block(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
         first = index * q_block
@@ -219,7 +219,7 @@ def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: ja
 def _forward_rule(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
                   offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     o, lse = _forward(blocks, q, k, v, q_seg, k_seg, offset)
-    o, lse = checkpoint_name(o.astype(q.dtype), PRODUCT), checkpoint_name(lse, PRODUCT)
+    o, lse = checkpoint_name(o.astype(q.dtype), MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
     return o, (q, k, v, q_seg, k_seg, offset, o, lse)
 
 
@@ -234,7 +234,7 @@ def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax
     q_block, k_block, _, _, _ = blocks
     q, k, v, q_seg, k_seg, offset, o, lse = saved
     b, kv, g, s, c = q.shape
-    scale, sums = c**-0.5, wide(q.dtype)
+    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
     delta = (do.astype(sums) * o.astype(sums)).sum(-1)
     k_bkct = k.swapaxes(2, 3)
 

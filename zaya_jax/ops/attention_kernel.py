@@ -12,7 +12,7 @@ from pallas_kernels.attention import attention_forward
 from pallas_kernels.attention_backward import attention_backward
 from pallas_kernels.decode import attention_decode, decodes
 from zaya_jax.ops.attention import Part
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 
@@ -32,7 +32,7 @@ def attention_kernel(
 
     A few queries, as a decode has them, are attended to by a kernel that splits the keys; where a gradient is asked
     for, by that of a forward pass. The gradient does not run the forward kernel again if output and logarithms of
-    sums, named `PRODUCT`, are kept.
+    sums, named `MATMUL_OUTPUT`, are kept.
 
     Args:
       q_bshc: bf16 or fp32, as are keys and values; heads of 16, 32, 64, 128 or 256 channels.
@@ -125,7 +125,7 @@ def _attention(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segmen
 def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any,
                   offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     o, lse = attention_forward(q, k, v, segments, offset, window=static.window, dtype=q.dtype, platform=static.platform)
-    o, lse = checkpoint_name(o, PRODUCT), checkpoint_name(lse, PRODUCT)
+    o, lse = checkpoint_name(o, MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
     return o, (q, k, v, segments, offset, o, lse)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 
 class MixWeights(NamedTuple):
@@ -82,7 +82,7 @@ def _qk_mean(q_bhsc: jax.Array, k_bksc: jax.Array) -> tuple[jax.Array, jax.Array
     """Half of each query with its key, and the mean of those a key head serves; fp32."""
     b, h, s, c = q_bhsc.shape
     num_kv = k_bksc.shape[1]
-    q = q_bhsc.astype(wide(q_bhsc.dtype)).reshape(b, num_kv, h // num_kv, s, c)
+    q = q_bhsc.astype(accumulation_dtype(q_bhsc.dtype)).reshape(b, num_kv, h // num_kv, s, c)
     mean = 0.5 * (q + k_bksc.astype(q.dtype)[:, :, None])
     return mean.reshape(b, h, s, c), mean.mean(2)
 
@@ -90,7 +90,7 @@ def _qk_mean(q_bhsc: jax.Array, k_bksc: jax.Array) -> tuple[jax.Array, jax.Array
 def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: MixWeights) -> jax.Array:
     taps0, taps1 = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     b, _, s, _ = u_bnsc.shape
-    dtype, sums = u_bnsc.dtype, wide(u_bnsc.dtype)
+    dtype, sums = u_bnsc.dtype, accumulation_dtype(u_bnsc.dtype)
     u = jnp.concatenate([halo.u_bwnc.astype(dtype).transpose(0, 2, 1, 3), u_bnsc], 2)
     rows_before = taps0 + taps1 - 2  # the halo's segments hold one row more where this is none
     segments = jnp.concatenate([halo.segments_bw, segments_bs], 1)[:, -(s + rows_before) :]

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.ops.grouped_experts import grouped_experts
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.target import Target, current_target
 
 
@@ -41,14 +41,14 @@ def dispatch_experts(
     sizes_e = jnp.zeros(num_experts + 1, jnp.int32).at[expert_t].add(1)[:num_experts]
     platform = target.kernel("grouped_experts")
     if platform is not None and target.kernel("grouped_matmul") is not None:
-        order = checkpoint_name(order, PRODUCT)  # 4 bytes a token, for a sort less
+        order = checkpoint_name(order, MATMUL_OUTPUT)  # 4 bytes a token, for a sort less
         out_td = grouped_experts(h_td, order, sizes_e, weight_t, gate_up_edf, down_efd, platform=platform)
-        return checkpoint_name(out_td, PRODUCT)
+        return checkpoint_name(out_td, MATMUL_OUTPUT)
     back = jnp.argsort(order, stable=True)
     gate_up = grouped_matmul(permute(h_td, order, back), gate_up_edf, sizes_e, target=target)
-    gate_up = checkpoint_name(gate_up, PRODUCT)
+    gate_up = checkpoint_name(gate_up, MATMUL_OUTPUT)
     hidden_tf = jax.checkpoint(_swiglu, prevent_cse=False)(gate_up)
-    out_td = checkpoint_name(grouped_matmul(hidden_tf, down_efd, sizes_e, target=target), PRODUCT)
+    out_td = checkpoint_name(grouped_matmul(hidden_tf, down_efd, sizes_e, target=target), MATMUL_OUTPUT)
     return permute(out_td, back, order) * weight_t[:, None].astype(out_td.dtype)
 
 

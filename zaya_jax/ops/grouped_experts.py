@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.grouped_matmul import grouped_outer, grouped_product
 from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backward
 from zaya_jax.ops.grouped_matmul_kernel import check_dtypes
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
 def grouped_experts(
@@ -31,8 +31,8 @@ def grouped_experts(
 ) -> jax.Array:
     """Each token through the SwiGLU of its expert, times its weight (zaya1.md §1.4, §1.5).
 
-    What the backward wants of the forward, the sorted rows' gate and up [t, 2f], is named `PRODUCT`: where it is kept,
-    the backward multiplies nothing again.
+    What the backward wants of the forward, the sorted rows' gate and up [t, 2f], is named `MATMUL_OUTPUT`: where it is
+    kept, the backward multiplies nothing again.
 
     Args:
       h_td: tokens, bf16 or fp32.
@@ -72,7 +72,7 @@ def _forward(platform: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Ar
              gate_up_edf: jax.Array, down_efd: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     hidden_tf, gate_up_tf = grouped_swiglu(h_td, order_t, gate_up_edf, sizes_e, keep=True, platform=platform)
     out_td = grouped_product(hidden_tf, down_efd, sizes_e, order_t=order_t, scale_t=weight_t, platform=platform)
-    gate_up_tf = checkpoint_name(gate_up_tf, PRODUCT)
+    gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
     return out_td, (h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf)
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.ops.grouped_matmul_kernel import grouped_matmul_kernel
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.target import Target, current_target
 
 ROW_BLOCKS = (64, 128, 192, 256, 384)
@@ -46,7 +46,9 @@ def grouped_matmul(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, tar
 
 
 def _xla(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    out = jax.lax.ragged_dot(x_tp, w_epq, sizes_e, preferred_element_type=wide(x_tp.dtype)).astype(x_tp.dtype)
+    out = jax.lax.ragged_dot(x_tp, w_epq, sizes_e, preferred_element_type=accumulation_dtype(x_tp.dtype)).astype(
+        x_tp.dtype
+    )
     # What stands past the groups is undefined on some backends, in the gradient of x as well as here.
     return jnp.where((jnp.arange(x_tp.shape[0]) < sizes_e.sum())[:, None], out, 0)
 
@@ -80,7 +82,7 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
 
         def one_block(out: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
-            part = jnp.einsum(equation, rows, w, preferred_element_type=wide(out.dtype)).astype(out.dtype)
+            part = jnp.einsum(equation, rows, w, preferred_element_type=accumulation_dtype(out.dtype)).astype(out.dtype)
             old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
 
@@ -100,7 +102,7 @@ def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Arr
             dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
             return dw + jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=dw.dtype)
 
-        zeros = jnp.zeros((x_tp.shape[1], dout_tq.shape[1]), wide(x_tp.dtype))
+        zeros = jnp.zeros((x_tp.shape[1], dout_tq.shape[1]), accumulation_dtype(x_tp.dtype))
         return None, _over_blocks(one_block, zeros, *group, x_tp.shape[0])
 
     return jax.lax.scan(one_group, None, (jnp.cumsum(sizes_e) - sizes_e, sizes_e))[1]

@@ -1,3 +1,3 @@
 """Names of intermediate values, by which a rematerialisation policy can keep them."""
 
-PRODUCT = "product"  # what is dear to compute again: results of matrix products and of attention
+MATMUL_OUTPUT = "product"  # what is dear to compute again: results of matrix products and of attention

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -12,6 +12,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, dtype: jax.typing.DTyp
     The stream is cast to `dtype` first and the normalised value again before the product with the weight,
     which is where the reference rounds.
     """
-    exact = x.astype(dtype).astype(wide(dtype))
+    exact = x.astype(dtype).astype(accumulation_dtype(dtype))
     normed = exact * jax.lax.rsqrt(jnp.mean(exact * exact, -1, keepdims=True) + eps)
     return weight.astype(dtype) * normed.astype(dtype)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config.optimizer import Coefficients
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.symmetric import gram_polynomial, product
 from zaya_jax.ops.target import Target, current_target
 
@@ -89,7 +89,7 @@ def orthogonalize(
     """
     if m_xpq.ndim < 2 or steps < 1:
         raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
-    sums = wide(m_xpq.dtype)
+    sums = accumulation_dtype(m_xpq.dtype)
     triples = COEFFICIENTS[coefficients]
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
     platform = (target or current_target()).kernel("symmetric")

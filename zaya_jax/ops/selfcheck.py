@@ -15,7 +15,7 @@ from zaya_jax.ops.cca_mix import MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.target import Target, target_of
 
@@ -159,7 +159,7 @@ def operation_checks(model: ModelConfig = EXAMPLE) -> dict[str, Check]:
 
     def move(target: Target, gradient: jax.Array, momentum: jax.Array) -> Any:
         """A step, and one that is skipped for a gradient that is not finite; in the dtypes of training."""
-        exact = wide(momentum.dtype)
+        exact = accumulation_dtype(momentum.dtype)
 
         def one(gradient: jax.Array, *, skip: bool) -> tuple[jax.Array, jax.Array]:
             numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, skip, exact)

@@ -6,13 +6,13 @@ import optax
 
 from zaya_jax.config import OptimizerConfig
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES, Role
-from zaya_jax.optim.guard import Guarded, guarded
 from zaya_jax.optim.muon import scale_by_muon
+from zaya_jax.optim.skippable import SkippableTransform, skippable
 
 DECAYED: tuple[Role, ...] = (*MATRIX_ROLES, "embedding", "convolution")
 
 
-def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Mapping[str, int]) -> Guarded:
+def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Mapping[str, int]) -> SkippableTransform:
     """The transform of all trained parameters, one for each role.
 
     Args:
@@ -27,7 +27,7 @@ def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Ma
     """
     split = fused if config.muon.gate_up == "split" else {}
     transforms: dict[Hashable, optax.GradientTransformation] = {role: _transform(config, role, split) for role in ROLES}
-    return Guarded(*optax.partition(transforms, dict(roles)))
+    return SkippableTransform(*optax.partition(transforms, dict(roles)))
 
 
 def _transform(config: OptimizerConfig, role: Role, split: Mapping[str, int]) -> optax.GradientTransformation:
@@ -35,7 +35,7 @@ def _transform(config: OptimizerConfig, role: Role, split: Mapping[str, int]) ->
         section, direction = config.muon, scale_by_muon(config.muon, split)
     else:
         section = config.adamw
-        direction = guarded(optax.scale_by_adam(section.b1, section.b2, section.eps))
+        direction = skippable(optax.scale_by_adam(section.b1, section.b2, section.eps))
     own = getattr(config.roles, role)
     decay = float(role in DECAYED) if own.weight_decay is None else own.weight_decay
     return optax.chain(

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from zaya_jax.config import MuonConfig
-from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, momentum_numbers, step_momentum
-from zaya_jax.ops.orthogonalize import orthogonalize
-from zaya_jax.ops.precision import wide
-from zaya_jax.ops.target import Target, current_target
-from zaya_jax.optim.guard import Guarded
+from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, momentum_numbers
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.optim.skippable import SkippableTransform
 
 
 class MeanState(NamedTuple):
@@ -29,7 +28,7 @@ def _here(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMa
     return kept, whole(matrices)
 
 
-def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> Guarded:
+def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> SkippableTransform:
     """Momentum, orthogonalised and scaled by its shape.
 
     Args:
@@ -44,20 +43,19 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
       steps.
       `update` takes `on_matrices`, for matrices that lie over several devices: (name, leaves, numbers, elementwise
       function of numbers and leaves, function of whole matrices) → what the first function keeps, and the second of
-      what else it gives, both placed as the leaves (`parallel.muon`); and `target`, what is compiled for (the
-      default device where None).
+      what else it gives, both placed as the leaves (`parallel.muon`); and `ops`.
     """
     parts = split or {}
 
     def init(params: optax.Params) -> optax.OptState:
-        momentum = jax.tree.map(lambda x: jnp.zeros_like(x, wide(x.dtype)), params)
+        momentum = jax.tree.map(lambda x: jnp.zeros_like(x, accumulation_dtype(x.dtype)), params)
         if config.momentum_form == "sum":
             return optax.TraceState(momentum), optax.EmptyState()
         return MeanState(jnp.zeros((), jnp.int32), momentum), optax.EmptyState()
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *,
-        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _here, target: Target | None = None,
+        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _here, ops: Ops = LOCAL,
         **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
@@ -68,7 +66,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
         def one(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
             name = jax.tree_util.keystr(path, simple=True)
-            return _step(config, parts.get(name, 1), target or current_target(), functools.partial(on_matrices, name),
+            return _step(config, parts.get(name, 1), ops, functools.partial(on_matrices, name),
                          gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
@@ -78,7 +76,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
 
-    return Guarded(init, update)
+    return SkippableTransform(init, update)
 
 
 def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
@@ -101,7 +99,7 @@ def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Sc
 
 
 def _step(
-    config: MuonConfig, parts: int, target: Target, on_matrices: Callable[..., Pair],
+    config: MuonConfig, parts: int, ops: Ops, on_matrices: Callable[..., Pair],
     gradient: jax.Array, momentum: jax.Array, numbers: jax.Array,
 ) -> Pair:  # fmt: skip
     """The new momentum of a leaf and its direction."""
@@ -110,11 +108,11 @@ def _step(
     between = iterates if exact == jnp.float32 else exact  # sums of fp64 runs are known by what comes in
 
     def local(numbers: jax.Array, gradient: jax.Array, momentum: jax.Array) -> Pair:
-        return step_momentum(gradient, momentum, numbers, between, platform=target.kernel("momentum"))
+        return ops.momentum(gradient, momentum, numbers, between)
 
     def whole(m_xpq: jax.Array) -> jax.Array:
-        orthogonal = orthogonalize(_apart(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
-                                   coefficients=config.coefficients, target=target)  # fmt: skip
+        orthogonal = ops.orthogonalize(_apart(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
+                                   coefficients=config.coefficients)  # fmt: skip
         return _joined(orthogonal.astype(between), parts)
 
     new, orthogonal = on_matrices((gradient, momentum), numbers, local, whole)

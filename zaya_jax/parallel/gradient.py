@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config.parallel import Reduce
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.collectives import sum_scatter
-from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, wide_axes
+from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import Placement
 
 Arrays = dict[str, jax.Array]
@@ -46,7 +46,7 @@ def summed_gradient(
       gradient), the sums of `local_loss` and the gradient of its scalar in the masters' dtype, added over
       everything and placed like the masters.
     """
-    everywhere = wide_axes(mesh, AXES)
+    everywhere = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
         compute, still = compute_copy(params, placed, dtypes), frozen_copy(frozen, placed)
@@ -54,7 +54,7 @@ def summed_gradient(
 
         def one(micro: Any) -> tuple[Arrays, Sums]:
             grads, sums = gradient(compute, constants, micro)
-            grads = {name: g.astype(wide(g.dtype)) for name, g in grads.items()}
+            grads = {name: g.astype(accumulation_dtype(g.dtype)) for name, g in grads.items()}
             return (_to_stored(grads, placed, mesh) if reduce == "micro_batch" else grads), sums
 
         def add(total: Any, micro: Any) -> tuple[Any, None]:
@@ -85,7 +85,7 @@ def summed(
     dtypes: Mapping[str, Any],
 ) -> Callable[..., Sums]:  # fmt: skip
     """(params, constants, batch with leaves [sequences, tokens], frozen parameters or None) → the sums over devices."""
-    everywhere = wide_axes(mesh, AXES)
+    everywhere = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> Sums:
         copy = {**frozen_copy(frozen, placed), **compute_copy(params, placed, dtypes)}
@@ -115,7 +115,7 @@ def compute_copy(params: Arrays, placed: Mapping[str, Placement], dtypes: Mappin
         if place.axis is None or not place.gathered:
             return x if exact else x.astype(dtype)
         x = jax.lax.all_gather(x.astype(dtype), place.gathered, axis=x.ndim + place.axis, tiled=True)
-        return x.astype(wide(dtype)) if exact else x
+        return x.astype(accumulation_dtype(dtype)) if exact else x
 
     return {name: one(name, x) for name, x in params.items()}
 
@@ -139,7 +139,7 @@ def _to_stored(grads: Arrays, placed: Mapping[str, Placement], mesh: AnyMesh) ->
         if place.axis is not None and place.gathered:
             g = sum_scatter(g, place.gathered, g.ndim + place.axis)
         own = {*place.over, *(["expert"] if place.by_expert else [])}
-        others = tuple(axis for axis in wide_axes(mesh, AXES) if axis not in own)
+        others = tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in own)
         return jax.lax.psum(g, others) if others else g
 
     return {name: one(placed[name], g) for name, g in grads.items()}

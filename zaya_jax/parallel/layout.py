@@ -14,7 +14,7 @@ from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops, ops_for
 from zaya_jax.ops.momentum import OnMatrices
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.target import Target, target_of
 from zaya_jax.parallel.batch import WHOLE, Share, place_batch
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
@@ -103,5 +103,5 @@ def make_layout(
     """
     if target is None and not isinstance(mesh, AbstractMesh):
         target = target_of(mesh.devices.flat[0])
-    dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, wide(dtype))}
+    dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
     return Layout(config, mesh, placements(shapes, roles, mesh), dtypes, target)

@@ -60,7 +60,7 @@ def batch_shards(mesh: AnyMesh) -> int:
     return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
 
 
-def wide_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
+def nontrivial_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
     """Those of `axes` with more than one device: a collective over one would still copy."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 

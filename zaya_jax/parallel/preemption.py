@@ -8,7 +8,7 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-from zaya_jax.signals import NAMES, Listener, exit_status, warn
+from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
 class Preemption:

@@ -1,7 +1,7 @@
 """Connections to the coordination service that outlast it.
 
 jax's client aborts its process, with a C++ stack, as soon as its connection to the service closes, as when process 0 is
-killed. Behind a relay it sees a service that does not answer, and `Watch` ends the process with a sentence.
+killed. Behind a relay it sees a service that does not answer, and `PeerLiveness` ends the process with a sentence.
 """
 
 import contextlib

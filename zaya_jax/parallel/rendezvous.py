@@ -1,7 +1,7 @@
 """Where the processes of a job meet before jax does, so that one that is missing or numbered twice is named.
 
 Process 0 listens at the coordinator's address until every process has connected and told its number. Then jax's
-coordination service takes the port, and `Watch` the connections, which stay open.
+coordination service takes the port, and `PeerLiveness` the connections, which stay open.
 """
 
 import contextlib

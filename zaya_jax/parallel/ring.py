@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import Part, join
-from zaya_jax.ops.names import PRODUCT
+from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.parallel.context import pieces_of
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
@@ -99,7 +99,7 @@ def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: j
 def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
                   k_seg: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     whole = _forward(static, q, k, v, q_seg, k_seg)
-    o, lse = checkpoint_name(whole.o_bshc.astype(q.dtype), PRODUCT), checkpoint_name(whole.lse_bsh, PRODUCT)
+    o, lse = checkpoint_name(whole.o_bshc.astype(q.dtype), MATMUL_OUTPUT), checkpoint_name(whole.lse_bsh, MATMUL_OUTPUT)
     return o, (q, k, v, q_seg, k_seg, Part(o, lse))
 
 

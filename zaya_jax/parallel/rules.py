@@ -13,7 +13,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.model.layers import Role
-from zaya_jax.parallel.mesh import AnyMesh, wide_axes
+from zaya_jax.parallel.mesh import AnyMesh, nontrivial_axes
 
 # Outermost first: a layer's part along fsdp is what gathering the axes after it gives.
 STORED_OVER = ("fsdp", "data", "context", "expert")
@@ -57,7 +57,7 @@ def placements(shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
 def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Placement:
     layered, by_expert = name.startswith(LAYERS), role == "expert" and mesh.shape["expert"] > 1
     stack = layered + (role == "expert")
-    over = wide_axes(mesh, [axis for axis in STORED_OVER if not (by_expert and axis == "expert")])
+    over = nontrivial_axes(mesh, [axis for axis in STORED_OVER if not (by_expert and axis == "expert")])
     candidates = sorted(range(-min(2, len(shape) - stack), 0), key=lambda axis: shape[axis], reverse=True)
     axis = None
     while over and axis is None:

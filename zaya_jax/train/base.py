@@ -6,17 +6,17 @@ from typing import NamedTuple
 
 import jax
 
-from zaya_jax.checkpoint.adapters import BASE
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
-from zaya_jax.files import write_atomically
+from zaya_jax.hf.adapters import BASE
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import Arrays, balancing_biases, compute_dtypes, shapes
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.parallel.processes import is_first
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.files import write_atomically
 from zaya_jax.train.given import check_given, given_parameters
-from zaya_jax.train.state import Blueprint, layout_of, make_blueprint, mesh_of
+from zaya_jax.train.state import PhaseSpec, layout_of, make_blueprint, mesh_of
 
 
 class Base(NamedTuple):
@@ -29,7 +29,7 @@ class Base(NamedTuple):
 NO_BASE = Base({}, {})
 
 
-def frozen_shapes(config: Config, blueprint: Blueprint) -> dict[str, jax.ShapeDtypeStruct]:
+def frozen_shapes(config: Config, blueprint: PhaseSpec) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of each parameter that stands under adapters; {} where all parameters are trained."""
     if config.lora is None:
         return {}
@@ -54,7 +54,7 @@ def open_base(config: Config, phase: int) -> Base:
     if config.lora is None or config.init_from is None:
         return NO_BASE
     check_given(config)
-    whole, dtype = replicated(mesh_of(config, phase)), wide(config.train.compute_dtype)
+    whole, dtype = replicated(mesh_of(config, phase)), accumulation_dtype(config.train.compute_dtype)
     biases = jax.eval_shape(balancing_biases, make_blueprint(config, phase).model)
     balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
     return Base(*given_parameters(config, abstract_base(config, phase), balance))
@@ -65,7 +65,7 @@ def note_base(folder: Path, config: Config, base: Base) -> None:
     if config.lora is None:
         return
     digest = fingerprint({**base.params, **base.balance})  # a sum over the devices of all processes
-    if is_first():
+    if is_primary():
         note = {"init_from": config.init_from, "fingerprint": digest}
         write_atomically(folder / BASE, json.dumps(note, indent=1) + "\n")
 

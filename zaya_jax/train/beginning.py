@@ -9,9 +9,6 @@ import jax.numpy as jnp
 
 from zaya_jax.checkpoint.digest import digest
 from zaya_jax.checkpoint.environment import environment, versions
-from zaya_jax.checkpoint.folder import checkpoint_folder
-from zaya_jax.checkpoint.interop import PARAMETERS_ALONE
-from zaya_jax.checkpoint.manifest import Manifest
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, from_dict, to_dict, to_yaml
@@ -19,8 +16,12 @@ from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
 from zaya_jax.errors import InputError
+from zaya_jax.hf.interop import PARAMETERS_ALONE
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.parallel.processes import is_first
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.folder import check_past
+from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.base import Base
 from zaya_jax.train.compiled import abstract_state
 from zaya_jax.train.given import (
@@ -31,7 +32,6 @@ from zaya_jax.train.given import (
     parameters_alone,
     warn_about_positions,
 )
-from zaya_jax.train.run_folder import check_past
 from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint, mesh_of
 
@@ -129,7 +129,7 @@ def resume_from(config: Config, batches: TrainBatches) -> TrainState:
         return _as_saved(abstract_state(config, stage_at(config, step).phase), manifest)
 
     state, manifest = read_checkpoint(folder, prepare)
-    if is_first():
+    if is_primary():
         print(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}.")
     return _with_history(config, state)
 
@@ -159,7 +159,7 @@ def go_on(config: Config, store: CheckpointStore, batches: TrainBatches) -> tupl
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
     there = restored.manifest.about["environment"]
-    for key, value in environment().items() if is_first() else ():
+    for key, value in environment().items() if is_primary() else ():
         if there.get(key) != value:
             print(f"Going on with {key} {value!r}, where the run had {there.get(key)!r}: numbers will differ in their "
                   "last bits.")  # fmt: skip

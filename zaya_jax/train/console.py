@@ -9,8 +9,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zaya_jax.config.hardware import peak_of
-from zaya_jax.config.presets import describe_preset
+from zaya_jax.hardware.data_sheets import peak_of
+from zaya_jax.hardware.presets import describe_preset
 
 
 class ConsoleReport:

@@ -7,18 +7,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.checkpoint.folder import checkpoint_folder
-from zaya_jax.checkpoint.hf_folder import open_folder
-from zaya_jax.checkpoint.hf_import import read_parameters
 from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.interop import PARAMETERS_ALONE
-from zaya_jax.checkpoint.manifest import Manifest
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import Config, ModelConfig, to_dict
 from zaya_jax.config.schema import HF
 from zaya_jax.errors import InputError
+from zaya_jax.hf.folder import open_folder
+from zaya_jax.hf.importer import read_parameters
+from zaya_jax.hf.interop import PARAMETERS_ALONE
 from zaya_jax.model.tree import Arrays
-from zaya_jax.parallel.processes import is_first
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.state import TrainState, init_counters, make_blueprint
 
 # Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
@@ -84,7 +84,7 @@ def warn_about_positions(config: Config, about: dict[str, Any], what: str, phase
     if "sliding" in config.model.period:
         pairs.append(("model.sliding_rope_base", there["sliding_rope_base"], config.model.sliding_rope_base))
     for key, theirs, ours in pairs:
-        if theirs != ours and is_first():
+        if theirs != ours and is_primary():
             print(f"Warning: {what} was trained with a RoPE base of {theirs:g}, and {key} is {ours:g} here, so its "
                   f"attention sees other positions. Set {key}={theirs:g}, unless you extend the context.")  # fmt: skip
 

@@ -5,14 +5,14 @@ import json
 import jax
 
 from zaya_jax.config import Config
-from zaya_jax.ops.choice import Choice, choose, keep_what_is_right
+from zaya_jax.ops.registry import KernelSelection, choose, validate_kernels
 from zaya_jax.ops.target import Target, current_target
-from zaya_jax.parallel.processes import each_says, is_first
+from zaya_jax.parallel.multihost import all_gather_text, is_primary
 
 _PATIENCE = 600  # seconds that a process is waited for, while it compiles what it tries
 
 
-def choose_kernels(config: Config, target: Target | None = None) -> Choice:
+def choose_kernels(config: Config, target: Target | None = None) -> KernelSelection:
     """What the devices of this job are compiled for: kernels where they can be had and are right on every process.
 
     Process 0 says which, on a platform that has kernels.
@@ -28,10 +28,10 @@ def choose_kernels(config: Config, target: Target | None = None) -> Choice:
         target = current_target()
     dtype = config.train.compute_dtype
     choice = choose(target, config.model, dtype)
-    choice = keep_what_is_right(choice, config.model, dtype)
+    choice = validate_kernels(choice, config.model, dtype)
     if jax.process_count() > 1:
-        said = each_says("kernels", json.dumps(choice.reasons), _PATIENCE)
+        said = all_gather_text("kernels", json.dumps(choice.reasons), _PATIENCE)
         choice = choice.without({name: why for one in reversed(said) for name, why in json.loads(one).items()})
-    if is_first() and (choice.kernels or choice.reasons):
+    if is_primary() and (choice.kernels or choice.reasons):
         print(choice)
     return choice

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import jax
 
-from zaya_jax.checkpoint.folder import has_checkpoint
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, stages, tokens_before, total_steps
@@ -18,6 +17,7 @@ from zaya_jax.data.pipeline import Batch, TrainBatches, heldout_batches, train_b
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
 from zaya_jax.errors import InputError, Preempted, RunStopped, WorkerLost
+from zaya_jax.evaluate.heldout import HeldoutLoss, evaluate_each, together
 from zaya_jax.model.arithmetic import training_flops_per_token
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
@@ -25,19 +25,10 @@ from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.batch import Share, share_of
 from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import replicated
+from zaya_jax.parallel.multihost import broadcast_text, check_alike, is_primary, primary_first
 from zaya_jax.parallel.preemption import Preemption
-from zaya_jax.parallel.processes import check_alike, first_alone, from_first, is_first
-from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
-from zaya_jax.train.beginning import begin, describe, go_on, resume_from
-from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
-from zaya_jax.train.console import ConsoleReport
-from zaya_jax.train.evaluate import HeldoutLoss, evaluate_each, together
-from zaya_jax.train.journal import Journal
-from zaya_jax.train.kernels import choose_kernels
-from zaya_jax.train.memory_check import check_memory
-from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
-from zaya_jax.train.plot import plot_run
-from zaya_jax.train.run_folder import (
+from zaya_jax.run.checkpoints import has_checkpoint
+from zaya_jax.run.folder import (
     CHECKPOINTS,
     CONFIG,
     METRICS,
@@ -49,9 +40,18 @@ from zaya_jax.train.run_folder import (
     record_changes,
     run_folder,
 )
+from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlTracker, NoTracker, StepFiles, read_rows
+from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
+from zaya_jax.train.beginning import begin, describe, go_on, resume_from
+from zaya_jax.train.compiled import CompiledSteps, check_stages, step_key
+from zaya_jax.train.console import ConsoleReport
+from zaya_jax.train.kernels import choose_kernels
+from zaya_jax.train.memory_check import check_memory
+from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
+from zaya_jax.train.plot import plot_run
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
-from zaya_jax.train.tracker import DiskGuard, JsonlFile, JsonlTracker, NoTracker, StepFiles, read_rows
+from zaya_jax.train.step_logger import StepLogger
 
 PICTURE = "loss.png"
 
@@ -90,7 +90,7 @@ class TrainResult:
         return with_values(make_blueprint(self.config, -1).model, {**params, **self.state.balance})
 
 
-def train(config: Config) -> TrainResult:
+def run_training(config: Config) -> TrainResult:
     """Train as configured, through all phases; go on where an earlier call was interrupted.
 
     Raises:
@@ -106,9 +106,9 @@ def train(config: Config) -> TrainResult:
     boundaries = [end for _, end in phase_steps(config)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory("Training", TRAINING_REMEDY))
-        folder = first_alone(lambda: stack.enter_context(open_run(config)) if is_first() else run_folder(config))
-        prepared = first_alone(lambda: open_sources(config))
-        if is_first() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
+        folder = primary_first(lambda: stack.enter_context(open_run(config)) if is_primary() else run_folder(config))
+        prepared = primary_first(lambda: open_sources(config))
+        if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)
         shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]
         stop = stack.enter_context(Preemption())
@@ -116,7 +116,7 @@ def train(config: Config) -> TrainResult:
             watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                        for name in prepared.sources}  # fmt: skip
             # What process 0 sees: other machines may see what it has written only later.
-            going_on = from_first(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
+            going_on = broadcast_text(str(has_checkpoint(folder / CHECKPOINTS))) == str(True)
             base = open_base(config, stage_at(config, first_step(config)).phase)
             state, first = None, first_step(config)
             if not going_on:
@@ -127,7 +127,7 @@ def train(config: Config) -> TrainResult:
             else:
                 note_base(folder, config, base)
             disk = DiskGuard()
-            if is_first():
+            if is_primary():
                 claim_run(folder, config)  # now that all that it begins with is known to be good
                 write_tokenizer(folder, config, prepared)
             with CheckpointStore(folder / CHECKPOINTS, config.checkpoint, boundaries) as store:
@@ -178,7 +178,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
     with report:
         store.say = disk.say = report.say
         # They stay open until the last save has succeeded, in case they cannot be written before.
-        files = stack.enter_context(first_alone(lambda: _open_rows(folder, step, first, disk)))
+        files = stack.enter_context(primary_first(lambda: _open_rows(folder, step, first, disk)))
         record = functools.partial(_record_changes, folder, config, step, disk)
         # No checkpoint is newer than its rows, or than the record of the settings it was made with.
         store.ready = lambda: (disk.problem(folder / CONFIG) and record()) or files.sync()
@@ -190,7 +190,7 @@ def _run(config: Config, folder: Path, disk: DiskGuard, stack: contextlib.ExitSt
             report.say(f"There is no checkpoint of the {files.metrics.dropped} steps in {METRICS}: starting again from "
                        "the first.")  # fmt: skip
 
-        journal = Journal(config, files, report)
+        journal = StepLogger(config, files, report)
 
         def save(loss: float | None = None) -> None:
             journal.settle()
@@ -247,12 +247,12 @@ def _console(config: Config, batches: TrainBatches, start: int) -> ConsoleReport
         bytes_per_token=lambda step: batches.plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
         tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
         devices=jax.device_count(), device_kind=jax.devices()[0].device_kind,
-        quiet=not is_first(),
+        quiet=not is_primary(),
     )  # fmt: skip
 
 
 def _open_rows(folder: Path, step: int, first: int, disk: DiskGuard) -> StepFiles:
-    if not is_first():
+    if not is_primary():
         return StepFiles(NoTracker(), NoTracker())
     return StepFiles(JsonlTracker(folder / METRICS, step, first, disk),
                      JsonlFile(folder / TIMINGS, step, first, disk))  # fmt: skip
@@ -286,19 +286,19 @@ def _preempted(stop: Preemption, after: str, saved: bool) -> Preempted:
 
 def _record_changes(folder: Path, config: Config, step: int, disk: DiskGuard) -> str:
     """Record which settings changed after `step`; a sentence if that fails."""
-    if is_first():
+    if is_primary():
         with disk.writing(folder / CONFIG):
             record_changes(folder, config, step)
     return disk.problem(folder / CONFIG)
 
 
 def _name_phases(folder: Path, config: Config, store: CheckpointStore, disk: DiskGuard) -> None:
-    if is_first():
+    if is_primary():
         with disk.writing(folder / PHASES):
             name_phases(folder, config, store.steps())
 
 
 def _draw(folder: Path, disk: DiskGuard) -> None:
-    if is_first():
+    if is_primary():
         with disk.writing(folder / PICTURE):
             plot_run(read_rows(folder / METRICS), folder / PICTURE)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, batch_shards
 from zaya_jax.train.base import abstract_base
 from zaya_jax.train.compiled import abstract_state, step_key
@@ -41,7 +41,7 @@ def check_memory(config: Config) -> None:
 def _check_phase(config: Config, phase: int, stored: int, masters: int, available: int) -> None:
     """`stored` and `masters` are the bytes of a device's part of the training state, and of its parameters alone."""
     one, mesh, model = config.phases[phase], mesh_of(config, phase), config.model
-    item = wide(config.train.compute_dtype).itemsize
+    item = accumulation_dtype(config.train.compute_dtype).itemsize
     low = 2 if config.train.compute_dtype == "bfloat16" else item
 
     def check(needed: int, what: str, remedy: str) -> None:

@@ -8,20 +8,20 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
-from zaya_jax.files import write_atomically
-from zaya_jax.generate.decode import generate
-from zaya_jax.parallel.processes import is_first
+from zaya_jax.generate.decode import generate_text
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.files import write_atomically
+from zaya_jax.run.folder import SUMMARY
+from zaya_jax.run.metrics import finite
 from zaya_jax.train.loop import TrainResult
 from zaya_jax.train.memory_errors import out_of_memory
-from zaya_jax.train.run_folder import SUMMARY
-from zaya_jax.train.tracker import finite
 
 
 def report(config: Config, result: TrainResult) -> str:
     """Write `summary.json` into the run folder; a few lines that say the same to print."""
     found = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
-    if is_first():
+    if is_primary():
         try:
             write_atomically(path, json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
         except OSError as error:  # as on a full disk; the run itself is saved
@@ -97,6 +97,6 @@ def continuation(config: Config, result: TrainResult) -> str:
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
-    (tokens,) = generate(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
+    (tokens,) = generate_text(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
                          stop_token=tokenizer.eot, key=key)  # fmt: skip
     return tokenizer.decode(tokens)

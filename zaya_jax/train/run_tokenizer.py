@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint.folder import checkpoint_folder
-from zaya_jax.checkpoint.tokenizer_folder import (
+from zaya_jax.config import Config
+from zaya_jax.config.schema import HF
+from zaya_jax.data.chat import DEFAULT_TEMPLATE
+from zaya_jax.data.sources import Prepared, Source
+from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.files import write_atomically
+from zaya_jax.run.tokenizer_folder import (
     GENERATION,
     TOKENIZER_FOLDER,
     run_tokenizer,
     special_ids,
     tokenizer_files,
 )
-from zaya_jax.config import Config
-from zaya_jax.config.schema import HF
-from zaya_jax.data.chat import DEFAULT_TEMPLATE
-from zaya_jax.data.sources import Prepared, Source
-from zaya_jax.errors import InputError
-from zaya_jax.files import write_atomically
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Training writes out whole conversations, so the built-in template has no place for an answer to come.

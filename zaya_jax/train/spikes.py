@@ -16,7 +16,7 @@ _LEAST_LOG_NORM = 0.1
 _NONE = -1.0  # no loss is below 0
 
 
-class Recent(NamedTuple):
+class LossHistory(NamedTuple):
     """Loss (nats/token) and logarithm of the gradient norm of the last steps of the phase.
 
     Attributes:
@@ -31,13 +31,13 @@ class Recent(NamedTuple):
     skipped: Any
 
 
-def no_recent(config: SpikeConfig) -> Recent:
+def empty_history(config: SpikeConfig) -> LossHistory:
     """Before the first step."""
     kept = max(config.window, 1)  # a checkpoint holds no empty array
-    return Recent(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32), _no_skipped(kept))
+    return LossHistory(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32), _no_skipped(kept))
 
 
-def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> jax.Array:
+def classify_step(config: SpikeConfig, recent: LossHistory, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Why a step is passed over, int32 index of `REASONS`; 0 where it counts.
 
     Args:
@@ -55,14 +55,14 @@ def judge(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array)
     return jnp.select([~finite, above[0], above[1]], [1, 2, 3], 0)
 
 
-def remember(recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
+def append_step(recent: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
     """`recent` with an accepted step's values in place of the oldest."""
     kept = recent.values.shape[1]
     values = recent.values.at[:, recent.accepted % kept].set(_values(loss, norm))
-    return Recent(values, recent.accepted + 1, _no_skipped(kept))
+    return LossHistory(values, recent.accepted + 1, _no_skipped(kept))
 
 
-def remember_skipped(config: SpikeConfig, recent: Recent, loss: jax.Array, norm: jax.Array) -> Recent:
+def append_skipped(config: SpikeConfig, recent: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
     """`recent` after a skipped step.
 
     Once `window` steps in a row were skipped, all of them finite and none a spike among them, the loss has settled at
@@ -74,23 +74,23 @@ def remember_skipped(config: SpikeConfig, recent: Recent, loss: jax.Array, norm:
     if not config.window:
         return recent._replace(skipped=skipped)
     consistent = (skipped <= _limit(config, skipped)[:, None]).all() & (skipped[0] != _NONE).all()
-    return Recent(
+    return LossHistory(
         jnp.where(consistent, skipped, recent.values),
         jnp.where(consistent, config.window, recent.accepted),
         jnp.where(consistent, _no_skipped(config.window), skipped),
     )
 
 
-def forget(recent: Recent, new_phase: jax.Array) -> Recent:
+def reset_history(recent: LossHistory, new_phase: jax.Array) -> LossHistory:
     """Nothing where a phase begins, whose data and rates are others."""
-    return Recent(
+    return LossHistory(
         jnp.where(new_phase, 0.0, recent.values),
         jnp.where(new_phase, 0, recent.accepted),
         jnp.where(new_phase, _NONE, recent.skipped),
     )
 
 
-def resize(config: SpikeConfig, recent: Recent) -> Recent:
+def resize(config: SpikeConfig, recent: LossHistory) -> LossHistory:
     """`recent` of a checkpoint, where the window may have been another, with the newest steps that fit `config`."""
     before, kept = recent.values.shape[1], max(config.window, 1)
     skipped = _no_skipped(before) if recent.skipped is None else recent.skipped
@@ -100,7 +100,7 @@ def resize(config: SpikeConfig, recent: Recent) -> Recent:
     accepted = jnp.minimum(recent.accepted, min(before, kept))
     values = jnp.roll(_last(oldest_first, kept, 0.0), accepted - kept, axis=1)
     values = jnp.where(jnp.arange(kept) < accepted, values, 0.0)
-    return Recent(values, accepted, _last(skipped, kept, _NONE))
+    return LossHistory(values, accepted, _last(skipped, kept, _NONE))
 
 
 def _last(values: jax.Array, count: int, empty: float) -> jax.Array:

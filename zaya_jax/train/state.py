@@ -16,13 +16,13 @@ from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes, draw_adapters
 from zaya_jax.model.tree import Arrays, balancing_biases, fused, parameters, roles, shapes
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.layout import Layout, make_layout
 from zaya_jax.parallel.mesh import AnyMesh, make_mesh
-from zaya_jax.train.spikes import Recent, no_recent
+from zaya_jax.train.spikes import LossHistory, empty_history
 
 
 @jax.tree_util.register_dataclass
@@ -47,12 +47,12 @@ class TrainState:
     balance_state: Any
     step: jax.Array
     skipped: jax.Array
-    recent: Recent
+    recent: LossHistory
     rng: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Blueprint:
+class PhaseSpec:
     """What is fixed over a phase: the abstract model, the transforms, the layout asked for.
 
     `roles` are those of all parameters that there are, `trained` the shapes of those that the loss moves: of the
@@ -70,7 +70,7 @@ class Blueprint:
     target: Target | None = None
 
 
-def make_blueprint(config: Config, phase: int = 0, target: Target | None = None) -> Blueprint:
+def make_blueprint(config: Config, phase: int = 0, target: Target | None = None) -> PhaseSpec:
     """The blueprint of a phase of a configured run; nothing is allocated."""
     model = _abstract_model(config.model_of(config.phases[phase]))
     every, trained = roles(model), shapes(model)
@@ -80,7 +80,7 @@ def make_blueprint(config: Config, phase: int = 0, target: Target | None = None)
     moved = dataclasses.replace(config.optimizer, matrices=config.matrices)
     optimizer = make_optimizer(moved, {name: every[name] for name in trained}, fused(model))
     one = config.phases[phase]
-    return Blueprint(model, config.remat_of(one), config.parallel_of(one), every, trained, optimizer,
+    return PhaseSpec(model, config.remat_of(one), config.parallel_of(one), every, trained, optimizer,
                      make_balancer(config.optimizer.balance), target)  # fmt: skip
 
 
@@ -90,7 +90,7 @@ def mesh_of(config: Config, phase: int) -> Mesh:
     return make_mesh(config.parallel_of(one), where=config.parallel_key(one))
 
 
-def layout_of(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Layout:
+def layout_of(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Layout:
     """How the phase that `blueprint` is of lies on `mesh`."""
     everything = {**shapes(blueprint.model), **blueprint.trained}
     exact = () if config.lora is None else blueprint.trained.keys()
@@ -103,10 +103,10 @@ def _abstract_model(config: ModelConfig) -> Zaya:
     return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
 
 
-def init_state(config: Config, blueprint: Blueprint) -> TrainState:
+def init_state(config: Config, blueprint: PhaseSpec) -> TrainState:
     """The state before the first step, drawn from `config.seed`; traceable."""
     key = jax.random.split(jax.random.key(config.seed))[0]
-    model, dtype = Zaya(config.model, key), wide(config.train.compute_dtype)
+    model, dtype = Zaya(config.model, key), accumulation_dtype(config.train.compute_dtype)
     drawn = parameters(model) if config.lora is None else draw_adapters(key, blueprint.trained, dtype)
     params, balance = ({name: x.astype(dtype) for name, x in kind.items()} for kind in (drawn, balancing_biases(model)))
     return TrainState(
@@ -123,6 +123,6 @@ def init_counters(config: Config) -> dict[str, Any]:
     return {
         "step": jnp.asarray(first_step(config), jnp.int32),
         "skipped": jnp.zeros((), jnp.int32),
-        "recent": no_recent(config.train.spike),
+        "recent": empty_history(config.train.spike),
         "rng": jax.random.split(jax.random.key(config.seed))[1],
     }

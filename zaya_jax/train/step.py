@@ -13,13 +13,13 @@ from zaya_jax.model.lora import adapted
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.ops import LOCAL, Ops
-from zaya_jax.ops.precision import wide
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
-from zaya_jax.optim.guard import guarded
 from zaya_jax.optim.schedule import learning_rate_factor
+from zaya_jax.optim.skippable import skippable
 from zaya_jax.parallel.mesh import AnyMesh
-from zaya_jax.train.spikes import forget, judge, remember, remember_skipped
-from zaya_jax.train.state import Blueprint, TrainState, layout_of
+from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
+from zaya_jax.train.state import PhaseSpec, TrainState, layout_of
 
 # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; of several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
@@ -28,7 +28,7 @@ Metrics = dict[str, jax.Array]
 
 
 def make_local_loss(
-    config: Config, blueprint: Blueprint, ops: Ops = LOCAL
+    config: Config, blueprint: PhaseSpec, ops: Ops = LOCAL
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """(compute copy of params, balance, batch) → the summed loss in nats, and it with what is counted beside it.
 
@@ -42,7 +42,7 @@ def make_local_loss(
         # Lookup and head both take the fp32 embedding: each sums a gradient over all tokens, which bf16 cannot hold.
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat,
                     dtype=config.train.compute_dtype)  # fmt: skip
-        weights = batch["loss_mask"].reshape(-1).astype(wide(config.train.compute_dtype))
+        weights = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(config.train.compute_dtype))
         losses: tuple[jax.Array, jax.Array] = chunked_loss(
             out.hidden_bsd.reshape(-1, config.model.hidden_size), params["embedding"], params.get("head_bias"),
             batch["targets"].reshape(-1), weights, lora is not None,
@@ -59,12 +59,12 @@ def make_local_loss(
     return local_loss
 
 
-def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Callable[..., tuple[TrainState, Metrics]]:
+def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Callable[..., tuple[TrainState, Metrics]]:
     """The function (state, batch, base) → (state, metrics) of the phase that `blueprint` is of.
 
     `base` are the parameters of the model that adapters are of, by name and in the compute dtype; without adapters it
     is left out, or empty. The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a
-    loss or gradient that is not finite or is a spike (`spikes.judge`), changes nothing but the counters.
+    loss or gradient that is not finite or is a spike (`spikes.classify_step`), changes nothing but the counters.
 
     Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (the matrices' base rate),
     `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
@@ -74,8 +74,9 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
     (summed, in nats) and `source_tokens`, [n] each, in the order of `data.sources`.
     """
     layout = layout_of(config, blueprint, mesh)
-    gradient = layout.gradient(make_local_loss(config, blueprint, layout.ops()))
-    optimizer = guarded(blueprint.optimizer)
+    ops = layout.ops()
+    gradient = layout.gradient(make_local_loss(config, blueprint, ops))
+    optimizer = skippable(blueprint.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
@@ -86,13 +87,13 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
         grad_squares = _squares(grads)
         norm = jnp.sqrt(sum(grad_squares.values())) / tokens
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
-        recent = forget(state.recent, (state.step == firsts).any())
-        skip = judge(spike, recent, loss, norm)
+        recent = reset_history(state.recent, (state.step == firsts).any())
+        skip = classify_step(spike, recent, loss, norm)
         rate = rate_at(state.step)
         # Both reach the pass that reads the gradients, and the state is kept there: one more would read all of it.
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=layout.on_matrices,
-            target=layout.target,
+            ops=ops,
         )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         update_norms = _norm_by_role(_squares(updates), blueprint)
@@ -100,8 +101,8 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
         moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
-        new = (params, balance, balance_state, remember(recent, loss, norm))
-        old = (state.params, state.balance, state.balance_state, remember_skipped(spike, recent, loss, norm))
+        new = (params, balance, balance_state, append_step(recent, loss, norm))
+        old = (state.params, state.balance, state.balance_state, append_skipped(spike, recent, loss, norm))
         moved = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
         skipped = jnp.where(skip == 0, 0, state.skipped + 1)
         metrics = {
@@ -125,7 +126,7 @@ def make_train_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Call
     return train_step
 
 
-def make_evaluation_step(config: Config, blueprint: Blueprint, mesh: AnyMesh) -> Callable[..., dict[str, jax.Array]]:
+def make_evaluation_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Callable[..., dict[str, jax.Array]]:
     """(params, balance, batch with leaves [sequences, context], frozen) → summed `loss` in nats and count of `tokens`.
 
     `frozen` is the `base` of `make_train_step`.
@@ -145,7 +146,7 @@ def _squares(tree: Any) -> dict[str, jax.Array]:
     return {name: jnp.square(tree[name]).sum() for name in sorted(tree)}
 
 
-def _norm_by_role(squares: dict[str, jax.Array], blueprint: Blueprint) -> dict[str, jax.Array]:
+def _norm_by_role(squares: dict[str, jax.Array], blueprint: PhaseSpec) -> dict[str, jax.Array]:
     """Of squared norms by leaf, the norm over all leaves of each role."""
     totals: dict[str, Any] = {}
     for name, square in squares.items():

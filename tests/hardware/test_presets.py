@@ -1,0 +1,247 @@
+"""Presets: found by the machine, applied beside what is set already, described as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.config_helpers import SMALL, changed, refused, refused_to_load
+from zaya_jax.config import load_config
+from zaya_jax.hardware.presets import APPLIED, PRESETS, apply_preset, describe_preset, preset_of
+
+ROOT = Path(__file__).parent.parent.parent
+GPUS = [name for name in PRESETS if name != "cpu"]
+MANUAL = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+
+
+def file(root: Path, path: str, text: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text, encoding="utf-8")
+
+
+def amd(root: Path, *targets: int) -> None:
+    file(root, "dev/kfd", "")
+    for node, target in enumerate(targets):
+        text = f"simd_count {4 if target else 0}\ngfx_target_version {target}\nvendor_id 4098\n"
+        file(root, f"sys/class/kfd/kfd/topology/nodes/{node}/properties", text)
+
+
+def nvidia(root: Path, *models: str) -> None:
+    for index, model in enumerate(models):
+        text = f"Model: \t\t {model}\nIRQ:   \t\t 19\nGPU UUID: \t GPU-1\n"
+        file(root, f"proc/driver/nvidia/gpus/0000:{index:02}:00.0/information", text)
+
+
+def found(root: Path, **environment: str) -> str:
+    return preset_of(SMALL, root, environment).name
+
+
+@pytest.mark.parametrize(("targets", "name"), [
+    ((0, 0, 90402, 90402), "mi300x"),
+    ((0, 90500), "mi355x"),
+    ((0, 90010), "cpu"),  # MI250X
+    ((0,), "cpu"),
+    ((), "cpu"),
+])  # fmt: skip
+def test_an_amd_gpu_is_found_by_the_kernels_topology(tmp_path, targets, name):
+    amd(tmp_path, *targets)
+    assert found(tmp_path) == name
+
+
+def test_a_container_without_the_gpus_device_has_none(tmp_path):
+    amd(tmp_path, 0, 90402)
+    (tmp_path / "dev" / "kfd").unlink()
+    assert found(tmp_path) == "cpu"
+
+
+@pytest.mark.parametrize(("model", "name"), [
+    ("NVIDIA H100 80GB HBM3", "h100"),
+    ("NVIDIA H200", "h200"),
+    ("NVIDIA GH200 480GB", "cpu"),
+    ("NVIDIA A100-SXM4-80GB", "cpu"),
+])  # fmt: skip
+def test_an_nvidia_gpu_is_found_by_the_drivers_word(tmp_path, model, name):
+    nvidia(tmp_path, model, model)
+    assert found(tmp_path) == name
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path):
+    nvidia(tmp_path, "NVIDIA H200")
+    (tmp_path / "proc/driver/nvidia/gpus/0/information").mkdir(parents=True)
+    assert found(tmp_path) == "h200"
+
+
+def test_jax_kept_on_the_cpu_and_a_name_given_come_first(tmp_path):
+    amd(tmp_path, 90402)
+    assert found(tmp_path, JAX_PLATFORMS="cpu") == "cpu"
+    assert found(tmp_path, JAX_PLATFORMS="rocm,cpu") == "mi300x"
+    assert preset_of(changed(SMALL, {"preset": "h100"}), tmp_path, {"JAX_PLATFORMS": "cpu"}).name == "h100"
+
+
+def test_a_name_that_is_none_is_refused(tmp_path):
+    assert refused({"preset": "mi250x"}) == (
+        "preset is 'mi250x', but must be null or one of cpu, mi300x, mi355x, h100, h200."
+    )
+    config = ROOT / "configs" / "tiny.yaml"
+    assert load_config(config).preset is None
+    assert load_config(config, ["preset=mi355x"]).preset == "mi355x"
+    assert "preset is 'mi300'" in refused_to_load(config, "preset=mi300")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_empty_environment_gets_all_of_a_preset(name):
+    preset, environment = PRESETS[name], {}
+    apply_preset(preset, environment)
+    flags = [setting.text for setting in preset.settings if setting.is_flag]
+    assert environment.pop("XLA_FLAGS", "") == " ".join(flags)
+    assert environment.pop(APPLIED) == name
+    assert environment == {setting.name: setting.value for setting in preset.settings if not setting.is_flag}
+
+
+def test_a_preset_applied_twice_is_applied_once():
+    environment: dict[str, str] = {}
+    apply_preset(PRESETS["mi300x"], environment)
+    once = dict(environment)
+    apply_preset(PRESETS["mi300x"], environment)
+    assert environment == once
+
+
+@given(st.sampled_from(GPUS), st.data())
+def test_what_is_set_already_stands(name, data):
+    preset = PRESETS[name]
+    before = data.draw(st.lists(st.sampled_from(preset.settings), unique=True))
+    flags = ["--xla_dump_to=x", *(f"{s.name}=mine" for s in before if s.is_flag), "--xla_gpu_enable_command_buffer_x="]
+    environment = {s.alias or s.name: "mine" for s in before if not s.is_flag} | {"XLA_FLAGS": " ".join(flags)}
+    given_environment = dict(environment)
+    apply_preset(preset, environment)
+
+    assert {name: environment[name] for name in given_environment if name != "XLA_FLAGS"} == {
+        name: value for name, value in given_environment.items() if name != "XLA_FLAGS"
+    }
+    assert environment["XLA_FLAGS"].split()[: len(flags)] == flags
+    own = [setting for setting in preset.settings if setting not in before]
+    assert environment["XLA_FLAGS"].split()[len(flags) :] == [s.text for s in own if s.is_flag]
+    assert all(environment[s.name] == s.value for s in own if not s.is_flag)
+    assert not any(s.name in environment for s in before if s.alias), "both names of a variable are one too many"
+
+    line = describe_preset(environment)
+    assert line is not None
+    assert "\n" not in line
+    ours, _, yours = line.removeprefix(f"Preset {name}: ").partition("; set before: ")
+    assert ours == (" ".join(s.text for s in own) or "nothing set")
+    assert set(yours.split()) == {f"{setting.alias or setting.name}=mine" for setting in before}
+
+
+def test_flags_that_xla_reads_from_a_file_are_left_alone():
+    environment = {"XLA_FLAGS": "flags.txt"}
+    apply_preset(PRESETS["h100"], environment)
+    assert environment["XLA_FLAGS"] == "flags.txt"
+    line = describe_preset(environment)
+    assert line is not None
+    missing = [setting.name for setting in PRESETS["h100"].settings if setting.is_flag]
+    assert line.endswith(f"; not set: {' '.join(missing)}")
+
+
+def test_the_line_says_what_stands_and_not_what_was_meant():
+    environment: dict[str, str] = {}
+    assert describe_preset(environment) is None
+    apply_preset(PRESETS["cpu"], environment)
+    assert describe_preset(environment) == "Preset cpu: nothing set"
+    apply_preset(PRESETS["h200"], environment)
+    del environment["CUDA_DEVICE_MAX_CONNECTIONS"]
+    line = describe_preset(environment)
+    assert line is not None
+    assert line.endswith(" XLA_PYTHON_CLIENT_MEM_FRACTION=0.9; not set: CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_jax_knows_every_flag():
+    """Unknown flags end a process. XLA has one table for all platforms, so a CPU can tell."""
+    flags = {setting.text for preset in PRESETS.values() for setting in preset.settings if setting.is_flag}
+    assert len(flags) >= 4
+
+    def started(*flags: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+        return subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environment, text=True,
+                              capture_output=True, timeout=120, check=False)  # fmt: skip
+
+    assert started(*sorted(flags)).returncode == 0
+    assert "Unknown flag" in started("--xla_gpu_no_such_flag=true").stderr
+
+
+def test_every_setting_has_a_reason_and_a_source():
+    for preset in PRESETS.values():
+        names = [setting.name for setting in preset.settings]
+        assert len(set(names)) == len(names)
+        for setting in preset.settings:
+            assert re.fullmatch(r"--xla_[a-z_]+|[A-Z_]+", setting.name)
+            assert re.fullmatch(r"https://\S+", setting.source)
+            assert setting.why
+            assert not re.match(r"\S", setting.value) or " " not in setting.value
+            assert "IFNAME" not in setting.name
+
+
+def test_the_run_waits_longer_than_the_network_retries():
+    for name in GPUS:
+        exponent = next(int(setting.value) for setting in PRESETS[name].settings if setting.name == "NCCL_IB_TIMEOUT")
+        retries = 7 * 4.096e-6 * 2**exponent
+        assert 100 < retries < PRESETS[name].peer_timeout < PRESETS[name].join_seconds
+
+
+def test_the_manual_lists_every_setting():
+    rows = re.findall(
+        r"^\| `([A-Za-z_-]+)=(\S*)` \| ([^|]+) \| ([^|]+) \| \[\w[\w-]*\]\(([^)]+)\) \|$", MANUAL, re.MULTILINE
+    )
+    listed = {(name, value, why, source): who for name, value, who, why, source in rows}
+    settings: dict[tuple[str, ...], list[str]] = {}
+    for preset in PRESETS.values():
+        for setting in preset.settings:
+            settings.setdefault(setting[:4], []).append(preset.name)
+    assert listed == {setting: "all GPUs" if names == GPUS else ", ".join(names) for setting, names in settings.items()}
+    for name, key in (("waits for the coordinator", "join_seconds"), ("may go unheard", "peer_timeout")):
+        (row,) = (line for line in MANUAL.splitlines() if line.startswith("|") and name in line)
+        assert re.findall(r"(\d+) s", row) == [str(getattr(PRESETS[p], key)) for p in ("cpu", "mi300x")]
+
+
+def test_the_trainer_applies_it_before_jax_is_imported_and_says_so(tmp_path):
+    """In a process of its own, since here jax is imported; the run itself is replaced by its first line."""
+    code = f"""
+import sys
+from zaya_jax.config import load_config
+from zaya_jax.main import _prepare_jax
+
+_prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355x"]))
+assert "jax" in sys.modules
+from zaya_jax.train.console import ConsoleReport
+
+with ConsoleReport(steps=1, start=0, log_every=1, flops_per_token=abs, bytes_per_token=abs, tokens_left=abs, devices=1,
+                   device_kind="gfx950"):
+    pass
+_prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
+import os
+assert os.environ["ZAYA_PRESET"] == "mi355x"
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", APPLIED)}
+    environment["NCCL_IB_TIMEOUT"] = "23"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, cwd=ROOT, capture_output=True,
+                          timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected: dict[str, str] = {"NCCL_IB_TIMEOUT": "23"}
+    apply_preset(PRESETS["mi355x"], expected)
+    assert done.stdout == f"{describe_preset(expected)}\n"
+    assert "; set before: NCCL_IB_TIMEOUT=23" in done.stdout
+
+
+def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
+    from zaya_jax.train.console import ConsoleReport
+
+    monkeypatch.delenv(APPLIED, raising=False)
+    for kind, said in (("gfx942", "Preset: none, since jax was imported before one was set\n"), ("cpu", "")):
+        with ConsoleReport(steps=1, start=0, log_every=1, flops_per_token=lambda _: 1.0, bytes_per_token=lambda _: None,
+                           tokens_left=lambda _: 0, devices=1, device_kind=kind):  # fmt: skip
+            pass
+        assert capsys.readouterr().out == said

@@ -1,0 +1,217 @@
+"""Parameters out of folders: any configuration, any layout of devices, in pieces, without a copy of the whole."""
+
+import dataclasses
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+
+from tests.checkpoint.saved_helpers import set_value
+from tests.helpers import abstract_model, random_values, tiny_config
+from tests.train_helpers import on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.hf import importer as hf_import
+from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.hf.folder import open_folder
+from zaya_jax.hf.importer import read_parameters
+from zaya_jax.model import tree
+from zaya_jax.parallel.layout import make_layout
+from zaya_jax.parallel.mesh import make_mesh
+
+QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
+GAMMA = "blocks.0.mixture.router.state_scale"
+
+
+@st.composite
+def configs(draw):
+    """Small architectures: periods of one, two and none, kernels, odd sizes, biases."""
+    kv, pattern = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([("full",), ("full", "sliding"),
+                                                                         ("sliding", "full", "full")]))  # fmt: skip
+    return tiny_config(
+        vocab_size=draw(st.integers(3, 41)), hidden_size=draw(st.sampled_from([5, 24])), num_kv_heads=kv,
+        num_query_heads=kv * draw(st.integers(1, 2)), head_dim=draw(st.sampled_from([4, 6])),
+        num_experts=draw(st.integers(1, 5)), expert_size=draw(st.sampled_from([3, 12])),
+        router_size=draw(st.sampled_from([3, 8])), layer_pattern=pattern,
+        num_layers=len(pattern) * draw(st.integers(1, 2)),
+        sliding_window=3, depthwise_kernel=draw(st.integers(1, 3)), grouped_kernel=draw(st.integers(1, 3)),
+        attention_bias=draw(st.booleans()), head_bias=draw(st.booleans()), rotary_fraction=1.0,
+    )  # fmt: skip
+
+
+def values_of(config, dtype="float32"):
+    """Values at random, γ of the first layer one, trained ones in `dtype`."""
+    values, roles = jax.device_get(random_values(config)), tree.roles(abstract_model(config))
+    values[GAMMA] = np.array(values[GAMMA])
+    values[GAMMA][0] = 1
+    return {name: x.astype(jnp.dtype(dtype)) if name in roles else x for name, x in values.items()}
+
+
+def abstract_of(values, sharding=None, dtype=None):
+    where = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where) for name, x in values.items()}
+
+
+def bits(folder):
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update({name: (x.dtype.name, x.shape, x.tobytes()) for name, x in load_file(path).items()})
+    return found
+
+
+JOURNEYS = {
+    "config": configs(),
+    "dtype": st.sampled_from(["float32", "bfloat16"]),
+    "shard": st.sampled_from([2000, 10**9]),
+}
+
+
+@settings(max_examples=3)
+@given(**JOURNEYS)
+def test_both_layouts_come_back_bitwise(config, dtype, shard, tmp_path_factory):
+    journey(tmp_path_factory.mktemp("journey"), config, dtype, shard)
+
+
+@pytest.mark.soak
+@settings(max_examples=30)
+@given(**JOURNEYS)
+def test_both_layouts_of_many_models_come_back_bitwise(config, dtype, shard, tmp_path_factory):
+    journey(tmp_path_factory.mktemp("journey"), config, dtype, shard)
+
+
+def journey(folder, config, dtype, shard):
+    """The 40-layer folder, read, written in the legacy layout, read, written again: the first one's bytes."""
+    values = values_of(config, dtype)
+    write_folder(folder / "first", config, read_arrays(values), dtype, max_shard_bytes=shard)
+    for name, layout, written in (("first", "legacy", "second"), ("second", "hf", "third")):
+        opened = open_folder(folder / name)
+        assert opened.legacy == (name == "second")
+        assert dataclasses.replace(opened.config, layer_pattern=config.layer_pattern, sliding_window=3) == config
+        found = jax.device_get(read_parameters(opened, abstract_of(values)))
+        assert found.keys() == values.keys()
+        for key, x in values.items():
+            assert (found[key].dtype, found[key].tobytes()) == (x.dtype, x.tobytes()), key
+        write_folder(folder / written, config, read_arrays(found), dtype, layout, max_shard_bytes=shard)
+    assert bits(folder / "first") == bits(folder / "third")
+    one, two = bits(folder / "first"), bits(folder / "second")
+    assert sum(len(raw) for *_, raw in one.values()) == sum(len(raw) for *_, raw in two.values())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder in bf16, its values, and its configuration."""
+    config = tiny_config("sliding", attention_bias=True, num_experts=8, hidden_size=32, expert_size=16)
+    path, values = tmp_path_factory.mktemp("folder") / "model", values_of(config, "bfloat16")
+    write_folder(path, config, read_arrays(values), "bfloat16")
+    return path, values, config
+
+
+@pytest.mark.parametrize("piece", [1, 700, 2**28])
+def test_tensors_come_in_pieces(folder, piece, monkeypatch):
+    monkeypatch.setattr(hf_import, "PIECE", piece)
+    path, values, _ = folder
+    if piece == 1:  # every row by itself, of the embedding and the experts alone
+        monkeypatch.setattr(hf_import, "PIECE", 64)
+    for name, x in read_parameters(open_folder(path), abstract_of(values)).items():
+        np.testing.assert_array_equal(x, values[name], err_msg=name)
+
+
+def test_a_bf16_folder_fills_fp32_masters_and_comes_back_bitwise(folder, tmp_path):
+    path, values, config = folder
+    masters = read_parameters(open_folder(path), abstract_of(values, dtype=jnp.float32))
+    assert {x.dtype for x in masters.values()} == {np.dtype(np.float32)}
+    write_folder(tmp_path / "again", config, read_arrays(masters), "bfloat16")
+    assert bits(tmp_path / "again") == bits(path)
+
+
+def test_what_is_compiled_depends_on_shapes_and_not_on_layers(tmp_path):
+    compiled = []
+    for layers in (2, 6):
+        config = tiny_config(num_layers=layers)
+        values = values_of(config)
+        write_folder(tmp_path / str(layers), config, read_arrays(values), "float32")
+        jax.clear_caches()
+        hf_import._writer.cache_clear()
+        read_parameters(open_folder(tmp_path / str(layers)), abstract_of(values))
+        compiled.append(hf_import._writer(jax.sharding.SingleDeviceSharding(jax.devices()[0]))._cache_size())
+    assert compiled[0] == compiled[1] < 30
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "narrow", "shallow"])
+def test_parameters_of_another_architecture_are_refused_before_memory_is_taken(folder, change, monkeypatch):
+    path, values, _ = folder
+    monkeypatch.setattr(hf_import, "_allocate", lambda _: pytest.fail("allocated"))
+    abstract, name = abstract_of(values), "blocks.1.attention.query"
+    shape = values[name].shape
+    if change == "missing":
+        del abstract[name]
+    elif change == "extra":
+        abstract = {**abstract, f"{name}_more": abstract[name]}
+    else:
+        shape = (*shape[:-1], shape[-1] - 1) if change == "narrow" else (1, *shape[1:])
+        abstract[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    with pytest.raises(InputError, match=name.replace(".", r"\.")):
+        read_parameters(open_folder(path), abstract)
+
+
+@pytest.mark.parametrize(("value", "dtype", "said"), [
+    (np.nan, "float32", "NaN or infinite"), (-np.inf, "bfloat16", "NaN or infinite"),
+    (1e5, "float16", "beyond the largest float16")])  # fmt: skip
+def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, value, dtype, said, tmp_path):
+    path, values, _ = folder
+    shutil.copytree(path, tmp_path / "model")
+    set_value(tmp_path / "model", QUERY, value)
+    with pytest.raises(InputError, match=rf"The tensor {re.escape(QUERY)} in {tmp_path}/model .*{said}"):
+        read_parameters(open_folder(tmp_path / "model"), abstract_of(values, dtype=dtype))
+
+
+def read_on_devices(path: str, parallel: ParallelConfig, piece: int):
+    """Parameters read into the shards of a layout; runs where there are devices."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf_import, "PIECE", piece)
+        opened = open_folder(path)
+        model, mesh = abstract_model(opened.config), make_mesh(parallel)
+        placed = make_layout(parallel, mesh, tree.shapes(model), tree.roles(model), "float32").placed
+        shapes = {**tree.shapes(model), **{n: x.shape for n, x in jax.eval_shape(tree.balancing_biases, model).items()}}
+        specs = {name: placed[name].stored if name in placed else PartitionSpec() for name in shapes}
+        abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+                    for name, shape in shapes.items()}  # fmt: skip
+        found = read_parameters(opened, abstract)
+        assert all(x.sharding == abstract[name].sharding for name, x in found.items())
+        split = [name for name, x in found.items() if x.addressable_shards[0].data.size < x.size]
+        text = _collectives(found["blocks.0.mixture.experts.gate_up"])
+        return {name: np.asarray(x) for name, x in found.items()}, split, text
+
+
+def _collectives(leaf):
+    """The collectives in what writes one expert's matrix."""
+    shape = (1, *leaf.shape[2:])
+    here = hf_import._piece_sharding(leaf, np.empty(shape), hf_import._spec(leaf, 1), 1)
+    assert np.prod(here.shard_shape(shape)) < np.prod(shape), "a device is sent its part alone"
+    piece = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here)
+    start = jax.ShapeDtypeStruct((), np.int32)
+    lowered = hf_import._writer(leaf.sharding).lower(leaf, piece, {0: start, 1: start})
+    lines = lowered.compile().as_text().splitlines()
+    moved = [line for line in lines if " all-" in line or "collective-permute(" in line]
+    return [line for line in moved if "pred[]" not in line]  # whether the piece is finite, of one bit
+
+
+SHARDED = [(ParallelConfig(fsdp=8), 2**28), (ParallelConfig(fsdp=4, expert=2), 900)]
+
+
+@pytest.mark.parametrize(("parallel", "piece"), SHARDED)
+def test_arrays_are_equal_on_eight_devices(folder, parallel, piece):
+    path, values, _ = folder
+    here = "tests.hf.test_importer:read_on_devices"
+    found, split, collectives = on_devices(8, here, str(path), parallel, piece)
+    for name, x in values.items():
+        np.testing.assert_array_equal(found[name], x.astype(jnp.float32), err_msg=name)
+    assert {"embedding", "blocks.0.attention.query", "blocks.1.mixture.experts.down"} <= set(split)
+    assert collectives == [], "an expert goes to the devices that hold it, and no other hears of it"

@@ -1,0 +1,86 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.checkpoint.saved_helpers import set_value
+from tests.helpers import random_model
+from tests.train_helpers import MODEL, snapshot
+from zaya_jax import load_pretrained, save_pretrained
+from zaya_jax.checkpoint.__main__ import main
+from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.hf.interop import architecture
+from zaya_jax.model import tree
+from zaya_jax.run.manifest import read_manifest
+
+CONFIGS = {
+    "plain": {},
+    "sliding": {"num_layers": 4, "layer_pattern": ("full", "sliding"), "sliding_window": 3, "attention_bias": True},
+    "odd": {"num_layers": 2, "layer_pattern": ("full", "sliding"), "sliding_window": 3, "head_bias": True},
+}
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def model(request):
+    return random_model(dataclasses.replace(MODEL, **CONFIGS[request.param]), 1)
+
+
+@pytest.mark.parametrize("layout", ["hf", "legacy"])
+def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
+    save_pretrained(model, tmp_path / "given", layout)
+    assert main(["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")]) == 0
+    folder = tmp_path / "run" / "checkpoints" / "0"
+    assert verify_checkpoint(folder) == []
+    values = {f"params.{name}": x for name, x in tree.parameters(model).items()}
+    values |= {f"balance.{name}": x for name, x in tree.balancing_biases(model).items()}
+    assert read_manifest(folder).leaves.keys() == values.keys()
+    _, reader = open_checkpoint(folder)
+    for name, x in values.items():
+        found = reader.read(name)
+        same = np.asarray(x).copy()
+        if name == "params.blocks.0.mixture.router.state_scale":
+            same[0] = 1.0  # inert, and in no folder
+        np.testing.assert_array_equal(found, same, err_msg=name)
+    assert architecture(read_manifest(folder).about).hidden_size == model.config.hidden_size
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "float32", "--layout",
+                 layout]) == 0  # fmt: skip
+    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
+
+
+def test_the_dtype_stays_and_can_be_cast(tmp_path):
+    model = random_model(MODEL, 1)
+    save_pretrained(jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype("bfloat16")), model), tmp_path / "given")
+    main(["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")])
+    leaves = read_manifest(tmp_path / "run" / "checkpoints" / "0").leaves
+    assert {leaf["dtype"] for name, leaf in leaves.items() if name.startswith("params.")} == {"bfloat16"}
+    assert {leaf["dtype"] for name, leaf in leaves.items() if name.startswith("balance.")} == {"float32"}
+    main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")])
+    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
+    main(["export-hf", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"])
+    one, other = load_pretrained(tmp_path / "wide"), load_pretrained(tmp_path / "given")
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+
+
+def test_nan_is_imported_only_where_it_is_asked_for(tmp_path, capsys):
+    name = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
+    save_pretrained(random_model(MODEL, 1), tmp_path / "given")
+    set_value(tmp_path / "given", name, np.nan)
+    command = ["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")]
+    assert main(command) == 2
+    assert f"The tensor {name} in {tmp_path / 'given'} holds NaN" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints" / "0").exists()
+    (tmp_path / "given" / "tokenizer.json").write_text("{}")
+    assert main([*command, "--allow-nonfinite"]) == 0
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "{}"
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 2
+    assert f"The tensor {name} holds NaN" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+
+
+def test_what_is_no_folder_is_refused(tmp_path, capsys):
+    assert main(["import-hf", str(tmp_path), "--output", str(tmp_path / "run")]) == 2
+    assert "config.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()

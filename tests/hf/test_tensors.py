@@ -1,0 +1,101 @@
+"""The table of tensors covers the model, once each, and changes layouts without arithmetic."""
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import VARIANTS, abstract_model, tiny_config
+from zaya_jax.hf.tensors import tensors
+from zaya_jax.model import arithmetic
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS)
+
+
+def parameter(model, path):
+    for step in path:
+        model = model[step] if isinstance(step, int) else getattr(model, step)
+    return model
+
+
+@every_variant
+def test_tensors_fill_every_value_once(variant):
+    config = tiny_config(variant, attention_bias=variant == "sliding")
+    model = abstract_model(config)
+    filled = {}
+    for tensor in tensors(config):
+        count = filled.setdefault(tensor.path, np.zeros(parameter(model, tensor.path).shape, int))
+        place = count if tensor.group is None else count[tensor.group]
+        place = place if tensor.part is None else place[tensor.part]
+        assert tensor.to_ours(np.zeros(tensor.shape)).shape == place.shape, tensor.name
+        place += 1
+    inert = filled["blocks", 0, "mixture", "router", "state_scale"][0]
+    assert not inert.any(), "the first layer has no state to scale"
+    inert += 1
+    for path, count in filled.items():
+        assert (count == 1).all(), path
+    assert len(filled) == len(jax.tree.leaves(model)), "no parameter without a tensor"
+
+
+@every_variant
+def test_names_are_unique_and_sizes_add_up(variant):
+    config = tiny_config(variant)
+    rows = list(tensors(config))
+    names = [tensor.name for tensor in rows]
+    assert len(set(names)) == len(names)
+    size = sum(np.prod(t.shape) for t in rows if not t.name.endswith("balancing_biases"))
+    assert size == arithmetic.total_parameters(config)
+
+
+@every_variant
+def test_layouts_undo_each_other_and_keep_every_bit(variant):
+    rng = np.random.default_rng(0)
+    for tensor in tensors(tiny_config(variant)):
+        theirs = rng.normal(size=tensor.shape).astype(np.float32)
+        ours = tensor.to_ours(theirs)
+        np.testing.assert_array_equal(tensor.to_theirs(ours), theirs)
+        np.testing.assert_array_equal(np.sort(ours, axis=None), np.sort(theirs, axis=None))
+
+
+def row(config, name):
+    return next(tensor for tensor in tensors(config) if tensor.name == name)
+
+
+def test_linear_weights_are_transposed():
+    config = tiny_config("sliding")
+    tensor = row(config, "model.layers.3.self_attn.qkv_proj.k_proj.weight")
+    assert (tensor.path, tensor.group) == (("blocks", 1, "attention", "key"), 1)
+    assert tensor.shape == (config.kv_size, config.hidden_size)
+    x = np.arange(np.prod(tensor.shape)).reshape(tensor.shape)
+    np.testing.assert_array_equal(tensor.to_ours(x), x.T)
+
+
+def test_convolutions_are_laid_out_by_head():
+    """Theirs: output channel of all heads, input channel of the head, tap; ours: tap, head, input, output."""
+    config = tiny_config("biased")
+    c = config.head_dim
+    grouped = row(config, "model.layers.0.self_attn.qkv_proj.conv_qk_grouped.weight")
+    theirs = np.arange(np.prod(grouped.shape)).reshape(grouped.shape)
+    ours = grouped.to_ours(theirs)
+    for tap, head, channel_in, channel_out in ((0, 0, 0, 0), (2, 3, 5, 1), (1, 4, 0, 7)):
+        assert ours[tap, head, channel_in, channel_out] == theirs[head * c + channel_out, channel_in, tap]
+    depthwise = row(config, "model.layers.0.self_attn.qkv_proj.conv_qk_depthwise.weight")
+    theirs = np.arange(np.prod(depthwise.shape)).reshape(depthwise.shape)
+    ours = depthwise.to_ours(theirs)
+    for tap, head, channel in ((0, 0, 0), (3, 4, 7), (2, 1, 3)):
+        assert ours[tap, head, channel] == theirs[head * c + channel, 0, tap]
+
+
+def test_optional_tensors_are_there_when_asked_for():
+    with_biases = {t.name for t in tensors(tiny_config("biased"))}
+    without = {t.name for t in tensors(tiny_config("biased", attention_bias=False, head_bias=False))}
+    assert with_biases - without == {"lm_head.bias"} | {
+        f"model.layers.{layer}.self_attn.{name}.bias"
+        for layer in range(2)
+        for name in (
+            "o_proj",
+            "qkv_proj.q_proj",
+            "qkv_proj.k_proj",
+            "qkv_proj.v_proj_current",
+            "qkv_proj.v_proj_delayed",
+        )
+    }

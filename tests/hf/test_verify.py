@@ -1,0 +1,56 @@
+"""The fixture of the released 8B, tried on what is not the 8B; the weights themselves are not here."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import random_model, random_values, tiny_config
+from tests.hf.test_legacy import RELEASED_8B as LISTED
+from zaya_jax.errors import InputError
+from zaya_jax.hf import verify as module
+from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.hf.folder import open_folder
+from zaya_jax.hf.verify import LIKELIEST, PROMPT, RELEASED_8B, check_released, compare, verify_hf
+from zaya_jax.model.arithmetic import total_parameters
+
+
+def test_the_architecture_is_the_8bs():
+    assert RELEASED_8B == LISTED
+    assert total_parameters(RELEASED_8B) == 8_840_488_784
+    assert len(PROMPT) == len(LIKELIEST) == 11
+
+
+def test_another_model_is_refused_by_the_key_that_differs(tmp_path):
+    values = jax.device_get(random_values(tiny_config()))
+    write_folder(tmp_path / "model", tiny_config(), read_arrays(values), "bfloat16")
+    with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, and 262272 in the 8B"):
+        verify_hf(tmp_path / "model")
+    opened = open_folder(tmp_path / "model")
+    check_released(opened._replace(config=dataclasses.replace(RELEASED_8B, layer_pattern=("full",) * 40,
+                                                              max_positions=32_768)))  # fmt: skip
+    with pytest.raises(InputError, match=r"rope_base is 1000000\.0"):  # ZAYA1-base
+        check_released(opened._replace(config=dataclasses.replace(RELEASED_8B, rope_base=1e6)))
+
+
+def test_what_comes_out_is_compared_and_told(monkeypatch):
+    """On a small model whose vocabulary the prompt is folded into, its own answer taken for the expected one."""
+    model = random_model(tiny_config())
+    monkeypatch.setattr(module, "PROMPT", tuple(one % 37 for one in PROMPT))
+    found = compare(model)
+    assert not found.good
+    assert "differs" in str(found)
+    assert "The folder differs." in str(found)
+    monkeypatch.setattr(module, "LIKELIEST", found.likeliest)
+    monkeypatch.setattr(module, "TAIL", np.asarray(found.tail) + 0.05)
+    again = compare(model)
+    assert again.good
+    np.testing.assert_allclose(again.error, 0.05, rtol=1e-3)
+    assert str(again).endswith("The folder is the released 8B.")
+    assert len(str(again).splitlines()) == 14
+    monkeypatch.setattr(module, "LIKELIEST", (*found.likeliest[:-1], found.likeliest[-1] + 1))
+    assert not compare(model).good
+    monkeypatch.setattr(module, "LIKELIEST", found.likeliest)
+    monkeypatch.setattr(module, "TAIL", np.asarray(found.tail) + 0.2)
+    assert not compare(model).good

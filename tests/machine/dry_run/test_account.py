@@ -1,0 +1,80 @@
+import functools
+import math
+
+import pytest
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.machine.dry_run.account import REACHED, account_of, advice, as_dict, model_flops
+from zaya_jax.machine.dry_run.memory import Memory
+from zaya_jax.model.arithmetic import training_flops_per_token
+
+RELEASED = load_config("configs/zaya1_8b.yaml")
+TINY = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", "train.batch.micro=1"])
+
+
+@pytest.mark.parametrize(("context", "total"), [(4096, 8.74e9), (32768, 15.8e9), (131072, 40.0e9)])
+def test_operations_a_token_are_those_published(context, total):
+    """zaya1.md §1.1."""
+    found = model_flops(RELEASED.model, context)
+    assert sum(found.values()) == pytest.approx(total, rel=0.01)
+    assert sum(found.values()) == pytest.approx(training_flops_per_token(RELEASED.model, context), rel=1e-12)
+    assert found["head"] == pytest.approx(3 * 1.074e9, rel=0.001)
+    assert found["rest"] == pytest.approx(3 * 1.505e9, rel=0.001)
+
+
+def test_an_account_of_the_released_model():
+    account = account_of(RELEASED, 0, 1024, HARDWARE["mi300x"])
+    assert account.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
+    assert (account.tokens, account.sequences, account.micro_batches) == (16_777_216, 1, 4)
+    assert round(account.flops["newton_schulz"] / 1e12, 2) == 444.42  # zaya1.md §3.1
+    model = sum(account.flops.values()) - account.flops["newton_schulz"]
+    assert model == pytest.approx(16_777_216 * 8.74e9, rel=0.01)
+    assert account.bounds["compute"] == sum(account.flops.values()) / 1024 / 1307e12
+    others = max(account.bounds["memory"], account.bounds["network"])
+    assert account.step_seconds == max(account.bounds["compute"] / REACHED, others)
+    steps = math.ceil(8e12 / 16_777_216)
+    assert account.days == pytest.approx(account.step_seconds * steps / 86400)
+    assert as_dict(account)["memory"]["total"] == account.memory.total
+
+
+def test_without_hardware_there_are_no_times():
+    account = tiny_account()
+    assert (account.bounds, account.step_seconds, account.days) == ({}, None, None)
+    assert account.micro_batches == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices", "said"),
+    [
+        (["parallel.fsdp=3"], 8, r"^parallel\.fsdp 3 .* is 3, which does not divide the 8 devices of this job\.$"),
+        ([], 3, r"^train\.batch makes 16 sequences, but must make a multiple of 3, .*\.$"),
+    ],
+)
+def test_what_cannot_be_laid_out_is_one_sentence(overrides, devices, said):
+    config = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", *overrides])
+    with pytest.raises(InputError, match=said):
+        account_of(config, 0, devices, None)
+
+
+@functools.cache
+def tiny_account():
+    return account_of(TINY, 0, 8, None)
+
+
+def made(**changes):
+    memory = Memory(int(10e9), int(10e9), int(20e9), int(50e9), int(40e9), int(5e9), int(20e9))
+    return tiny_account()._replace(**{"memory": memory, "sequences": 2, "remat": "dots", **changes})
+
+
+def test_advice_is_only_of_what_would_help():
+    device = HARDWARE["h100"]
+    assert advice(made(), device._replace(memory=135e9)) == []
+    cheap = ["batch.micro below 2", "remat: full", "parallel.reduce: micro_batch"]
+    spread = ["parallel.fsdp instead of data", "parallel.context instead of data", "more devices"]
+    assert advice(made(), device) == cheap + spread
+    assert advice(made(sequences=1, remat="full", reduce="micro_batch"), device) == spread
+    alone = {"data": 1, "fsdp": 1, "expert": 1, "context": 1}
+    assert advice(made(sequences=1, remat="full", axes=alone), device) == ["more devices"]
+    assert advice(made(memory=made().memory._replace(update=int(70e9))), device) == ["more devices"]

@@ -1,0 +1,167 @@
+"""Bytes of the state against arrays that are there, and of activations against a table worked by hand."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+from tests.train_helpers import on_devices
+from zaya_jax.config import load_config
+from zaya_jax.machine.dry_run import memory as module
+from zaya_jax.machine.dry_run.memory import Memory, memory_of, stored_bytes
+from zaya_jax.parallel.mesh import AXES, axis_sizes, make_mesh
+from zaya_jax.train.state import init_state, layout_of, make_blueprint
+
+DOC = Path(__file__).parents[2] / "docs/parallel.md"
+LAYOUTS = {
+    "data": [],
+    "fsdp": ["parallel.fsdp=8"],
+    "mixed": ["parallel.fsdp=2", "parallel.expert=2", "parallel.context=2"],
+    "expert": ["parallel.expert=8"],
+}
+NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are there take time to make
+
+
+def abstract(config, devices):
+    sizes = axis_sizes(config.parallel, devices)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def allocated(layouts):
+    """Bytes of the masters, and of the rest of a state, on the second of eight devices that really hold it."""
+    found, config = {}, load_config("configs/tiny.yaml", NARROW)
+    state = jax.tree.map(nothing, jax.eval_shape(functools.partial(init_state, config, make_blueprint(config))))
+    for name, overrides in layouts.items():
+        config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
+        layout = layout_of(config, make_blueprint(config), make_mesh(config.parallel))
+        placed = jax.device_put(state, layout.shardings(state))
+        masters = held(placed.params)
+        found[name] = masters, held(placed) - masters
+    return found
+
+
+def nothing(x):
+    """What takes as much as what is drawn, and need not be compiled."""
+    typed_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key(0) if typed_key else np.zeros(x.shape, x.dtype)
+
+
+def held(tree):
+    device, total = jax.devices()[1], 0
+    for x in jax.tree.leaves(tree):
+        array = jax.random.key_data(x) if jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+        total += sum(shard.data.nbytes for shard in array.addressable_shards if shard.device == device)
+    return total
+
+
+def test_the_state_takes_what_real_arrays_take():
+    there = on_devices(8, "tests.machine.dry_run.test_memory:allocated", LAYOUTS)
+    for name, overrides in LAYOUTS.items():
+        config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
+        blueprint = make_blueprint(config)
+        state = jax.eval_shape(lambda c=config, b=blueprint: init_state(c, b))
+        assert stored_bytes(layout_of(config, blueprint, abstract(config, 8)), state) == there[name], name
+
+
+def hand_table(remat):
+    """Bytes of the rows that follow `remat`'s heading in the document, from their shapes and as written."""
+    rows = DOC.read_text(encoding="utf-8").split(f"<!-- kept with {remat}: begin -->")[1].split("<!-- end -->")[0]
+    pattern = r"\| `\[([\d, ]+)\]` (fp32|bf16|int32|bool) \| (?:(\d+) × )?(\d+) \| ([\d,]+) \|"
+    worked = written = 0
+    for shape, dtype, count, layers, size in re.findall(pattern, rows):
+        elements = 1
+        for length in shape.split(","):
+            elements *= int(length)
+        worked += elements * {"fp32": 4, "bf16": 2, "int32": 4, "bool": 1}[dtype] * int(count or 1) * int(layers)
+        written += int(size.replace(",", ""))
+    return worked, written
+
+
+@pytest.fixture
+def activations_alone(monkeypatch):
+    """Temporaries take longer to count than all else."""
+    monkeypatch.setattr(module, "_temporaries", lambda *_: 0)
+
+
+@pytest.mark.usefixtures("activations_alone")
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_activations_of_the_released_model_are_those_of_the_table(remat):
+    worked, written = hand_table(remat)
+    assert worked == written > 0
+    config = load_config("configs/zaya1_8b.yaml", [f"phases.0.remat={remat}"])
+    counted = memory_of(config, 0, abstract(config, 1), 1).activations
+    assert counted == pytest.approx(worked, rel=0.05)
+    said = float(re.search(rf"With `{remat}` .*?, ([\d.]+) % ", DOC.read_text(encoding="utf-8"), re.DOTALL)[1])
+    assert abs(counted / worked - 1) * 100 == pytest.approx(said, abs=0.011)
+
+
+@pytest.mark.usefixtures("activations_alone")
+def test_policies_keep_less_in_their_order():
+    kept = []
+    for remat in ("full", "dots", "none"):
+        config = load_config("configs/tiny.yaml", [f"train.remat={remat}"])
+        kept.append(memory_of(config, 0, abstract(config, 1), 4).activations)
+    assert kept == sorted(set(kept))
+
+
+@pytest.mark.usefixtures("activations_alone")
+def test_activations_grow_with_sequences_and_shrink_with_context():
+    config = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16"])
+    one, two = (memory_of(config, 0, abstract(config, 1), sequences).activations for sequences in (1, 2))
+    halved = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16", "parallel.context=2"])
+    shared = memory_of(halved, 0, abstract(halved, 2), 1).activations
+    assert shared < one < two
+
+
+def test_the_highest_is_in_the_backward_pass_or_in_the_update():
+    memory = Memory(parameters=1, optimizer=2, compute=4, gradients=8, activations=16, temporaries=32, update=64)
+    assert memory.total == 1 + 2 + 64
+    assert memory._replace(update=59).total == 1 + 2 + 60
+
+
+def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
+    monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)  # which takes seconds to count
+    kept = {}
+    for reduce in ("step", "micro_batch"):
+        config = load_config("configs/tiny.yaml", [f"parallel.reduce={reduce}"])
+        kept[reduce] = memory_of(config, 0, abstract(config, 8), 1)
+    saved = kept["step"].gradients - kept["micro_batch"].gradients
+    assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters
+    assert saved > 0.8 * kept["step"].gradients / 2
+
+
+LORA = ["lora.rank=16", "lora.alpha=32"]
+
+
+@functools.cache
+def under_adapters():
+    """On one device."""
+    config = load_config("configs/finetune.yaml", LORA)
+    return memory_of(config, 0, abstract(config, 1), 1)
+
+
+def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
+    config, found = load_config("configs/finetune.yaml"), under_adapters()
+    d, f, layers, experts, rank = 2048, 2048, 40, 16, 16
+    pairs = [(d, 1024), (d, 256), (d, 128), (d, 128), (1024, d), *[(d, 2 * f), (f, d)] * experts]
+    adapters = layers * rank * sum(rows + columns for rows, columns in pairs)
+    assert found.parameters == found.update == 4 * adapters
+    assert found.gradients == 8 * adapters  # those added up, and a micro-batch's
+    assert 0 <= found.optimizer - 8 * adapters < 1e5  # both moments; balancing, counters
+    assert found.compute == 0
+    vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer
+    assert 0 < found.frozen - 2 * 8_840_488_784 < vectors
+    assert found.total < 26e9 < memory_of(config, 0, abstract(config, 1), 1).total / 5
+
+
+def test_eight_devices_share_what_is_under_adapters(monkeypatch):
+    config, alone = load_config("configs/finetune.yaml", [*LORA, "parallel.fsdp=8"]), under_adapters()
+    monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)  # which takes seconds to count
+    shared = memory_of(config, 0, abstract(config, 8), 1)
+    assert shared.frozen == pytest.approx(alone.frozen / 8, rel=0.01)
+    assert shared.parameters == pytest.approx(alone.parameters / 8, rel=0.01)
+    assert shared.compute < alone.frozen / 8  # a layer is gathered where it begins; the embedding alone is there whole

@@ -1,0 +1,151 @@
+import contextlib
+import functools
+import io
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.compile_helpers import CHEAP
+from tests.train_helpers import ROOT
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.machine.dry_run import report
+from zaya_jax.machine.dry_run.account import account_of
+from zaya_jax.machine.dry_run.report import dry_run
+from zaya_jax.main import main
+
+SMALL = ["train.batch.tokens=8192", "train.batch.micro=1", "data.context=64"]
+SMALL += ["model.num_layers=2", "model.vocab_size=512"]
+DOC = ROOT / "docs/parallel.md"
+
+
+def arguments(*more, overrides=()):
+    return ["--config", "configs/tiny.yaml", *SMALL, *overrides, "--dry-run", *more]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What the command says as JSON, with the proof that it has made, compiled as tests compile."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.chdir(ROOT)
+        patch.setitem(report._SIMULATED, "XLA_FLAGS", f"{CHEAP} {report._SIMULATED['XLA_FLAGS']}")
+        assert main(arguments("--devices", "8", "--json")) == 0
+    return json.loads(said.getvalue())
+
+
+@functools.cache
+def account():
+    return account_of(load_config(ROOT / "configs/tiny.yaml", SMALL), 0, 8, HARDWARE["mi300x"])
+
+
+def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
+    (phase,) = found["phases"]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(report, "prove", lambda *_: phase["compiled"])
+    asked = []
+    monkeypatch.setattr(report, "account_of", lambda *given: asked.append(given[1:]) or account())
+    assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
+    assert asked == [(0, 8, HARDWARE["mi300x"])]
+    heading, table = capsys.readouterr().out.split("\n\n")
+    assert heading.startswith("8 devices, mi300x: 192 GB, 1307 TFLOP/s")
+    assert "not from what was compiled" in heading
+    assert table.startswith("Phase train: data 8; 8,192 tokens a step, of which a device works through 16 × 1 ")
+    assert f"  compiled in {phase['compiled']['seconds']} s with " in table
+    for name, size in account().memory._asdict().items():
+        assert re.search(rf"^    {name} +{size / 1e9:.2f} GB$", table, re.MULTILINE), name
+    for one in account().transfers:
+        assert f"    {one.what}, {one.kind} over data: {one.bytes / 1e9:.3f} GB" in table
+    assert "It fits, with 19" in table
+
+
+def test_json_has_the_account_and_the_proof(found):
+    assert (found["devices"], found["hardware"]) == (8, None)
+    (phase,) = found["phases"]
+    assert phase["memory"] == {**account().memory._asdict(), "total": account().memory.total}
+    assert phase["flops"] == account().flops
+    assert len(phase["transfers"]) == len(account().transfers)
+    assert phase["compiled"]["proof"] == "compiled"
+    assert phase["compiled"]["seconds"] > 0
+    assert 1e8 < phase["compiled"]["host_bytes"] < 8e9
+
+
+@pytest.mark.parametrize(
+    ("more", "overrides", "said"),
+    [
+        (["--devices", "0"], [], "--devices"),
+        (["--devices", "8", "--hardware", "b200"], [], "--hardware is 'b200', but must be one of mi300x, "),
+        (["--devices", "8"], ["parallel.fsdp=3"], "which does not divide the 8 devices of this job."),
+    ],
+)
+def test_bad_input_is_one_sentence(more, overrides, said, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main(arguments(*more, overrides=overrides)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.endswith(".\n")
+    assert err.count("\n") == 1
+    assert said in err
+
+
+def test_the_process_ends_with_the_sentence():
+    done = subprocess.run(
+        [sys.executable, "-m", "zaya_jax.main", *arguments("--devices", "8", overrides=["parallel.fsdp=3"])], cwd=ROOT,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: parallel.fsdp 3 ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_no_devices_is_bad_input_from_python_too():
+    with pytest.raises(InputError, match=r"^--devices is 0, but must be at least 1\.$"):
+        dry_run(load_config(ROOT / "configs/tiny.yaml", SMALL), 0)
+
+
+def test_the_document_says_whether_a_fine_tune_fits():
+    text = DOC.read_text(encoding="utf-8")
+    phases = re.search(r"'(phases=\[\{name: finetune.*?\])'", text)[1]
+    rows = re.findall(r"\| (\d) × (h200|mi300x), reduce (step|micro_batch) \| ([\d.]+) GB \| (yes|no) \|", text)
+    assert len(rows) >= 4
+
+    @functools.cache
+    def on(devices, reduce):
+        config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.reduce={reduce}"])
+        return account_of(config, 0, int(devices), HARDWARE["h200"])
+
+    assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.reduce == "step"
+    for devices, name, reduce, size, answer in rows:
+        total = on(devices, reduce).memory.total
+        assert f"{total / 1e9:.1f}" == size
+        assert (total <= HARDWARE[name].memory) == (answer == "yes")
+    block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
+    assert re.search(rf"highest +{on('1', 'step').memory.total / 1e9:.2f} GB of 141", block)
+    assert f"{on('1', 'step').step_seconds:.2f} s a step" in block
+
+
+FINETUNE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")
+WHOLE, ADAPTERS = [], ["lora.rank=16", "lora.alpha=32"]
+
+
+@pytest.mark.parametrize(
+    ("column", "devices", "overrides"),
+    [
+        pytest.param(0, 1, WHOLE, marks=pytest.mark.soak),
+        pytest.param(1, 8, [*WHOLE, "parallel.fsdp=8"], marks=pytest.mark.soak),
+        (2, 1, ADAPTERS),
+        pytest.param(3, 8, [*ADAPTERS, "parallel.fsdp=8"], marks=pytest.mark.soak),
+    ],
+)
+def test_the_memory_that_the_manual_shows_is_what_the_command_prints(column, devices, overrides):
+    config = load_config(ROOT / "configs/finetune.yaml", overrides)
+    memory = account_of(config, 0, devices, HARDWARE["h200"]).memory
+    expected = {name: value / 1e9 for name, value in {**memory._asdict(), "highest": memory.total}.items()}
+    rows = re.findall(r"^\| `(\w+)` \| ([\d. |]+) \|$", FINETUNE, re.MULTILINE)
+    shown = {name: float(cells.split(" | ")[column]) for name, cells in rows}
+    # Two decimals are shown; versions of jax differ a little in what they keep.
+    assert shown == pytest.approx(expected, abs=0.02, rel=0.005)

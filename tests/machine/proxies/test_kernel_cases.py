@@ -1,0 +1,117 @@
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from tests.train_helpers import ROOT
+from zaya_jax.config import load_config
+from zaya_jax.machine.proxies.codegen import kernels_of, lower
+from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, cases, passes, program
+from zaya_jax.ops.registry import OPERATIONS
+from zaya_jax.ops.target import Target
+
+KERNELS = {
+    "residual_norm": ["residual_norm_forward"],
+    "residual_norm backward": ["residual_norm_forward", "residual_norm_backward"],
+    "cca_mix": ["cca_mix"],
+    "cca_mix backward": ["cca_mix", "cca_mix_backward"],
+    "attention": ["attention"],
+    "attention backward": ["attention", "attention_backward_keys", "attention_backward_queries"],
+    "attention of a decode": ["attention_decode", "attention_join"],
+    "grouped_matmul": ["grouped_product"],
+    "grouped_matmul backward": ["grouped_product", "grouped_product_transposed", "grouped_outer"],
+    "experts": ["grouped_swiglu", "grouped_product"],
+    "experts backward": ["grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
+                         "grouped_outer", "grouped_product_transposed"],
+    "momentum": ["momentum"],
+    "symmetric": ["gram", "gram_polynomial"],
+    "muon": ["momentum", "gram", "gram_polynomial"],
+}  # fmt: skip
+
+
+def test_the_sizes_are_the_8b_s():
+    config = load_config(str(ROOT / "configs" / "zaya1_8b.yaml"), [])
+    model = config.model
+    assert EIGHT_B.width == model.hidden_size
+    assert (EIGHT_B.query_heads, EIGHT_B.kv_heads) == (model.num_query_heads, model.num_kv_heads)
+    assert (EIGHT_B.channels, EIGHT_B.channels // 2) == (model.head_dim, model.rotary_size)
+    assert (EIGHT_B.experts, EIGHT_B.expert_width) == (model.num_experts, model.expert_size)
+    assert EIGHT_B.matrices == (model.num_experts, model.hidden_size, 2 * model.expert_size)
+    assert EIGHT_B.mixed == config.phases[0].context
+    assert EIGHT_B.tokens == EIGHT_B.experts * EIGHT_B.per_expert
+
+
+def test_every_operation_that_has_a_kernel_has_a_case():
+    found = cases(EIGHT_B, "bfloat16")
+    assert {case.operation for case in found.values()} == set(OPERATIONS)
+    assert found.keys() == KERNELS.keys()
+    for name, case in found.items():
+        assert case.backward == name.endswith(" backward")
+        assert name.removesuffix(" backward") in found
+
+
+def test_what_is_recorded_and_told_is_of_these_kernels():
+    names = {name for launched in KERNELS.values() for name in launched}
+    code, counted = (json.loads((ROOT / "benchmarks" / f"kernels_{what}.json").read_text(encoding="utf-8"))["kernels"]
+                     for what in ("machine_code", "launches"))  # fmt: skip
+    assert {row["kernel"] for row in code} == names
+    assert counted.keys() == names
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `(\w+)` \| (?:bf16|fp32) \|", page, re.MULTILINE)) == names
+
+
+def test_the_work_is_what_the_definitions_say():
+    found = cases(SMALL, "bfloat16")
+    t, d = SMALL.tokens, SMALL.width
+    assert found["residual_norm"].bytes == t * d * (2 + 4 + 4 + 2) + 5 * d * 4
+    assert found["residual_norm backward"].bytes == t * d * (2 * (2 + 4) + 4 + 2) + 2 * 5 * d * 4
+    h, c, s = SMALL.query_heads, SMALL.channels, SMALL.sequence
+    seen = sum(key <= query for query in range(s) for key in range(s))
+    assert found["attention"].flops == 2 * 2 * c * h * seen * (t // s)
+    assert found["attention backward"].flops == 5 * 2 * c * h * seen * (t // s)
+    rows, keys = SMALL.decoded
+    assert found["attention of a decode"].flops == 2 * 2 * c * h * rows * keys
+    e, f = SMALL.experts, SMALL.expert_width
+    grouped = 2 * e * SMALL.per_expert * d * 2 * f
+    assert [found[name].flops / grouped for name in ("grouped_matmul", "grouped_matmul backward")] == [1, 2]
+    assert [found[name].flops / grouped for name in ("experts", "experts backward")] == [1.5, 3]
+    n, p, q = SMALL.matrices
+    assert found["symmetric"].flops == n * (2 * p * p * q + 2 * p**3)
+    assert found["muon"].flops == 5 * n * (2 * p * p * q + 2 * p**3 + 2 * p * p * q)
+
+
+def test_experts_get_as_many_tokens_each_in_no_order():
+    (expert,) = cases(SMALL, "bfloat16")["experts"].integers
+    assert np.bincount(expert).tolist() == [SMALL.per_expert] * SMALL.experts
+    assert (np.diff(expert) < 0).any()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "residual_norm backward" else pytest.param(name, marks=pytest.mark.soak) for name in KERNELS],
+)
+def test_a_case_is_done_by_its_kernels_or_without(name):
+    case = cases(EIGHT_B, "bfloat16")[name]
+    for without, names in (((), KERNELS[name]), (case.operations, [])):
+        target = Target("rocm", "gfx942", without)
+        function, arguments = passes(case, target)
+        assert [kernel.name for kernel in kernels_of(lower(function, *arguments, target=target))] == names
+
+
+def small(name, target, dtype="float32"):
+    function, arguments = program(cases(SMALL, dtype)[name], target)
+    return jax.jit(function)(*arguments)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "symmetric" else pytest.param(name, marks=pytest.mark.soak) for name in KERNELS]
+)
+def test_both_sides_do_the_same(name):
+    found, wanted = (small(name, target) for target in (Target("interpret", "cpu"), Target("cpu", "cpu")))
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert one.dtype == other.dtype
+        scale = np.abs(other).max() + 1e-30
+        assert np.abs(one - other).max() <= 1e-3 * scale
+        assert scale > 1e-12

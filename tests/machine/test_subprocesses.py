@@ -1,0 +1,89 @@
+import functools
+import multiprocessing
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.machine import subprocesses as module
+from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
+
+
+def test_a_step_is_made_once_and_runs_in_another_process():
+    with run_in_subprocess(functools.partial, os.getpid) as one, run_in_subprocess(functools.partial, os.getpid) as two:
+        assert one() == one()
+        assert len({one(), two(), os.getpid()}) == 3
+
+
+def test_arguments_and_results_pass():
+    with run_in_subprocess(functools.partial, round, 2.625, 1) as step:
+        assert step() == 2.6
+
+
+def test_what_making_raises_is_raised_here():
+    with pytest.raises(InputError, match=r"no_such\.yaml"), run_in_subprocess(load_config, "no_such.yaml"):
+        pytest.fail("nothing was made")
+
+
+def test_what_a_step_raises_is_raised_here():
+    with pytest.raises(ZeroDivisionError), run_in_subprocess(functools.partial, divmod, 1, 0) as step:
+        step()
+
+
+def test_a_process_that_dies_is_told():
+    with (
+        pytest.raises(RuntimeError, match="ended with status 3"),
+        run_in_subprocess(functools.partial, os._exit, 3) as step,
+    ):
+        step()
+
+
+def test_the_process_ends_with_the_block():
+    with run_in_subprocess(functools.partial, os.getpid) as step:
+        pid = step()
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}"):
+            return
+        time.sleep(0.05)
+    pytest.fail("still running")
+
+
+def test_a_process_killed_between_two_steps_is_told():
+    with run_in_subprocess(functools.partial, os.getpid) as step:
+        os.kill(step(), signal.SIGKILL)
+        time.sleep(0.5)
+        with pytest.raises(RuntimeError, match="ended with status -9"):
+            step()
+
+
+def test_a_step_may_start_processes():
+    with run_in_subprocess(functools.partial, run_elsewhere) as step:
+        assert step() == 0
+
+
+def run_elsewhere():
+    process = multiprocessing.get_context("spawn").Process(target=os.getpid)
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def test_steps_are_timed_in_turn_after_one_pass_each(monkeypatch):
+    calls, now = [], [0.0]
+
+    def step(name, seconds):
+        def run():
+            calls.append(name)
+            now[0] += seconds
+            return len(calls)
+
+        return run
+
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], sleep=lambda _: None))
+    passes = interleave({"ours": step("ours", 1.0), "peer": step("peer", 3.0)}, 2)
+    assert calls == ["ours", "peer"] * 3
+    assert passes == {"ours": ([1.0, 1.0], [3, 5]), "peer": ([3.0, 3.0], [4, 6])}

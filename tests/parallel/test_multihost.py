@@ -1,0 +1,284 @@
+"""Several real processes on one machine are one job."""
+
+import shutil
+import signal
+import socket
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job, wide_everywhere
+from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.parallel.multihost import join, launcher, lost
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.metrics import read_rows
+from zaya_jax.train.loop import run_training
+
+SAME = ["train.compute_dtype=float64", "train.batch.micro=1", "evaluation.batch=4", "sample.tokens=1"]
+POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+IMPATIENT = """
+import zaya_jax.hardware.presets as p
+p.PRESETS["cpu"] = p.PRESETS["cpu"]._replace(join_seconds=4, peer_timeout=5)
+"""
+
+
+def command(folder, run, *overrides):
+    return ["--config", str(write_run(folder, run)), *SAME, *overrides]
+
+
+def losses(folder, run):
+    return [[row["step"], row["loss"], row["grad_norm"]] for row in read_rows(folder / run / METRICS)]
+
+
+def ended(found, status=0):
+    assert [code for code, _ in found] == [status] * len(found), "\n\n".join(text for _, text in found)
+    return [text for _, text in found]
+
+
+def assert_close(one, other, tolerance=1e-4):
+    """Equal arrays by name, but for rounding beside the largest element of each: Muon iterates in fp32."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        scale = np.max(np.abs(other[name]), initial=1e-3)
+        np.testing.assert_allclose(value, other[name], rtol=0, atol=tolerance * scale, err_msg=name)
+
+
+def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
+    said = ended(finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "two")] * 2)))
+    assert "step 12/12" in said[0]
+    assert "_proxy" not in said[0] + said[1]
+    assert "step" not in said[1]  # process 0 speaks for all
+    configs = [small_run(tmp_path, *SAME, run=run) for run in ("two", "one")]
+    with wide_everywhere():
+        run_training(configs[1])
+        two, one = (restore(config, 12) for config in configs)
+    np.testing.assert_allclose(losses(tmp_path, "two"), losses(tmp_path, "one"), rtol=1e-6)
+    with wide_everywhere():
+        assert_close(leaves(two[0]), leaves(one[0]))
+    assert two[1] == one[1]  # the position in the data
+
+    # Adapters of what they have trained: begun by both, split over them, and gone on with by one.
+    adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '12'}",
+                "checkpoint.every=2", 'phases=[{"tokens": 512}]', "optimizer.adamw.weight_decay=0"]  # fmt: skip
+    split = command(tmp_path, "adapters", *adapters, "parallel.fsdp=4")
+    assert "step 4/4" in ended(finish_job(tmp_path, start_job(tmp_path, [split] * 2)))[0]
+    rows = losses(tmp_path, "adapters")
+    shutil.rmtree(tmp_path / "adapters" / "checkpoints" / "4")
+    with wide_everywhere():
+        run_training(small_run(tmp_path, *SAME, *adapters, run="adapters"))
+    again = losses(tmp_path, "adapters")
+    assert again[:2] == rows[:2]
+    np.testing.assert_allclose(again, rows, rtol=1e-6)
+
+
+def test_another_configuration_is_refused_by_all(tmp_path):
+    commands = [command(tmp_path, "run"), command(tmp_path, "run", "seed=3")]
+    for text in ended(finish_job(tmp_path, start_job(tmp_path, commands)), 2):
+        assert text.count("Error: Process 1 of 2 was given another configuration than process 0") == 1
+        assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.corpus=/nowhere", "Error: data.corpus"),
+        pytest.param("parallel.fsdp=3", "Error: parallel.fsdp 3", marks=pytest.mark.soak),
+    ],
+)
+def test_bad_input_is_told_by_all(tmp_path, override, said):
+    found = finish_job(tmp_path, start_job(tmp_path, [command(tmp_path, "run", override)] * 2))
+    for text in ended(found, 2):
+        assert text.count(said) == 1
+
+
+@pytest.mark.soak
+def test_what_one_process_alone_is_told_ends_all(tmp_path):
+    alone = """
+import os, zaya_jax.train.loop as loop
+from zaya_jax.errors import InputError
+place = loop.Layout.place
+def damaged(layout, batch, count=None, *more):
+    if count and loop.jax.process_index() == 1:
+        raise InputError("A document is damaged.")
+    return place(layout, batch, count, *more)
+loop.Layout.place = damaged
+"""
+    job = start_job(tmp_path, [command(tmp_path, "run")] * 2, code=alone)
+    for text in ended(finish_job(tmp_path, job), 2):
+        assert text.count("Error: A document is damaged.") == 1
+        assert "Traceback" not in text
+        assert "Check failure" not in text
+
+
+def test_processes_that_do_not_meet_are_told_which_is_missing(tmp_path):
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    job = start_job(tmp_path, [command(tmp_path, "run")] * 2, addresses=addresses, code=IMPATIENT)
+    first, second = ended(finish_job(tmp_path, job), 2)
+    assert first.startswith(
+        f"Error: Process 1 of 2 did not reach --coordinator {addresses[0]} within 4 s; process 0 did"
+    )
+    assert second.startswith(f"Error: Process 1 could not reach process 0 at --coordinator {addresses[1]} within 4 s")
+
+
+def start_and_wait(folder, begun, *overrides, code=None, link=None):
+    """A job of two, returned when `begun`; process 1 reaches the coordinator over a `link` where there is one."""
+    addresses = None if link is None else [f"127.0.0.1:{port}" for port in (link.to, link.port)]
+    job = start_job(folder, [command(folder, "run", *overrides)] * 2, addresses=addresses, code=code)
+    while not begun(folder):
+        time.sleep(0.02)
+        assert [process.poll() for process in job] == [None, None], finish_job(folder, job)
+    return job
+
+
+def has_two_rows(folder):
+    metrics = folder / "run" / METRICS
+    return metrics.exists() and metrics.read_bytes().count(b"\n") >= 2
+
+
+SPEAKING = """
+import jax, zaya_jax.train.compiled as compiled
+join, compile_step = jax.distributed.initialize, compiled.compile_step
+jax.distributed.initialize = lambda *a, **k: (join(*a, **k), print("joined", flush=True))
+compiled.compile_step = lambda *a: (print("compiling", flush=True), compile_step(*a))[1]
+"""
+
+
+def says(word):
+    return lambda folder: all(word in (folder / f"{index}.log").read_text(encoding="utf-8") for index in range(2))
+
+
+@pytest.mark.soak
+def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
+    link = Link(free_port())
+    job = start_and_wait(tmp_path, has_two_rows, 'phases=[{"tokens": 128000}]', code=IMPATIENT, link=link)
+    link.cut()
+    found = ended(finish_job(tmp_path, job), 1)
+    link.close()
+    for other, text in zip((1, 0), found, strict=True):
+        assert f"Stopped: Process {other} on " in text
+        assert "was not heard for 5 s" in text
+        assert "Traceback" not in text
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "begun", [says("joined"), says("compiling"), has_two_rows], ids=["joined", "compiling", "rows"]
+)
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize(("sent", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "was not heard for 5 s")])
+def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_path, begun, victim, sent, how):
+    job = start_and_wait(tmp_path, begun, 'phases=[{"tokens": 128000}]', code=IMPATIENT + SPEAKING)
+    job[victim].send_signal(signal.Signals[sent])
+    asked = time.monotonic()
+    assert job[1 - victim].wait(60) == 1
+    assert time.monotonic() - asked < (5 if sent == "SIGKILL" else 15)
+    job[victim].kill()
+    text = finish_job(tmp_path, job)[1 - victim][1]
+    said = [line for line in text.splitlines() if line.startswith(f"Stopped: Process {victim} on ")]
+    assert len(said) == 1, text
+    assert how in said[0]
+    for noise in ("Traceback", "Check failure", "gloo", "DEADLINE", "UNAVAILABLE"):
+        assert noise not in text
+
+
+@pytest.mark.soak
+def test_a_cut_of_20_seconds_is_survived(tmp_path):
+    link = Link(free_port())
+    job = start_and_wait(tmp_path, has_two_rows, 'phases=[{"tokens": 102400}]', "evaluation.every=1000",
+                         "checkpoint.every=1000", link=link)  # fmt: skip
+    link.cut()
+    begun, before = time.monotonic(), len(losses(tmp_path, "run"))
+    threading.Timer(20, link.mend).start()
+    ended(finish_job(tmp_path, job))
+    assert time.monotonic() - begun > 20
+    assert before < len(losses(tmp_path, "run")) == 800
+    link.close()
+
+
+@pytest.mark.soak
+def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_path):
+    overrides = ["train.compute_dtype=float64", "evaluation.every=20", "evaluation.batches=1", "evaluation.batch=4",
+                 "checkpoint.every=10", "checkpoint.keep=10", "sample.tokens=1", f"data.cache_dir={tmp_path / 'cache'}",
+                 'phases=[{"tokens": 40960, "schedule": {"warmup_tokens": 22528, "final": 0.02}}]']  # fmt: skip
+    config = str(ROOT / "configs" / "tiny.yaml")
+
+    def run(name, processes, *more):
+        own = ["--config", config, *overrides, f"run_dir={tmp_path / name}", *more]
+        ended(finish_job(tmp_path, start_job(tmp_path, [own] * processes), 3000))
+        return np.array(losses(tmp_path, name))
+
+    alone = run("one", 1)
+    assert len(alone) == 20
+    for processes in (2, 4):
+        np.testing.assert_allclose(run(str(processes), processes), alone, rtol=1e-6)
+    for processes in (2, 1):  # from what four have saved after step 10
+        later = tmp_path / f"after{processes}"
+        shutil.copytree(tmp_path / "4", later)
+        shutil.rmtree(later / "checkpoints" / "20")
+        np.testing.assert_allclose(run(later.name, processes), alone, rtol=1e-6)
+        assert "Going on after step 10 of 20." in (tmp_path / "0.log").read_text(encoding="utf-8")
+    with wide_everywhere():
+        four, one = (load_config(config, [*overrides, f"run_dir={tmp_path / name}"]) for name in ("4", "one"))
+        assert_close(leaves(restore(four, 20)[0]), leaves(restore(one, 20)[0]))
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("node1:1", None, None), "given together"),
+        (("node1", 2, 0), "must be HOST:PORT"),
+        (("node1:port", 2, 0), "must be HOST:PORT"),
+        (("node1:99999", 2, 0), "must be HOST:PORT"),
+        (("node1:1", 2, 2), "--process is 2 of --processes 2"),
+        (("node1:1", 0, 0), "--process is 0 of --processes 0"),
+    ],
+)
+def test_flags_that_cannot_be_are_refused(flags, said):
+    with pytest.raises(InputError, match=said):
+        join(*flags, join_seconds=1, peer_timeout=1)
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, "Slurm"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        (POD, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
+    ],
+)
+def test_launchers_are_known_by_what_they_set(environment, found):
+    assert launcher(environment) == found
+
+
+def test_a_pod_that_cannot_find_the_others_is_not_left_to_train_alone(monkeypatch):
+    for name, value in POD.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match=r"by the package kubernetes .*, or by --coordinator"):
+        join(None, None, None, join_seconds=1, peer_timeout=1)
+
+
+def test_the_coordinator_of_a_launcher_is_named_with_what_changes_its_port(monkeypatch):
+    slurm = {"JOB_ID": "1", "STEP_NODELIST": "127.0.0.1,node2", "NTASKS": "2", "PROCID": "0", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("JAX_COORDINATOR_PORT", str(port))
+        with pytest.raises(
+            InputError, match=rf"at Slurm's coordinator 127\.0\.0\.1:{port}: .* \(JAX_COORDINATOR_PORT\)"
+        ):
+            join(None, None, None, join_seconds=1, peer_timeout=1)
+
+
+def test_alone_nothing_is_lost():
+    assert not lost(RuntimeError("of another kind"))
+    assert not lost(jax.errors.JaxRuntimeError("of one process"))

@@ -1,0 +1,80 @@
+"""A process that has lost another ends with a sentence; one whose others are there, or have said farewell, goes on."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.train_helpers import ROOT
+
+CODE = """
+import socket, threading, time
+from zaya_jax.parallel.rendezvous import Peer
+from zaya_jax.parallel.peer_liveness import Watch
+
+ours, theirs = socket.socketpair()
+watches = [Watch([Peer(ours, 3, "node3")], 0.5)]
+time.sleep(0.3)
+{act}
+time.sleep(2)
+print("still here")
+"""
+HEARD = "watches.append(Watch([Peer(theirs, 0, 'node0')], 0.5))"
+
+
+def run(act):
+    done = subprocess.run([sys.executable, "-c", CODE.format(act=act)], cwd=ROOT, timeout=60, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        ("", "was not heard for 0.5 s"),
+        ("theirs.close()", "was lost: its connection closed"),
+        ("theirs.sendall(b'\\n'); theirs.close()", "was lost: its connection closed"),
+    ],
+)
+def test_a_process_that_is_lost_ends_the_others(act, said):
+    status, out, err = run(act)
+    assert (status, out) == (1, "")
+    assert err.startswith(f"Stopped: Process 3 on node3 {said}. Start all processes again with the same command")
+    assert err.count("\n") == 1
+
+
+def test_those_that_are_heard_go_on():
+    assert run(HEARD) == (0, "still here\n", "")
+
+
+def test_a_farewell_is_not_a_loss():
+    assert run("theirs.sendall(b'\\ndone\\n'); theirs.close()") == (0, "still here\n", "")
+
+
+def test_one_that_has_to_end_says_so_for_all():
+    assert run("theirs.sendall(b'!2 Error: the disk is full.\\n')") == (2, "", "Error: the disk is full.\n")
+
+
+def test_the_last_word_is_left_to_the_first_and_reaches_the_others():
+    act = """
+threading.Timer(0.2, watches[0].leave, ["second", 3]).start()
+def read():
+    heard = b""
+    while data := theirs.recv(100): heard += data
+    print(heard.decode().split("\\n")[-2], flush=True)
+threading.Thread(target=read).start()
+watches[0].leave("first", 2)
+"""
+    assert run(act) == (2, "!2 first\n", "first\n")
+
+
+def test_a_process_ends_even_if_nobody_reads_what_it_prints():
+    act = """
+import os, sys
+reader, writer = os.pipe()
+os.dup2(writer, 1), os.dup2(writer, 2), os.close(reader)
+sys.stdout = os.fdopen(1, "w")
+sys.stdout.write("unread")
+theirs.sendall(b"!7 lost\\n")
+"""
+    assert run(act) == (7, "", "")

@@ -1,0 +1,135 @@
+import json
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_store import ABOUT, check, make_state, newest, open_store, save_all
+from zaya_jax.checkpoint import store
+from zaya_jax.run.checkpoints import quarantine, saved_steps
+from zaya_jax.run.fencing import Fence, read_fence, take_fence
+
+GENERATIONS = st.dictionaries(st.integers(1, 50), st.integers(1, 9), max_size=4)
+
+
+def test_a_folder_without_one_has_none(tmp_path):
+    assert read_fence(tmp_path) is None
+    assert take_fence(tmp_path, {}) == Fence(1, {}) == read_fence(tmp_path)
+
+
+@given(GENERATIONS, st.lists(GENERATIONS, max_size=3))
+def test_each_generation_is_newer_than_all_before(tmp_path_factory, first, later):
+    folder = tmp_path_factory.mktemp("fence")
+    seen = set(first.values())
+    for accepted in [first, *later]:
+        fence = take_fence(folder, accepted)
+        assert fence == read_fence(folder)
+        assert fence.generation > max(seen, default=0)
+        seen |= {fence.generation, *accepted.values()}
+        for step, generation in accepted.items():
+            assert fence.lets_pass(step, generation)
+            assert fence.lets_pass(step + 100, fence.generation)
+            assert not fence.lets_pass(step + 100, generation)
+            assert not fence.lets_pass(step, generation + 100)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fence")
+    take_fence(folder, {})
+    fence = take_fence(folder, {100: 1, 200: 1})
+    path = folder / "GENERATION"
+    content = bytearray(path.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    path.write_bytes(content)
+    assert read_fence(folder) in (None, fence)
+    taken = take_fence(folder, {100: 1})
+    assert taken.generation > fence.generation  # though the file said nothing of it any more
+
+
+def test_a_run_goes_on_where_its_file_is_damaged_or_gone(tmp_path):
+    save_all(tmp_path, [1])
+    for step, text in ((2, '{"generation": 7, "accepted": {}}'), (3, "")):
+        (tmp_path / "GENERATION").write_text(text)
+        save_all(tmp_path, [step], keep=5)
+    (tmp_path / "GENERATION").unlink()
+    save_all(tmp_path, [4], keep=5)
+    assert saved_steps(tmp_path) == [1, 2, 3, 4]
+    check(tmp_path, 4)
+
+
+def stale_pair(folder, said):
+    """A store that was given up for dead after checkpoint 1, and one that has gone on and saved 2 since."""
+    stale, newer = open_store(folder, said, keep=1), open_store(folder, keep=5)
+    stale.save(1, make_state(1), ABOUT)
+    assert stale.settle()
+    newer.save(2, make_state(2), ABOUT)
+    assert newer.settle()
+    return stale, newer
+
+
+def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
+    said = []
+    stale, newer = stale_pair(tmp_path, said)
+    work = tmp_path / "3.g2.orbax-checkpoint-tmp"  # as of a save of the newer one that is under way
+    work.mkdir()
+    with stale, newer:
+        stale.save(3, make_state(3), ABOUT)
+        assert not stale.settle()
+        assert work.exists()
+        assert saved_steps(tmp_path) == [1, 2]
+        work.rmdir()
+        newer.save(3, make_state(3), ABOUT)
+    assert saved_steps(tmp_path) == [1, 2, 3]
+    assert "its generation is 2, and here it is 1" in said[0]
+
+
+def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
+    said, digests = [], store.digests
+    with open_store(tmp_path, said) as stale:
+        stale.save(1, make_state(1), ABOUT)
+        assert stale.settle()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
+            stale.save(2, make_state(2), ABOUT)
+            assert not stale.settle()
+    assert "its generation is 2, and here it is 1" in said[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
+
+
+def test_on_a_full_disk_it_removes_nothing_of_others_either(tmp_path, monkeypatch):
+    stale, newer = stale_pair(tmp_path, [])
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    (tmp_path / "3.g2").mkdir()
+    with stale, newer:
+        stale.save(3, make_state(3), ABOUT)
+        assert not stale.settle()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3.g2", "GENERATION"]
+
+
+def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
+    said = []
+    stale, newer = stale_pair(tmp_path, said)
+    with stale, monkeypatch.context() as patch:
+        patch.setattr(store, "superseded_by", lambda *_: "")  # it looked a moment before the newer one began
+        stale.save(3, make_state(9), ABOUT)
+        assert stale.settle()
+    assert (tmp_path / "3").exists()
+    with newer:
+        newer.save(3, make_state(3), ABOUT)  # nor does it take the place of the newer one's
+    assert len(list(tmp_path.glob("3.stale-*"))) == 1
+    check(tmp_path, 3)
+    quarantine(tmp_path, 3, "corrupt")
+    next(tmp_path.glob("3.stale-*")).rename(tmp_path / "3")
+    found = newest(tmp_path, said)
+    assert found is not None
+    assert found[0] == 2
+    assert "was saved by processes that had been given up for dead" in said[-1]
+
+
+def test_the_file_says_what_it_holds(tmp_path):
+    take_fence(tmp_path, {100: 1})
+    tree = json.loads((tmp_path / "GENERATION").read_text())
+    assert tree["generation"] > 1
+    assert tree["accepted"] == {"100": 1}

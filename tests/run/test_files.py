@@ -1,0 +1,201 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import locked, partial_name, read_json, write_atomically
+
+ROOT = Path(__file__).parent.parent.parent
+HOLDER = """
+import sys, time
+from pathlib import Path
+from zaya_jax.run.files import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+# Writes the same file over and over: 200 kB of the letter a, then of b, and so on.
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from zaya_jax.run.files import write_atomically
+print("begun", flush=True)
+for letter in itertools.cycle("abcdefgh"):
+    write_atomically(Path(sys.argv[1]), letter * 200_000)
+"""
+
+
+@pytest.fixture
+def begin():
+    """Start a Python process and wait until it has said a word; it is killed in the end."""
+    processes = []
+
+    def start(code, *arguments):
+        command = [sys.executable, "-c", code, *map(str, arguments)]
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        processes.append(process)
+        process.stdout.readline()
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_file_is_written_whole_and_nothing_else_is_left(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old ☃\n")
+    write_atomically(path, "new ☃\n")
+    assert path.read_bytes() == "new ☃\n".encode()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "x" * 100_000 + "\ud800")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_take_its_place_leaves_no_partial_one(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        write_atomically(tmp_path / "folder", "text")
+    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+
+
+def test_json_that_cannot_be_read_is_named(tmp_path):
+    path = tmp_path / "a.json"
+    path.write_text('{"a": [1]}')
+    assert read_json(path) == {"a": [1]}
+    for content, said in ((b"{", "is not JSON"), (b"[" * 10**6, "is not JSON"), (b"\xff", "is not JSON"),
+                          (b"1" * 5000, "is not JSON"), (b" " * 2**26 + b"1", "is longer than")):  # fmt: skip
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"a\.json {said}"):
+            read_json(path)
+    path.unlink()
+    with pytest.raises(InputError, match=r"a\.json cannot be read: No such file"):
+        read_json(path)
+    os.mkfifo(path)
+    with pytest.raises(InputError, match=r"a\.json cannot be read: it is a folder, a pipe"):
+        read_json(path)
+
+
+def test_a_reader_and_a_kill_see_a_whole_file(tmp_path, begin):
+    path = tmp_path / "a.json"
+    writer = begin(WRITER, path)
+    while not path.exists():
+        time.sleep(0.001)
+    seen = set()
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until:
+        text = path.read_text()
+        assert text == text[0] * 200_000
+        seen.add(text[0])
+    assert len(seen) > 1  # it was being written meanwhile
+    writer.kill()
+    assert writer.wait() == -signal.SIGKILL
+    text = path.read_text()
+    assert text == text[0] * 200_000
+
+
+def test_processes_threads_and_files_have_partial_names_of_their_own(tmp_path, begin):
+    path, other = tmp_path / "a.json", tmp_path / "b.json"
+    names = [partial_name(path), partial_name(other)]
+    thread = threading.Thread(target=lambda: names.append(partial_name(path)))
+    thread.start()
+    thread.join()
+    code = "import sys, pathlib, zaya_jax.run.files as f; print(); print(f.partial_name(pathlib.Path(sys.argv[1])))"
+    names.append(Path(begin(code, path).stdout.readline().decode().strip()))
+    assert len(set(names)) == 4
+    for name in names:
+        assert name.parent == tmp_path
+        assert name.name.startswith(("a.json.", "b.json."))
+        assert name.name.endswith(".partial")
+
+
+def test_a_lock_that_another_process_holds_is_refused_until_that_process_is_killed(tmp_path, begin):
+    path = tmp_path / "deep" / "below" / ".lock"
+    holder = begin(HOLDER, path)
+    with pytest.raises(InputError, match=rf"^The folder \({path.parent}\) is in use: another process"):
+        locked(path, wait=False).__enter__()
+    holder.kill()
+    holder.wait()
+    with locked(path, wait=False):
+        pass
+
+
+def test_a_lock_is_waited_for_until_the_other_process_ends(tmp_path, begin):
+    path = tmp_path / ".lock"
+    holder = begin(HOLDER, path)
+    released = []
+
+    def end():
+        time.sleep(0.3)
+        released.append(True)
+        holder.kill()
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with locked(path):
+        assert released == [True]
+    thread.join()
+
+
+def test_a_lock_excludes_within_one_process_and_is_let_go_by_an_exception(tmp_path):
+    path = tmp_path / ".lock"
+
+    def fail():
+        with pytest.raises(InputError, match="another process"):
+            locked(path, wait=False).__enter__()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), locked(path):
+        fail()
+    with locked(path, wait=False), pytest.raises(InputError, match="another process"):
+        locked(path, wait=False).__enter__()
+
+
+def test_a_lock_whose_file_its_owner_removed_is_taken_anew(tmp_path):
+    path, waiting, seen = tmp_path / ".lock", threading.Event(), []
+
+    def wait():
+        waiting.set()
+        with locked(path):
+            with pytest.raises(InputError, match="another process"):  # for the others too it is the one
+                locked(path, wait=False).__enter__()
+            seen.append(path.exists())
+
+    with locked(path):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait()
+        time.sleep(0.1)
+        assert seen == []
+        path.unlink()
+    thread.join()
+    assert seen == [True]
+
+
+def test_a_lock_leaves_what_the_file_holds(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("text")
+    with locked(path):
+        assert path.read_text() == "text"
+    assert path.read_text() == "text"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("text")
+    below = tmp_path / "file" / "below"
+    with pytest.raises(InputError, match=rf"^The cache \({below}\) cannot be written: Not a directory\.$"):
+        locked(below / ".lock", "The cache").__enter__()

@@ -1,0 +1,282 @@
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.train_helpers import ROOT, change, small_run, snapshot
+from zaya_jax.config import (
+    BatchConfig,
+    CheckpointConfig,
+    EvaluationConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    SourceConfig,
+    Table,
+    load_config,
+    to_dict,
+    to_yaml,
+)
+from zaya_jax.config.checks import shown
+from zaya_jax.errors import InputError
+from zaya_jax.run.folder import (
+    CHANGES,
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    check_past,
+    claim_run,
+    open_run,
+    record_changes,
+)
+
+SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
+FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
+        "sample.temperature", "preset", "train.batch.micro", "train.remat", "train.spike.window",
+        "train.spike.threshold", "train.max_skipped_steps",
+        *(f"{name}.{one.name}" for name in SECTIONS for one in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
+
+
+@contextlib.contextmanager
+def claimed(config):
+    """The folder of a run whose corpus was found good."""
+    with open_run(config) as folder:
+        claim_run(folder, config)
+        yield folder
+
+
+def leaves(tree, where=""):
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
+
+
+def other(value):
+    """Another value of the same type."""
+    if isinstance(value, bool):
+        return not value
+    if value is None:
+        return 3
+    if isinstance(value, int | float):
+        return value + 1
+    return f"{value}x" if isinstance(value, str) else (*value, "x")
+
+
+@pytest.fixture
+def config(tmp_path):
+    return small_run(tmp_path)
+
+
+@pytest.fixture
+def begun(config):
+    """The folder of a run that has done something."""
+    with claimed(config) as folder:
+        (folder / METRICS).write_text('{"step": 1}\n')
+        (folder / CHECKPOINTS).mkdir()
+    return folder
+
+
+def refused(config, folder, match):
+    before = snapshot(folder)
+    with pytest.raises(InputError, match=match) as caught, claimed(config):
+        pytest.fail("the folder was given out")
+    assert snapshot(folder) == before
+    return str(caught.value)
+
+
+def test_a_new_folder_says_whose_it_is(config):
+    with claimed(config) as folder:
+        assert (folder / CONFIG).read_text() == to_yaml(config)
+    assert not list(folder.glob("*.part"))
+
+
+def test_the_same_configuration_gets_its_folder_again(config, begun):
+    before = snapshot(begun)
+    with claimed(config) as folder:
+        assert folder == begun
+    assert snapshot(begun) == before
+
+
+def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun):
+    keys = dict(leaves(to_dict(config)))
+    assert keys.keys() > FREE
+    for key in keys.keys() - {"run_dir"}:
+        if key == "phases":
+            continue  # what may change in them depends on how far the run is
+        value = tuple(keys[key]) if isinstance(keys[key], list) else keys[key]
+        changed = change(config, {key: other(value)})
+        if key in FREE:
+            with claimed(changed) as folder:
+                assert folder == begun
+        else:
+            message = refused(changed, begun, rf"holds a run of another configuration: {key} was ")
+            old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
+            assert f"was {shown(old)} and is now {shown(new)}." in message
+
+
+def test_how_a_begun_phase_is_computed_may_change(config):
+    def phase(**changes):
+        (one,) = config.phases
+        return dataclasses.replace(config, phases=(dataclasses.replace(one, **changes),))
+
+    before = phase(batch=BatchConfig(tokens=128, micro=2))
+    check_past(before, phase(batch=BatchConfig(tokens=128), remat="full", parallel=ParallelConfig(context=2)), 12)
+    with pytest.raises(InputError, match="batch was"):
+        check_past(before, phase(batch=BatchConfig(tokens=256, micro=2)), 12)
+
+
+def with_phases(config, *phases):
+    return dataclasses.replace(config, phases=phases)
+
+
+CONSTANT, COSINE = ScheduleConfig("constant", warmup_tokens=256), ScheduleConfig(warmup_tokens=256)
+WSD = ScheduleConfig("wsd", decay_tokens=512)  # its last four steps of twelve
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "fits"),
+    [(CONSTANT, 12, True), (WSD, 8, True), (COSINE, 2, True), (WSD, 9, False), (WSD, 12, False), (COSINE, 3, False)],
+)
+def test_a_run_can_become_longer_where_no_step_that_is_done_had_another_rate(config, schedule, step, fits):
+    (one,) = config.phases
+    before = with_phases(config, dataclasses.replace(one, schedule=schedule))
+    longer = with_phases(config, dataclasses.replace(one, schedule=schedule, tokens=2 * one.tokens))
+    appended = with_phases(config, *before.phases, dataclasses.replace(one, name="more", schedule=None))
+    for after in (longer, appended):
+        check_past(before, after, step, rates=False)
+        if fits:
+            check_past(before, after, step)
+            continue
+        with pytest.raises(
+            InputError, match=rf"^phases\.train: the {schedule.shape} schedule spanned 1,536 .* now spans"
+        ):
+            check_past(before, after, step)
+    own = dataclasses.replace(one, name="more", schedule=COSINE)
+    check_past(before, with_phases(config, *before.phases, own), step)
+
+
+def test_a_run_can_become_shorter_down_to_what_is_done(config):
+    (one,) = config.phases
+    shorter = with_phases(config, dataclasses.replace(one, tokens=640, schedule=CONSTANT))
+    before = with_phases(config, dataclasses.replace(one, schedule=CONSTANT))
+    check_past(before, shorter, 5)
+    with pytest.raises(InputError, match=r"^phases\.train\.tokens is 640, but 768 tokens of that phase are done"):
+        check_past(before, shorter, 6)
+    bigger = dataclasses.replace(before, train=dataclasses.replace(config.train, batch=BatchConfig(tokens=256)))
+    with pytest.raises(InputError, match=r"train\.batch"):
+        check_past(before, bigger, 6)
+
+
+def test_changes_are_recorded_once_with_their_step(config, begun):
+    (one,) = config.phases
+    changed = change(config, {"train.spike.threshold": 20.0, "train.log_every": 7})
+    changed = with_phases(changed, dataclasses.replace(one, tokens=2048))
+    record_changes(begun, config, 3)
+    assert not (begun / CHANGES).exists()
+    for _ in range(2):
+        record_changes(begun, changed, 5)
+        (line,) = (begun / CHANGES).read_text().splitlines()
+        assert json.loads(line) == {
+            "step": 5, "changes": {"phases.train.tokens": [1536, 2048], "train.spike.threshold": [10.0, 20.0]}
+        }  # fmt: skip
+        assert load_config(begun / CONFIG) == changed
+        (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
+
+
+@pytest.mark.parametrize(
+    ("sources", "key"),
+    [
+        ({"web": SourceConfig("web")}, r"data\.sources\.web\.max_epochs was absent and is now null"),
+        ({"code": SourceConfig("code", 2.0)}, r"data\.sources\.code\.max_epochs was null and is now 2\.0"),
+        ({}, r"data\.sources\.code\.max_epochs was null and is now absent"),
+        ({"code": SourceConfig("code"), "web": SourceConfig("w")}, r"data\.sources\.web\.max_epochs was absent"),
+    ],
+)
+def test_other_sources_are_another_configuration(config, sources, key):
+    before = change(config, {"data.sources": Table({"code": SourceConfig("code")})})
+    with claimed(before) as folder:
+        pass
+    refused(change(config, {"data.sources": Table(sources)}), folder, key)
+    with claimed(before):
+        pass
+
+
+def test_a_source_can_be_moved(config):
+    with claimed(change(config, {"data.sources": Table({"code": SourceConfig("code")})})):
+        pass
+    with claimed(change(config, {"data.sources": Table({"code": SourceConfig("elsewhere")})})):
+        pass
+
+
+def test_a_folder_can_be_moved(config, begun, tmp_path):
+    begun.rename(tmp_path / "elsewhere")
+    with claimed(change(config, {"run_dir": str(tmp_path / "elsewhere")})):
+        pass
+
+
+@pytest.mark.parametrize("key", ["model.qk_gain", "train.warp"])
+def test_a_key_that_no_longer_exists_is_named(config, begun, key):
+    section, _, name = key.partition(".")
+    tree = to_dict(config)
+    tree[section][name] = 7
+    (begun / CONFIG).write_text(yaml.safe_dump(tree))
+    refused(config, begun, rf"{key} was 7 and is now absent")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"a list", b"- 1", b"a: [", b"\xff\xfe\xff", b"model: {vocab_size", b"[" * 2000, b"phases: [{}]"],
+    ids=lambda c: c[:20].decode("latin1"),
+)
+def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
+    (begun / CONFIG).write_bytes(content)
+    refused(config, begun, r"cannot be read, so it is not known which run|holds a run of another configuration")
+
+
+@pytest.mark.parametrize("name", [METRICS, CHECKPOINTS])
+def test_a_run_without_a_configuration_is_refused(config, begun, name):
+    (begun / CONFIG).unlink()
+    if name == METRICS:
+        (begun / CHECKPOINTS).rmdir()
+    else:
+        (begun / METRICS).unlink()
+    refused(config, begun, f"holds {name} but no {CONFIG}")
+
+
+def test_a_file_in_the_way_is_refused(config, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    refused(config, tmp_path, "run_dir is .* which is a file, but must be a folder")
+    below = change(config, {"run_dir": str(tmp_path / "run" / "below")})
+    refused(below, tmp_path, "run_dir is .* cannot be written to: ")
+
+
+def test_one_process_at_a_time_and_the_next_one_after_a_kill(config):
+    code = (
+        "import sys; from zaya_jax.config import load_config; from zaya_jax.run.folder import open_run\n"
+        "with open_run(load_config(sys.argv[1])) as folder: print('open', flush=True); sys.stdin.read()\n"
+    )
+    path = f"{config.run_dir}.yaml"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, path], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout.readline() == b"open\n"
+        with pytest.raises(InputError, match="Another process is training in"), claimed(config):
+            pass
+        holder.kill()
+    with claimed(config), pytest.raises(InputError, match="Another process"), claimed(config):
+        pass
+    with claimed(config):
+        pass
+
+
+def test_the_lock_is_let_go_after_an_error(config):
+    with pytest.raises(KeyError), claimed(config):
+        raise KeyError
+    with claimed(config):
+        pass

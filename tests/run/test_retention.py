@@ -1,0 +1,175 @@
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.checkpoint.test_restore import data_file, flip
+from tests.checkpoint.test_store import ABOUT, abstract_state, make_state, open_store
+from tests.train_helpers import differing
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.restore import restore_newest
+from zaya_jax.config import CheckpointConfig
+from zaya_jax.errors import RunStopped
+from zaya_jax.run.checkpoints import describe_saved, remove, saved_steps
+from zaya_jax.run.retention import Saved, steps_to_keep
+
+LOSSES = st.none() | st.floats(allow_nan=True, width=16)
+SAVED = st.lists(
+    st.builds(Saved, st.integers(0, 60), LOSSES, st.booleans(), st.booleans()),
+    max_size=12,
+    unique_by=lambda one: one.step,
+)
+CONFIGS = st.builds(
+    CheckpointConfig, keep=st.integers(1, 4), keep_every=st.none() | st.integers(1, 20), keep_best=st.integers(0, 3)
+)
+
+
+@settings(max_examples=200)
+@given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5))
+def test_what_must_stay_stays_and_no_more(saved, config, read):
+    kept = steps_to_keep(saved, config, read)
+    steps = sorted(one.step for one in saved)
+    assert kept <= set(steps)
+    verified = [one.step for one in saved if one.verified or one.step in read]
+    assert not verified or max(verified) in kept
+    assert set(steps[-config.keep :]) <= kept
+    assert {one.step for one in saved if one.pinned} <= kept
+    rest = kept - set(steps[-config.keep :]) - {one.step for one in saved if one.pinned} - {max(verified, default=None)}
+    if config.keep_every:
+        assert {step for step in steps if step % config.keep_every == 0} <= kept
+        rest -= {step for step in steps if step % config.keep_every == 0}
+    looked = {
+        one.step: one.heldout_loss for one in saved if one.heldout_loss is not None and not math.isnan(one.heldout_loss)
+    }
+    assert rest <= set(looked)
+    assert len(rest) <= config.keep_best
+    best = sorted(looked.values())[: config.keep_best]
+    assert sorted(looked[step] for step in looked if step in kept)[: len(best)] == best
+    assert steps_to_keep([one for one in saved if one.step in kept], config, read) == kept  # once is enough
+    assert steps_to_keep(list(reversed(saved)), config, read) == kept
+
+
+@given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5), st.integers(61, 99))
+def test_one_more_that_was_not_read_never_costs_the_last_verified_one(saved, config, read, new):
+    verified = [one.step for one in saved if one.verified or one.step in read]
+    while saved and verified:
+        saved = [one for one in saved if one.step in steps_to_keep(saved, config, read)]
+        assert max(verified) in [one.step for one in saved]
+        saved, new = [*saved, Saved(new)], new + 1
+        if new > 120:
+            break
+
+
+def test_the_best_are_those_of_lowest_loss_and_of_equals_the_newer():
+    saved = [Saved(1, 2.0), Saved(2, 1.0), Saved(3, 1.0), Saved(4, 3.0), Saved(5, math.nan), Saved(6)]
+    assert steps_to_keep(saved, CheckpointConfig(keep=1, keep_best=1)) == {3, 6}
+    assert steps_to_keep(saved, CheckpointConfig(keep=1, keep_best=3)) == {1, 2, 3, 6}
+
+
+def restored(store):
+    return restore_newest(store, lambda manifest: abstract_state(3), lambda said: None)
+
+
+class History:
+    """A folder of checkpoints, what happens to it, and what is known of each: the model that the store is held to."""
+
+    def __init__(self, folder, **config):
+        self.folder, self.config = folder, config
+        self.store, self.step = open_store(folder, **config), 0
+        self.verified, self.damaged = set(), set()
+
+    def save(self, _):
+        self.step += 1
+        self.store.save(self.step, make_state(self.step), ABOUT)
+        assert self.store.settle()
+        self.damaged.discard(self.step)
+        if self.config["verify"] == "readback":
+            self.verified.add(self.step)
+
+    def restart(self, _):
+        self.store.__exit__(None)
+        whole = set(saved_steps(self.folder)) - self.damaged
+        self.store = open_store(self.folder, **self.config)
+        if not whole:
+            with pytest.raises(RunStopped):
+                restored(self.store)
+            self.store.__exit__(None)
+            raise StopIteration
+        found = restored(self.store)
+        assert found is not None
+        self.step = found.manifest.step
+        assert self.step == max(whole)
+        assert not differing(found.state, make_state(self.step))
+        self.verified.add(self.step)
+        self.store.take_over(self.step)
+
+    def prune(self, _):
+        """As another process does, by command."""
+        saved = describe_saved(self.folder)
+        for one in {one.step for one in saved} - steps_to_keep(saved, CheckpointConfig(**self.config)):
+            remove(self.folder, one)
+
+    def corrupt(self, index):
+        there = saved_steps(self.folder)
+        if there:
+            one = there[index % len(there)]
+            if one not in self.damaged:  # for a second flip could undo the first
+                flip(data_file(self.folder / str(one)), 30)
+            self.damaged.add(one)
+
+    def lose_manifest(self, index):
+        there = saved_steps(self.folder)
+        if there:
+            one = there[index % len(there)]
+            next((self.folder / str(one)).glob("manifest-*")).unlink()
+            self.damaged.add(one)
+
+    def known(self):
+        """The steps of the checkpoints that were found whole and that nothing has been seen of since."""
+        return self.verified & set(saved_steps(self.folder))
+
+
+ACTIONS = ("save", "restart", "prune", "corrupt", "lose_manifest")
+
+
+@pytest.mark.parametrize("verify", ["hash", "readback"])
+@given(
+    actions=st.lists(st.tuples(st.sampled_from((*ACTIONS, "save", "restart")), st.integers(0, 9)), max_size=8),
+    keep=st.integers(1, 2),
+)
+def test_whatever_happens_the_last_verified_one_stays(tmp_path_factory, verify, actions, keep):
+    """With real folders: saving and pruning remove no checkpoint that was read, found whole and is the newest such."""
+    history = History(tmp_path_factory.mktemp("run"), keep=keep, verify=verify)
+    history.save(0)
+    try:
+        for action, index in actions:
+            before = history.known()
+            getattr(history, action)(index)
+            if action in ("save", "prune") and before:
+                assert max(history.known(), default=0) >= max(before), (action, before)
+            for one in set(saved_steps(history.folder)) & history.verified - history.damaged:
+                assert verify_checkpoint(history.folder / str(one)) == []
+    except StopIteration:
+        return
+    history.store.__exit__(None)
+
+
+def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):
+    for step in (1, 2, 3, 4):
+        with open_store(tmp_path, keep=1) as store:
+            if step == 2:
+                assert restored(store) is not None
+            store.save(step, make_state(step), ABOUT)
+    assert saved_steps(tmp_path) == [1, 4]
+    assert [one.verified for one in describe_saved(tmp_path)] == [True, False]
+
+
+def test_what_cannot_be_read_or_does_not_count_is_not_counted(tmp_path):
+    with open_store(tmp_path, keep=5) as store:
+        for step in (1, 2, 3):
+            store.save(step, make_state(step), {**ABOUT, "heldout_loss": float(step)})
+    flip(next((tmp_path / "2").glob("manifest-*")), 30)
+    assert describe_saved(tmp_path) == [Saved(1, 1.0), Saved(3, 3.0)]
+    (tmp_path / "1" / "PINNED").touch()
+    assert describe_saved(tmp_path)[0] == Saved(1, 1.0, pinned=True)

@@ -1,0 +1,150 @@
+"""Real signals to a real process; tests/parallel/test_preemption.py has those that a run saves for."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.compile_helpers import CHEAP
+from tests.train_helpers import ROOT, write_run
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.signals import NAMES, Listener
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c_arrives():
+    """A shell starts background jobs with Ctrl-C ignored, which processes hand on; what is handled they do not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def start(path, *overrides):
+    """Start a run in a new process group, as a terminal does, and wait until its signal handlers are installed."""
+    environment = {**os.environ, "XLA_FLAGS": CHEAP}
+    run = subprocess.Popen(
+        [sys.executable, "-m", "zaya_jax.main", "--config", str(path), "sample.tokens=1", *overrides], cwd=ROOT,
+        env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    while not _listens(run.pid):
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.001)
+    return run
+
+
+def _listens(pid):
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt")).split()[1], 16)
+    return bool(caught >> (signal.SIGTERM - 1) & 1)  # which Python leaves alone
+
+
+@pytest.mark.parametrize("number", NAMES)
+def test_a_process_that_imports_ends_at_once_with_a_sentence(tmp_path, number):
+    run = start(write_run(tmp_path))
+    time.sleep(0.3)
+    os.killpg(run.pid, number)
+    said = run.communicate(timeout=20)[0]
+    assert run.returncode == 128 + number
+    assert said.startswith(f"Stopped by {NAMES[number]}.")
+    assert said.count("\n") == 1
+    assert "newest checkpoint" not in said
+
+
+def test_listeners_nest_and_leave_nothing_behind():
+    outer, inner = [], []
+    before = signal.getsignal(signal.SIGTERM)
+    with Listener(outer.append) as first:
+        with Listener(inner.append) as second:
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not inner:
+                time.sleep(0.001)
+            second.pass_on(signal.SIGTERM)
+        while not outer:
+            time.sleep(0.001)
+        assert (first.nested, second.nested) == (False, True)
+    assert (outer, inner) == ([signal.SIGTERM], [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_a_signal_is_answered_though_nobody_reads_the_output_any_more(presses):
+    code = """if True:
+        import os, signal, sys, time
+        from zaya_jax.run.signals import NAMES, Listener, say_and_exit, warn
+        seen = []
+        def answer(number):
+            seen.append(number)
+            warn("first") if len(seen) < int(sys.argv[1]) else say_and_exit("last", 128 + number)
+        Listener(answer).__enter__()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5 if len(seen) == int(sys.argv[1]) else 0.3)
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        run = subprocess.run([sys.executable, "-c", code, str(presses)], cwd=ROOT, stdout=writer, stderr=writer,
+                             check=False, timeout=20)  # fmt: skip
+    finally:
+        os.close(writer)
+    assert run.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [0, 1])
+def test_at_any_moment_one_or_two_signals_end_a_run_and_the_next_start_resumes(tmp_path, workers):
+    path, rng = write_run(tmp_path), random.Random(workers)
+    settings = ['phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=50",
+                "evaluation.every=70", f"data.workers={workers}"]  # fmt: skip
+    whole = start(path, *settings, f"run_dir={tmp_path / 'whole'}")
+    began = time.monotonic()
+    assert "Run folder" in whole.communicate()[0]
+    length = time.monotonic() - began
+    for _ in range(12):
+        run = start(path, *settings)
+        number, presses = rng.choice(list(NAMES)), rng.choice((1, 2))
+        time.sleep(rng.uniform(0, 1.1 * length))
+        for _ in range(presses):
+            if run.poll() is None:
+                os.killpg(run.pid, number)
+            time.sleep(0.05)
+        said = run.communicate(timeout=60)[0]
+        assert run.returncode in (128 + number, 0), said
+        assert "Traceback" not in said
+        assert "leaked" not in said
+        assert "Error" not in said
+    assert "Run folder" in start(path, *settings).communicate()[0]
+    assert (tmp_path / "run" / METRICS).read_bytes() == (tmp_path / "whole" / METRICS).read_bytes()
+
+
+@pytest.mark.soak
+def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_path):
+    settings = ['phases=[{"tokens": 384000, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=10000",
+                "evaluation.every=10000", "data.workers=2"]  # fmt: skip
+    run, metrics = start(write_run(tmp_path), *settings), tmp_path / "run" / METRICS
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 20:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.02)
+    listed = subprocess.run(
+        ["ps", "-o", "pid,args", "--ppid", str(run.pid)], capture_output=True, text=True, check=True
+    )
+    workers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
+    assert len(workers) == 2
+    os.kill(workers[0], signal.SIGKILL)
+    said = run.communicate(timeout=60)[0]
+    assert run.returncode == 1
+    assert "Traceback" not in said
+    assert "leaked" not in said
+    last = said.splitlines()[-1]
+    assert last.startswith("Stopped: A process that reads data was killed (signal 9), as happens where memory runs out")
+    assert "data.workers, now 2" in last
+    (step,) = saved_steps(tmp_path / "run" / "checkpoints")
+    assert f"Step {step} is saved." in last
+    assert metrics.read_bytes().count(b"\n") == step

@@ -1,0 +1,167 @@
+"""Small trainings that are compared with one another: learning curves without run folders, one a core at a time."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.config import (
+    AdamWConfig,
+    BalanceConfig,
+    BatchConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from zaya_jax.config.stages import stages
+from zaya_jax.data.convert import end_with_parent
+
+CONTEXT = 128
+BATCH = 2048  # tokens a step
+
+
+class Trial(NamedTuple):
+    """A training to be done.
+
+    Attributes:
+      name: what it is called in the result.
+      config: of the run; its `run_dir` is not touched.
+      every: steps between two looks at the held-out loss.
+      crowd: what is added to the router's logits of the first two experts at the start.
+    """
+
+    name: str
+    config: Config
+    every: int = 10
+    crowd: float = 0.0
+
+
+class Curve(NamedTuple):
+    """What a training gave.
+
+    Attributes:
+      heldout: pairs of a step and the held-out loss after it, nats/token.
+      entropy: of each step, the normalised entropy of the expert load, mean over layers.
+      seconds: that it took.
+    """
+
+    heldout: list[tuple[int, float]]
+    entropy: list[float]
+    seconds: float
+
+    @property
+    def final(self) -> float:
+        """The last held-out loss."""
+        return self.heldout[-1][1]
+
+
+def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
+    """1.65M parameters on the embedded corpus, at rates that stay after a short warm-up.
+
+    Args:
+      cache: folder for prepared data.
+      steps: of `batch` tokens.
+      seed: of the parameters and of the order of the data.
+      batch: tokens a step, a multiple of `BATCH`, of which so many are worked through at once.
+      **changes: sections of the configuration.
+    """
+    config = Config(
+        ModelConfig(
+            vocab_size=2048, hidden_size=128, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=32,
+            num_experts=8, expert_size=128, router_size=32, max_positions=CONTEXT, rope_base=1.0e4,
+        ),
+        (PhaseConfig(steps * batch, schedule=ScheduleConfig("constant", warmup_tokens=10 * batch)),),
+        seed=seed,
+        data=DataConfig(context=CONTEXT, cache_dir=str(cache)),
+        optimizer=OptimizerConfig(
+            muon=MuonConfig(learning_rate=0.02, iterates="float32"),
+            adamw=AdamWConfig(learning_rate=0.018),
+            balance=BalanceConfig(learning_rate=0.02),
+        ),
+        train=TrainConfig(batch=BatchConfig(tokens=batch, micro=BATCH // CONTEXT)),
+        evaluation=EvaluationConfig(batch=32, batches=8),
+    )  # fmt: skip
+    config = replace(config, **changes)
+    config.check()
+    return config
+
+
+def run_trials(trials: Sequence[Trial], say: Callable[[str], None]) -> list[Curve]:
+    """Do all trials, as many at once as there are cores, each on one core of its own.
+
+    Args:
+      trials: what is done, in this order.
+      say: called with a line for each that is done.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    free = context.SimpleQueue()
+    for core in cores:
+        free.put(core)
+    curves = []
+    with ProcessPoolExecutor(len(cores), context, _take_core, (free, os.getpid())) as pool:
+        for trial, curve in zip(trials, pool.map(run_trial, trials), strict=True):
+            say(f"{trial.name}: held-out {curve.final:.4f} nats/token, {curve.seconds:.0f} s")
+            curves.append(curve)
+    return curves
+
+
+def _take_core(free: Any, parent: int) -> None:
+    end_with_parent(parent)
+    os.sched_setaffinity(0, {free.get()})
+
+
+def run_trial(trial: Trial) -> Curve:
+    """Train as a run does, through all phases, and look at the loss now and then."""
+    import jax
+
+    from zaya_jax.data.pipeline import heldout_batches, train_batches
+    from zaya_jax.data.sources import open_sources
+    from zaya_jax.evaluate.heldout import evaluate_each, together
+    from zaya_jax.train.compiled import CompiledSteps, step_key
+    from zaya_jax.train.state import init_state, layout_of, make_blueprint, mesh_of
+
+    begun, config = time.monotonic(), trial.config
+    layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
+    prepared = open_sources(config)
+    watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
+               for name in prepared.sources}  # fmt: skip
+    state = jax.jit(lambda: init_state(config, make_blueprint(config)))()
+    state = jax.device_put(state, layout.shardings(state))
+    state = replace(state, params=_crowded(state.params, trial.crowd))
+    heldout, entropy, step = [], [], 0
+    with train_batches(config, prepared) as batches, CompiledSteps(config) as compiled:
+        for stage in stages(config):
+            train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
+            while step < stage.end:
+                state, metrics = train_step(state, layout.place(next(batches), count), {})
+                step += 1
+                entropy.append(float(metrics["load_entropy"].mean()))
+                if step % trial.every == 0:
+                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
+                    heldout.append((step, together(found).nats_per_token))
+    return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
+
+
+def _crowded(params: dict[str, Any], offset: float) -> dict[str, Any]:
+    """Parameters whose routers add `offset` to the logits of the first two experts, whatever the token."""
+    import jax
+
+    new = dict(params)
+    for name, output in params.items():
+        if offset and name.endswith("router.output") and name.replace("output", "hidden2_bias") in params:
+            bias = name.replace("output", "hidden2_bias")
+            new[bias] = params[bias] + 1.0  # so that what the output matrix sees has a mean
+            mean = float(jax.nn.gelu(1.0, approximate=False)) * output.shape[-2]
+            new[name] = output.at[..., :2].add(offset / mean)
+    return new

@@ -1,0 +1,165 @@
+"""The text files of a folder as a source: tokenizer, token shards, compressor baselines, made once and kept."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from zaya_jax.config import Config
+from zaya_jax.data.baselines import compressor_baselines, end_of
+from zaya_jax.data.convert import save_lengths
+from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
+from zaya_jax.data.manifest import (
+    FORMAT,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    describe_file,
+    digest_of,
+    read_manifest,
+    write_manifest,
+)
+from zaya_jax.data.prepare import TOKENIZER
+from zaya_jax.data.shards import ShardWriter, token_dtype
+from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import locked
+
+BASELINES = "baselines.json"
+
+_SHARD_BYTES = 64 * 2**20  # of records; large files, since parallel file systems dislike many small ones
+
+
+def open_corpus(config: Config) -> tuple[Path, Manifest]:
+    """Find the prepared corpus of `config`, or make it.
+
+    The folder is `data.cache_dir/DIGEST`. It appears under that name whole or not at all. Of several processes
+    on one file system one prepares and the others wait; what a killed one left behind is removed.
+
+    Args:
+      config: `data` and `model.vocab_size` are used.
+
+    Returns:
+      The folder and its manifest.
+
+    Raises:
+      InputError: the corpus, the vocabulary or `data.cache_dir` cannot be used (the message says why), the corpus
+        changed meanwhile, or a file of the folder is missing or has another size.
+    """
+    corpus = find_corpus(config.data)
+    corpus_digest = corpus.digest()
+    content = digest_of(FORMAT, corpus_digest, sorted(config.data.suffixes), config.data.heldout_fraction,
+                        config.model.vocab_size)  # fmt: skip
+    folder = Path(config.data.cache_dir).expanduser() / content
+    if not folder.exists():
+        with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
+            if not folder.exists():  # another process may have made it while this one waited
+                _prepare(config, corpus, corpus_digest, content, folder)
+    return folder, read_manifest(folder, cache_remedy(folder))
+
+
+def cache_remedy(folder: Path) -> str:
+    """What to do about a damaged folder of the cache."""
+    return f"Delete the folder {folder}, so that the next run prepares it anew."
+
+
+def read_baselines(folder: Path) -> dict[str, float]:
+    """Bits per byte of the held-out text, see `compressor_baselines`."""
+    return json.loads((folder / BASELINES).read_text(encoding="utf-8"))
+
+
+def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, folder: Path) -> None:
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # a killed preparation's; the lock says that none is alive
+    partial.mkdir()
+    try:
+        vocab_size = config.model.vocab_size
+        with stage(f"training a tokenizer of {vocab_size} tokens on {len(corpus.train)} files"):
+            tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
+            tokenizer.save(partial / TOKENIZER)
+        entries = {}
+        for split in SPLITS:
+            with stage(f"encoding the {split} split, {len(corpus.files(split))} files"):
+                documents = tokenizer.encode_all(corpus.texts(split))
+                entries[split] = write_split(partial, split, documents, tokenizer, corpus.text_bytes(split))
+        with stage("measuring gzip and xz on the held-out split"):
+            train = end_of(map(corpus.read, reversed(corpus.train)))
+            baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
+            (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
+        if find_corpus(config.data).digest() != corpus_digest:  # the texts were read several times
+            raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; start again.")
+        manifest = Manifest(
+            format=FORMAT,
+            kind="tokens",
+            inputs=content,
+            content=content,
+            dtype=token_dtype(tokenizer.vocab_size).str,
+            tokenizer=describe_file(partial / TOKENIZER),
+            eot=tokenizer.eot_text,
+            bos=tokenizer.eot_text,
+            eos=tokenizer.eot_text,
+            counts={},
+            examples=(),
+            extras=(describe_file(partial / BASELINES),),
+            **entries,
+        )
+        write_manifest(partial, manifest)
+        os.replace(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, text_bytes: int,
+                *, shard_bytes: int = _SHARD_BYTES) -> SplitEntry:  # fmt: skip
+    """Write each document as the token that begins one, its tokens, and the token that ends one.
+
+    Args:
+      folder: an existing folder; gets the shards and the lengths of the split.
+      split: what their names begin with.
+      documents: token ids of each.
+      tokenizer: they are of.
+      text_bytes: UTF-8 bytes of the split's texts, for the entry.
+      shard_bytes: bytes of records that fill a shard.
+
+    Returns:
+      The split's entry in the manifest.
+    """
+    dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
+    records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
+    while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths, shard_bytes):
+        shards.append(entry)
+    written = save_lengths(folder / f"{split}-lengths.npy", np.array(lengths, np.int64))
+    return SplitEntry(tuple(shards), written, len(lengths), sum(lengths), text_bytes)
+
+
+def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int], limit: int) -> ShardEntry | None:
+    """Write records until the shard is full, and add their lengths; None where there was none."""
+    with ShardWriter(path) as writer:
+        filled = 0
+        for record in records:
+            writer.write(record.tobytes())
+            lengths.append(len(record))
+            filled += record.nbytes
+            if filled >= limit:
+                break
+        return writer.finish()
+
+
+@contextmanager
+def stage(what: str) -> Iterator[None]:
+    """Say on stderr what happens now and, once it has, how long it took."""
+    print(f"data: {what} ...", end=" ", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    outcome = "stopped after"
+    try:
+        yield
+        outcome = "done in"
+    finally:
+        print(f"{outcome} {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Accelerators by name: data sheets, and presets of flags and timeouts."""

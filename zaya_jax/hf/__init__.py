@@ -1,0 +1,1 @@
+"""Folders of `transformers`: import, export and comparison, and adapters."""

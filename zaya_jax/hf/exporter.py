@@ -1,0 +1,156 @@
+"""A folder for `transformers`, either layout, written layer by layer from wherever the parameters are."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.checkpoint.finite import is_finite, not_finite
+from zaya_jax.config import ModelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.hf.config import to_hf
+from zaya_jax.hf.folder import INDEX
+from zaya_jax.hf.legacy import legacy_tensors
+from zaya_jax.hf.legacy_config import to_legacy
+from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
+from zaya_jax.hf.tensors import Tensor, is_bias, tensors
+from zaya_jax.run.files import sync_folder
+from zaya_jax.run.tokenizer_folder import TOKENIZER_FILES, special_ids, tokenizer_files
+
+Layout = Literal["hf", "legacy"]
+LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
+    "hf": (to_hf, tensors),
+    "legacy": (to_legacy, legacy_tensors),
+}
+_WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *TOKENIZER_FILES)
+_BLOCK = 2**26  # bytes of a tensor cast at once
+
+Read = Callable[[str, int | None], np.ndarray]
+
+
+def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
+                 layout: Layout = "hf", carry: str | Path | None = None,
+                 max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
+    """Write a model; the folder appears whole or not at all. One process does it.
+
+    The host holds one layer's part of one parameter at a time, as `read` gives it.
+
+    Args:
+      folder: new, or an empty one.
+      config: the architecture.
+      read: from a parameter's name (`model.tree`) and the index in its stack (None where it is not stacked) to its
+        value, [...] without the stack.
+      dtype: of the parameters in the folder; balancing biases are fp32 whatever it is.
+      layout: 'hf', that of `transformers` (zaya1.md §12.1), or 'legacy' (§12.2).
+      carry: a folder whose tokenizer, chat template and generation files, and special tokens in `config.json`, are
+        taken along.
+      max_shard_bytes: of a file, unless it is of one larger tensor.
+
+    Raises:
+      InputError: `folder` is not free, `carry` is no folder, the layout has no form of the architecture, or a value
+        is not finite in `dtype`; there is no folder then.
+    """
+    kind, folder = np.dtype(jnp.dtype(dtype)), Path(folder).expanduser()
+    if kind not in DTYPES.values():
+        raise InputError(f"The dtype is {kind.name}, but a folder's parameters are one of "
+                         f"{', '.join(one.name for one in DTYPES.values())}.")  # fmt: skip
+    describe, names = LAYOUTS[layout]
+    described = describe(config, kind.name)
+    carried = _carried(carry, described)
+    _check_free(folder)
+    partial = folder.with_name(f"{folder.name}.partial")
+    _remove_remains(partial)
+    partial.mkdir(parents=True)
+    try:
+        _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
+        for path in carried:
+            shutil.copyfile(path, partial / path.name)
+        (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+        sync_folder(partial)
+        partial.replace(folder)
+    except BaseException:
+        shutil.rmtree(partial)
+        raise
+
+
+def read_arrays(values: Mapping[str, jax.Array]) -> Read:
+    """`write_folder`'s `read` from parameters and balancing biases on devices of this process."""
+    return lambda name, group: np.asarray(values[name] if group is None else values[name][group])
+
+
+def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype, most: int) -> None:
+    described = {one.name: Described(np.dtype(np.float32) if is_bias(one.leaf) else dtype, one.shape) for one in rows}
+    shards: list[list[Tensor]] = [[]]
+    size = 0
+    for row in rows:
+        size += described[row.name].bytes
+        if shards[-1] and size > most:
+            shards.append([])
+            size = described[row.name].bytes
+        shards[-1].append(row)
+    weight_map = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        content = ((row.name, _pieces(row, read, described[row.name].dtype)) for row in shard)
+        write_file(folder / name, {row.name: described[row.name] for row in shard}, content)
+        weight_map.update(dict.fromkeys((row.name for row in shard), name))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(one.bytes for one in described.values())}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
+    """A tensor's bytes, cast and laid out a few rows at a time."""
+    ours = read(tensor.leaf, tensor.group)
+    x = tensor.to_theirs(ours if tensor.part is None else ours[tensor.part])
+    rows = max(1, _BLOCK // max(1, x[:1].nbytes))
+    for at in range(0, len(x), rows):
+        with np.errstate(over="ignore"):
+            block = np.ascontiguousarray(x[at : at + rows].astype(dtype, copy=False))
+        if not is_finite(block):
+            raise not_finite(f"The tensor {tensor.name}", np.ascontiguousarray(x[at : at + rows]), dtype,
+                             "export an earlier checkpoint")  # fmt: skip
+        yield block.reshape(-1).view(np.uint8).data
+
+
+def _latest(read: Read) -> Read:
+    """`read`, its last result kept: a legacy folder's experts come out of it one by one."""
+    last: list[Any] = [None, None]
+
+    def found(name: str, group: int | None) -> np.ndarray:
+        if last[0] != (name, group):
+            last[:] = None, None  # given back before the next one is taken
+            last[:] = (name, group), read(name, group)
+        return last[1]
+
+    return found
+
+
+def _check_free(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise InputError(f"{folder} exists and is not an empty folder; a model is saved into a new one.")
+
+
+def _remove_remains(partial: Path) -> None:
+    """Remove what a killed export left, and nothing else."""
+    if not partial.exists():
+        return
+    if not partial.is_dir() or not all(any(one.match(form) for form in _WRITTEN) for one in partial.iterdir()):
+        raise InputError(f"{partial} is in the way: it holds more than an export that was cut off. Move it away.")
+    shutil.rmtree(partial)
+
+
+def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
+    """The files to copy; the special tokens go into `described`."""
+    if carry is None:
+        return []
+    carry = Path(carry).expanduser()
+    if not carry.is_dir():
+        raise InputError(f"{carry} is no folder, so that no tokenizer can be taken from it.")
+    described.update(special_ids(carry))
+    return tokenizer_files(carry)

@@ -1,0 +1,139 @@
+"""Parameters out of a folder of `transformers`, tensor by tensor, straight into the devices' parts.
+
+Of the whole, the host holds one piece of one tensor at a time: it is mapped from the file, copied to the devices in the
+dtype it is stored in, cast and put into its place there. Every process maps the same files and reads of them what its
+own devices take.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.checkpoint.finite import not_finite
+from zaya_jax.errors import InputError
+from zaya_jax.hf.folder import Folder
+from zaya_jax.hf.safetensors import Stored
+from zaya_jax.hf.tensors import FIRST_GAMMA, Tensor
+
+PIECE = 2**28  # bytes of a tensor under way at once
+
+
+def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """The parameters and the balancing biases of a folder.
+
+    Args:
+      folder: found good by `open_folder`.
+      abstract: by the names of `model.tree`, the shape, dtype and sharding of each.
+
+    Returns:
+      Arrays as `abstract` says; the first layer's router state scale, which no folder has, is one.
+
+    Raises:
+      InputError: `abstract` is of another architecture than the folder, in which case nothing is allocated, or a
+        tensor is NaN or infinite somewhere, as stored or in the dtype of `abstract`; it is named.
+    """
+    _check(folder, abstract)
+    made = _allocate(abstract)
+    for tensor in folder.tensors:
+        stored = folder.stored[tensor.name]
+        made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
+        if not finite:
+            raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
+                             "the model would compute NaN")  # fmt: skip
+    return made
+
+
+def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    leaves = {tensor.leaf for tensor in folder.tensors} | {FIRST_GAMMA}
+    for name in [*(leaves - set(abstract)), *(set(abstract) - leaves)]:
+        where = "in the folder" if name in leaves else "asked for"
+        raise InputError(f"The parameter {name} is only {where}, so that {folder.path} is of another architecture.")
+    for tensor in folder.tensors:
+        shape = tensor.to_ours(np.broadcast_to(np.uint8(0), tensor.shape)).shape
+        if tensor.part is not None:
+            shape = (tensor.part.stop, *shape[1:])
+        wanted = abstract[tensor.leaf].shape[0 if tensor.group is None else 1 :]
+        fits = shape == wanted or (tensor.part is not None and shape[1:] == wanted[1:] and shape[0] <= wanted[0])
+        if not fits or (tensor.group is not None and tensor.group >= abstract[tensor.leaf].shape[0]):
+            raise InputError(f"The tensor {tensor.name} in {folder.path} does not fit the parameter {tensor.leaf} of "
+                             f"shape {list(abstract[tensor.leaf].shape)}.")  # fmt: skip
+
+
+def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def start() -> dict[str, jax.Array]:
+        return {name: jnp.full(x.shape, float(name == FIRST_GAMMA), x.dtype) for name, x in abstract.items()}
+
+    return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
+
+
+def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> tuple[jax.Array, bool]:
+    """`leaf` with a tensor in its place, and whether that is finite; `leaf` is donated."""
+    whole = tensor.to_ours(stored.open())  # a view: nothing is read yet
+    if whole.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        with np.errstate(over="ignore"):  # which is found below
+            whole = whole.astype(np.float32)
+    finite = True
+    stack = leaf.ndim - whole.ndim
+    starts = {} if tensor.group is None else {0: tensor.group}
+    if tensor.part is not None:
+        starts[stack] = tensor.part.start
+    spec = _spec(leaf, stack)
+    axis, step = _cut(whole, spec)
+    for at in range(0, max(whole.shape[axis], 1), step):
+        piece = whole[(slice(None),) * axis + (slice(at, at + step),)]
+        here = dict(starts)
+        if piece.shape != whole.shape:
+            here[stack + axis] = starts.get(stack + axis, 0) + at
+        placed = jax.make_array_from_callback(
+            piece.shape, _piece_sharding(leaf, piece, spec, stack), lambda i, x=piece: np.ascontiguousarray(x[i])
+        )
+        leaf, good = _writer(leaf.sharding)(leaf, placed, {axis: np.int32(start) for axis, start in here.items()})
+        finite = finite and bool(good)  # waits: or the host would run ahead and hold many pieces
+    return leaf, finite
+
+
+def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
+    """How the axes behind the stack are split over the mesh; of no sharding but a named one is that known."""
+    if not isinstance(leaf.sharding, NamedSharding):
+        return (None,) * (leaf.ndim - stack)
+    spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
+    return spec[stack : leaf.ndim]
+
+
+def _cut(whole: np.ndarray, spec: tuple[Any, ...]) -> tuple[int, int]:
+    """The axis along which a tensor is cut into pieces, one that is not split over devices, and a piece's length."""
+    free = [axis for axis, over in enumerate(spec) if over is None] or [0]
+    axis = max(free, key=lambda axis: whole.strides[axis] if whole.shape[axis] > 1 else 0)
+    count = max(1, math.ceil(whole.nbytes / PIECE))
+    return axis, max(1, math.ceil(whole.shape[axis] / count))
+
+
+def _piece_sharding(leaf: jax.Array, piece: np.ndarray, spec: tuple[Any, ...], stack: int) -> jax.sharding.Sharding:
+    """A piece is split as its parameter is, except along axes of which it is a part."""
+    if not isinstance(leaf.sharding, NamedSharding):
+        return leaf.sharding
+    kept = [over if size == full else None for over, size, full in zip(spec, piece.shape, leaf.shape[stack:],
+                                                                       strict=True)]  # fmt: skip
+    return NamedSharding(leaf.sharding.mesh, PartitionSpec(*kept))
+
+
+@functools.lru_cache(maxsize=64)
+def _writer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
+    """Compiled once for each pair of shapes: where a piece goes is an argument, on axes of which it is a part.
+
+    Whether a piece is finite is asked here, after the cast, so that all processes come to the same answer.
+    """
+
+    def write(leaf: jax.Array, piece: jax.Array, starts: dict[int, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        piece = piece.astype(leaf.dtype).reshape((1,) * (leaf.ndim - piece.ndim) + piece.shape)
+        at = [starts.get(axis, np.int32(0)) for axis in range(leaf.ndim)]
+        return jax.lax.dynamic_update_slice(leaf, piece, at), jnp.isfinite(piece).all()
+
+    whole = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else sharding
+    return jax.jit(write, donate_argnums=0, out_shardings=(sharding, whole))

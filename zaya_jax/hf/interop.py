@@ -1,0 +1,145 @@
+"""Checkpoints from and to folders of `transformers`, without devices: part by part from disk to disk."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.finite import is_finite, not_finite
+from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
+from zaya_jax.errors import InputError
+from zaya_jax.hf.adapters import read_merged, read_saved
+from zaya_jax.hf.exporter import Layout, write_folder
+from zaya_jax.hf.folder import Folder, open_folder
+from zaya_jax.hf.tensors import FIRST_GAMMA, is_bias
+from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
+from zaya_jax.run.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
+
+PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
+
+
+def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
+    """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
+
+    `init_from` takes it, and so do the commands. Two tensors are in memory at a time.
+
+    Args:
+      path: of the folder, in either layout.
+      output: a new run folder.
+      allow_nonfinite: import NaN and infinite values too.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
+    """
+    folder = open_folder(path)
+    special_ids(folder.path)  # raises, before anything is written
+    leaves = _leaves(folder)
+    about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ALONE: True, "heldout_loss": None,
+             "versions": versions()}  # fmt: skip
+    target = output.expanduser() / FOLDER / "0"
+    write_checkpoint(target, 0, about, leaves, _parts(folder, leaves, allow_nonfinite))
+    copy_tokenizer(folder.path, output.expanduser())
+    return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
+
+
+def export_hf(
+    checkpoint: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
+) -> str:
+    """Write a checkpoint as a folder that `transformers` loads; adapters are merged.
+
+    Args:
+      checkpoint: see `checkpoint_folder`.
+      folder: new, or empty.
+      dtype: of the parameters; balancing biases are fp32 whatever it is.
+      layout: see `write_folder`.
+      carry: a folder whose tokenizer and generation files come along; those of the run where None.
+      base: what adapters are of, where `init_from` of their run is no longer right.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: the checkpoint is not what was saved; see `write_folder` for more.
+    """
+    source = checkpoint_folder(checkpoint, "CHECKPOINT")
+    if wrong := verify_checkpoint(source):
+        raise InputError(wrong[0])
+    about = open_checkpoint(source)[0].about
+    model, read = architecture(about), read_saved(source)
+    if about["config"].get("lora") is not None:
+        read = read_merged(source, about, model, read, base)
+    carry = carry or run_tokenizer(source)
+    write_folder(folder, model, read, dtype, layout, carry)
+    hint = "" if carry is not None else (
+        f" It has no tokenizer, since {source.parent.parent} has no folder {TOKENIZER_FOLDER}/: add the files of one "
+        "with --carry FOLDER."
+    )  # fmt: skip
+    return f"{source} is {folder} for transformers, in {dtype}.{hint}"
+
+
+def architecture(about: dict[str, Any]) -> ModelConfig:
+    """The model of a checkpoint, with the positions of the phase it is of; `InputError` where it does not say."""
+    try:
+        if PARAMETERS_ALONE in about:
+            return model_from_dict(about["config"]["model"])
+        config = from_dict(about["config"])
+        return config.model_of(next(phase for phase in config.phases if phase.name == about["phase"]))
+    except (KeyError, StopIteration) as error:
+        raise InputError("The manifest of the checkpoint does not say which model it holds.") from error
+
+
+def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
+    """Dtype and shape of each parameter: those of its tensors side by side in its stack."""
+    shapes: dict[str, tuple[str, list[int]]] = {}
+    for tensor in folder.tensors:
+        shape = list(tensor.to_ours(np.broadcast_to(np.uint8(0), tensor.shape)).shape)
+        if tensor.part is not None:
+            shape[0] = tensor.part.stop
+        if tensor.group is not None:
+            shape = [tensor.group + 1, *shape]
+        dtype = "float32" if is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
+        before = shapes.get(tensor.leaf, (dtype, shape))[1]
+        shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
+    if FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
+        shapes[FIRST_GAMMA] = shapes["embedding"][0], [1, folder.config.router_size]
+    return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
+
+
+def _parts(folder: Folder, leaves: dict[str, dict[str, Any]], allow_nonfinite: bool) -> Iterator[Part]:
+    gamma = leaves[_named(FIRST_GAMMA)]
+    ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
+    yield Part(_named(FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
+    for tensor in folder.tensors:
+        stored = folder.stored[tensor.name].open()
+        data = tensor.to_ours(stored)
+        bounds = [(0, size) for size in data.shape]
+        if tensor.part is not None:
+            bounds[0] = (tensor.part.start, tensor.part.stop)
+        if tensor.group is not None:
+            data, bounds = data[None], [(tensor.group, tensor.group + 1), *bounds]
+        where = ",".join(f"{start}:{stop}" for start, stop in bounds)
+        wanted = _dtype(leaves[_named(tensor.leaf)]["dtype"])
+        with np.errstate(over="ignore"):  # which is found below
+            data = np.ascontiguousarray(data, wanted)
+        if not allow_nonfinite and not is_finite(data):
+            raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored, wanted,
+                             "--allow-nonfinite imports it as it is")  # fmt: skip
+        yield Part(_named(tensor.leaf), where, data)
+
+
+def _named(leaf: str) -> str:
+    return f"{'balance' if is_bias(leaf) else 'params'}.{leaf}"
+
+
+def _dtype(name: str) -> np.dtype:
+    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)

@@ -1,0 +1,74 @@
+"""Which tensor of a legacy ZAYA folder, of alternating layers, is which parameter here (zaya1.md §12.2).
+
+Layer 2i there is the attention of layer i here, layer 2i + 1 its mixture. Each merge stands there at the beginning of
+the next sublayer: the first holds the model's input scale and bias, the last is the model's own. Experts are tensors
+each by itself.
+"""
+
+from collections.abc import Collection, Iterator
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.hf.tensors import EXPERTS, Tensor, tensors, transposed
+
+_MODEL = {
+    "model.input_hidden_states_scale": "model.layers.0.res_scale.hidden_states_scale",
+    "model.input_hidden_states_bias": "model.layers.0.res_scale.hidden_states_bias",
+    "model.norm.weight": "model.final_norm.weight",
+}
+# Of one layer: the beginning of a name in the layout of 40, and in the legacy one by sublayer.
+_ATTENTION = {
+    "input_layernorm.": "input_norm.",
+    "self_attn.qkv_proj.q_proj.": "self_attn.qkv.linear_q.",
+    "self_attn.qkv_proj.k_proj.": "self_attn.qkv.linear_k.",
+    "self_attn.qkv_proj.v_proj_current.": "self_attn.qkv.val_proj1.",
+    "self_attn.qkv_proj.v_proj_delayed.": "self_attn.qkv.val_proj2.",
+    "self_attn.qkv_proj.conv_qk_depthwise.": "self_attn.qkv.conv_qk.0.",
+    "self_attn.qkv_proj.conv_qk_grouped.": "self_attn.qkv.conv_qk.1.",
+    "self_attn.qk_norm.temp": "self_attn.qkv.temp",
+    "self_attn.o_proj.": "self_attn.o_proj.",
+}
+_MIXTURE = {
+    "post_attention_residual_scale.": "res_scale.",
+    "post_attention_layernorm.": "input_norm.",
+    "mlp.gate.router_mlp.norm.": "zaya_block.router.rmsnorm_eda.",
+    "mlp.gate.router_mlp.fc1.": "zaya_block.router.router_mlp.0.",
+    "mlp.gate.router_mlp.fc2.": "zaya_block.router.router_mlp.2.",
+    "mlp.gate.router_mlp.out_proj.": "zaya_block.router.router_mlp.4.",
+    "mlp.gate.": "zaya_block.router.",  # down_proj, router_states_scale, balancing_biases
+}
+_MERGE = "post_mlp_residual_scale."
+_EXPERT = {"mlp.experts.gate_up_proj": "linear_fc1", "mlp.experts.down_proj": "linear_fc2"}
+
+
+def is_legacy(names: Collection[str]) -> bool:
+    """Whether a folder with tensors of these names is of the legacy layout."""
+    return any(".zaya_block." in name for name in names)
+
+
+def legacy_tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """Every tensor of a legacy folder with this architecture."""
+    for tensor in tensors(config):
+        head, _, rest = tensor.name.removeprefix("model.layers.").partition(".")
+        if not tensor.name.startswith("model.layers."):
+            yield tensor._replace(name=_MODEL.get(tensor.name, tensor.name))
+        elif rest in EXPERTS:
+            layer = f"model.layers.{2 * int(head) + 1}.zaya_block.experts.local_experts"
+            for expert in range(config.num_experts):
+                yield tensor._replace(
+                    name=f"{layer}.{expert}.{_EXPERT[rest]}.weight", shape=tensor.shape[1:],
+                    to_ours=lambda x: transposed(x)[None], to_theirs=lambda x: transposed(x[0]),
+                    part=slice(expert, expert + 1),
+                )  # fmt: skip
+        else:
+            yield tensor._replace(name=_name(int(head), rest, config.num_layers))
+
+
+def _name(layer: int, rest: str, num_layers: int) -> str:
+    if rest.startswith(_MERGE):
+        home = "model" if layer == num_layers - 1 else f"model.layers.{2 * layer + 2}"
+        return f"{home}.res_scale.{rest.removeprefix(_MERGE)}"
+    for index, table in ((2 * layer, _ATTENTION), (2 * layer + 1, _MIXTURE)):
+        for ours, theirs in table.items():
+            if rest.startswith(ours):
+                return f"model.layers.{index}.{theirs}{rest.removeprefix(ours)}"
+    raise ValueError(f"The tensor {rest} of a layer has no legacy name.")

@@ -1,0 +1,202 @@
+"""`config.json` of a legacy ZAYA folder to `ModelConfig` and back (zaya1.md §12.2, §12.3).
+
+Two dialects exist: the released 8B's with a number a key, and ZAYA1-base's with a list a key, one entry a sublayer.
+Decided here, where the sources are silent:
+- `zaya_layers`, where it stands, says how many sublayers there are; `num_hidden_layers` beside it is stale.
+- Query heads are those of `cca_num_q_heads`, where it stands; `num_attention_heads` beside it counts the heads before
+  compression, by which the width divides into heads where neither `head_dim` nor `kv_channels` says how wide one is.
+- A list may be longer than there are sublayers (the surplus is ignored), and all sublayers of a kind must agree.
+- All layers that slide must have the same window. A window there counts the tokens before the present one, so that
+  one of a single token cannot be written.
+- A key of ZAYA's own (its name begins as `_OWN` says) that is neither known nor obsolete is refused, since it might
+  change what is computed; of other keys `quantization_config` and its like are refused, the rest is of no matter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.config.model import AttentionKind
+from zaya_jax.errors import InputError
+from zaya_jax.hf.config import build, flag, number, refuse_variants, require_zaya, theirs_only, whole
+
+_FIXED: dict[str, tuple[Any, ...]] = {  # what the model here does; the first is written
+    "cca": (True,),
+    "activation_func": ("swiglu",),
+    "normalization": ("RMSNorm",),
+    "gated_linear_unit": (True,),
+    "add_bias_linear": (False,),
+    "clamp_temp": (False,),
+    "moe_router_topk": (1,),
+    "scale_residual_merge": (True,),
+    "zaya_use_eda": (True,),
+    "zaya_use_mod": (True,),
+    "tie_word_embeddings": (True,),
+    "rope_scaling": (False, None),
+}
+_READ = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num_query_groups", "num_experts",
+         "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list", "zaya_layers", "zaya_mlp_expansion",
+         "cca_num_q_heads", "cca_time0", "cca_time1", "swa_layers", "swa_rotary_base", "rope_theta", "rotary_base",
+         "rope_pct"}  # fmt: skip
+# Of the trainer's and the servers' inner working, or true of every model here.
+_OBSOLETE = {"zaya_high_prec", "num_experts_per_tok", "num_attention_heads_list", "rope_type"}
+_OWN = ("zaya_", "cca_", "moe_", "swa_", "rope_", "rotary_", "num_", "ffn_", "router_", "smoe_")
+_SLIDING = {"full_attention": "full", "hybrid": "full", "sliding_attention": "sliding", "hybrid_sliding": "sliding"}
+
+
+def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
+    """The architecture that the `config.json` of a legacy folder describes.
+
+    Raises:
+      InputError: a key is missing, unknown, or has a value this model has no form of; `where` is named.
+    """
+    require_zaya(tree, where)
+    refuse_variants(tree, where)
+    for key, values in _FIXED.items():
+        if tree.get(key, values[0]) not in values:
+            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {values[0]!r} is supported.")
+    for key in tree:
+        if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
+            raise InputError(f"{where} has {key}, which is not known: the model may compute something else by it.")
+    sublayers = _sublayers(tree, where)
+    attention, mixture = range(0, sublayers, 2), range(1, sublayers, 2)
+    heads = whole(tree, "num_attention_heads", where)
+    hidden = whole(tree, "hidden_size", where)
+    width = tree.get("head_dim") or tree.get("kv_channels")
+    fused = _one_of(tree, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture, where)
+    if fused % 2:
+        raise InputError(f"{where} has an ffn_hidden_size of {fused}, but must have an even one, of gate and up.")
+    pattern, window = _windows(tree, sublayers, where)
+    sizes = {
+        "vocab_size": whole(tree, "vocab_size", where),
+        "hidden_size": hidden,
+        "num_layers": sublayers // 2,
+        "num_query_heads": _one_of(tree, ("cca_num_q_heads", "num_attention_heads"), attention, where),
+        "num_kv_heads": _one_of(tree, ("num_query_groups_list", "num_query_groups", "num_key_value_heads"), attention,
+                                where),
+        "head_dim": hidden // heads if width is None else whole({"head_dim": width}, "head_dim", where),
+        "num_experts": _one_of(tree, ("zaya_layers", "num_experts"), mixture, where),
+        "expert_size": fused // 2,
+        "router_size": _one_of(tree, ("zaya_mlp_expansion",), mixture, where),
+        "max_positions": whole(tree, "max_position_embeddings", where),
+        "depthwise_kernel": whole({"cca_time0": tree.get("cca_time0", 2)}, "cca_time0", where),
+        "grouped_kernel": whole({"cca_time1": tree.get("cca_time1", 2)}, "cca_time1", where),
+    }  # fmt: skip
+    return build(
+        where, **sizes, layer_pattern=pattern, sliding_window=window,
+        rope_base=number(tree, "rope_theta" if "rope_theta" in tree else "rotary_base", 5.0e6, where),
+        sliding_rope_base=number(tree, "swa_rotary_base", 1.0e4, where),
+        rotary_fraction=number(tree, "partial_rotary_factor" if "partial_rotary_factor" in tree else "rope_pct", 0.5,
+                               where),
+        attention_bias=flag(tree, "attention_bias", where), head_bias=flag(tree, "lm_head_bias", where),
+        norm_eps=number(tree, "norm_epsilon", 1e-5, where),
+        init_std=number(tree, "initializer_range", 0.02, where),
+    )  # fmt: skip
+
+
+def _sublayers(tree: dict[str, Any], where: str) -> int:
+    layers = tree.get("zaya_layers")
+    if layers is None:
+        count = whole(tree, "num_hidden_layers", where)
+        if count % 2:
+            raise InputError(f"{where} has {count} num_hidden_layers, but attention and mixture alternate: an even "
+                             "number of them.")  # fmt: skip
+        return count
+    if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
+            or any(type(one) is not int for one in layers[1::2])):  # fmt: skip
+        raise InputError(
+            f"{where} has zaya_layers {layers!r:.200}, but must have 'a' and a number of experts by turns."
+        )
+    return len(layers)
+
+
+def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) -> int:
+    """The size under the first of `keys` that is given; of a list the entries `at` are asked, which must agree."""
+    key = next((key for key in keys if tree.get(key) is not None), keys[-1])
+    given = tree.get(key)
+    if not isinstance(given, list):
+        return whole(tree, key, where)
+    if len(given) <= at[-1]:
+        raise InputError(f"{where} has {len(given)} entries of {key}, but must have one for each of at least "
+                         f"{at[-1] + 1} sublayers.")  # fmt: skip
+    values = [given[index] for index in at]
+    if any(one != values[0] for one in values):
+        raise InputError(f"{where} has different {key} in different layers ({values!r:.200}); one is supported.")
+    return whole({key: values[0]}, key, where)
+
+
+def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[AttentionKind, ...], int | None]:
+    """Which layers slide, and the tokens that a query of theirs sees, itself included."""
+
+    def by_layer(key: str) -> list[Any]:
+        given = tree[key]
+        if not isinstance(given, list) or (len(given) not in (sublayers, sublayers // 2) and len(given) < sublayers):
+            raise InputError(f"{where} has {key} {given!r:.200}, but must have a list of {sublayers} sublayers or "
+                             f"{sublayers // 2} layers.")  # fmt: skip
+        return given if len(given) == sublayers // 2 else given[:sublayers:2]
+
+    windows = [0] * (sublayers // 2) if tree.get("swa_layers") is None else by_layer("swa_layers")
+    if any(type(one) is not int or one < 0 for one in windows):
+        raise InputError(f"{where} has swa_layers {windows!r:.200}, but must have the tokens each layer looks back, 0 "
+                         "where it sees all.")  # fmt: skip
+    kinds: list[Any] = ["sliding" if one else "full" for one in windows]
+    if tree.get("layer_types") is not None:
+        types = by_layer("layer_types")
+        if any(not isinstance(one, str) or one not in _SLIDING for one in types):
+            raise InputError(f"{where} has layer_types {types!r:.200}, but supported are {', '.join(_SLIDING)}.")
+        kinds = [_SLIDING[one] for one in types]
+    spans = {one for one, kind in zip(windows, kinds, strict=True) if one and kind == "sliding"}
+    if len(spans) > 1:
+        raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}); one is supported.")
+    window = tree.get("sliding_window")
+    if window is None and spans:
+        window = spans.pop() + 1
+    if window is not None and type(window) is not int:
+        raise InputError(f"{where} has sliding_window {window!r:.200}, but must have a whole number.")
+    return tuple(kinds), window if "sliding" in kinds else None
+
+
+def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
+    """What readers of legacy folders take for the same architecture, in the released 8B's dialect.
+
+    Raises:
+      InputError: the legacy layout has no form of the architecture; its key is named.
+    """
+    theirs_only(config)
+    pattern = config.period * config.num_groups
+    sliding = "sliding" in pattern
+    if sliding and config.sliding_window == 1:
+        raise InputError("model.sliding_window is 1, but a legacy folder counts the tokens before the present one, and "
+                         "takes 0 for all of them: write the layout of transformers.")  # fmt: skip
+    back = (config.sliding_window or 1) - 1
+    return {
+        "architectures": ["ZayaForCausalLM"],
+        "model_type": "zaya",
+        "dtype": dtype,
+        **{key: values[0] for key, values in _FIXED.items()},
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": 2 * config.num_layers,
+        "num_attention_heads": config.num_query_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "num_query_groups": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "kv_channels": config.head_dim,
+        "num_experts": config.num_experts,
+        "ffn_hidden_size": 2 * config.expert_size,
+        "zaya_mlp_expansion": config.router_size,
+        "max_position_embeddings": config.max_positions,
+        "cca_time0": config.depthwise_kernel,
+        "cca_time1": config.grouped_kernel,
+        "swa_layers": [back * (one == kind) for kind in pattern for one in ("sliding", "")] if sliding else None,
+        "swa_rotary_base": config.sliding_rope_base,
+        "sliding_window": None,  # told by swa_layers
+        "rope_theta": config.rope_base,
+        "partial_rotary_factor": config.rotary_fraction,
+        "attention_bias": config.attention_bias,
+        "lm_head_bias": config.head_bias,
+        "norm_epsilon": config.norm_eps,
+        "initializer_range": config.init_std,
+        "residual_in_fp32": True,
+        "zaya_high_prec": True,
+    }

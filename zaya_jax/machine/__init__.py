@@ -1,0 +1,1 @@
+"""What is measured or compiled on a machine."""

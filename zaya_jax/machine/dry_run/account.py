@@ -1,0 +1,144 @@
+"""One account a phase: memory, arithmetic, traffic, and the least time a step can take."""
+
+import math
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh, AxisType
+
+from zaya_jax.config import Config, ModelConfig
+from zaya_jax.config.parallel import Reduce
+from zaya_jax.config.phases import Remat
+from zaya_jax.config.stages import Stage, stages
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.machine.dry_run.memory import Memory, copies, memory_of
+from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
+from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
+from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_shards, check_batch
+from zaya_jax.train.state import layout_of, make_blueprint
+
+REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
+
+
+class Account(NamedTuple):
+    """What a phase takes of each device.
+
+    Attributes:
+      phase: its name.
+      axes: devices along each axis of the mesh.
+      sequences: of a micro-batch, on one device.
+      micro_batches: of a step, at its full size.
+      tokens: of a step.
+      remat: what the backward pass computes again.
+      reduce: when gradients are added up over devices.
+      memory: bytes.
+      flops: of a step, on all devices: of the head, of attention's scores and values, of all else in the model, and
+        of Newton–Schulz; what the backward pass computes again is not counted.
+      transfers: bytes that a device sends in a step.
+      bounds: least seconds of a step by compute, memory and network; empty where no hardware is named.
+      step_seconds: `REACHED` of the peak, or the slowest of the other bounds; None where no hardware is named.
+      days: for the phase's budget at that.
+    """
+
+    phase: str
+    axes: dict[str, int]
+    sequences: int
+    micro_batches: int
+    tokens: int
+    remat: Remat
+    reduce: Reduce
+    memory: Memory
+    flops: dict[str, float]
+    transfers: list[Transfer]
+    bounds: dict[str, float]
+    step_seconds: float | None
+    days: float | None
+
+
+def account_of(config: Config, phase: int, devices: int, hardware: Hardware | None) -> Account:
+    """The account of a phase on `devices` devices.
+
+    Raises:
+      InputError: the axes do not make up the devices, or a batch does not split over them.
+    """
+    one = config.phases[phase]
+    sizes = axis_sizes(config.parallel_of(one), devices, config.parallel_key(one))
+    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    stage = largest_stage(config, phase)
+    micro = config.batch_of(one).micro
+    for any_stage in stages(config):
+        if any_stage.phase == phase:
+            check_batch(mesh, any_stage.sequences, config.batch_key(one), micro or 1)
+    mine = stage.sequences // batch_shards(mesh)
+    sequences = micro or mine
+    blueprint = make_blueprint(config, phase)
+    layout = layout_of(config, blueprint, mesh)
+    memory = memory_of(config, phase, mesh, sequences)
+    tokens = stage.sequences * stage.context
+    split = config.optimizer.muon.gate_up == "split"
+    flops = {
+        **{part: tokens * count
+           for part, count in model_flops(config.model, stage.context, config.lora is not None).items()},
+        "newton_schulz": newton_schulz_flops(config.model, config.optimizer.muon.newton_schulz_steps, split)
+        if config.matrices == "muon" else 0.0,
+    }  # fmt: skip
+    moved = transfers(config, phase, layout, blueprint.roles, blueprint.trained, copies(config, layout), sequences,
+                      mine // sequences)  # fmt: skip
+    bounds, step, days = {}, None, None
+    if hardware is not None:
+        bounds = {
+            "compute": sum(flops.values()) / devices / hardware.peak,
+            "memory": _touched(memory, mine // sequences) / hardware.bandwidth,
+            "network": seconds(moved, sizes, hardware),
+        }
+        step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
+        days = step * math.ceil(one.tokens / tokens) / 86400
+    return Account(one.name, sizes, sequences, mine // sequences, tokens, blueprint.remat, blueprint.parallel.reduce,
+                   memory, flops, moved, bounds, step, days)  # fmt: skip
+
+
+def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
+    """Operations of training on one token, by part; together `model.arithmetic.training_flops_per_token`."""
+    body, attention = prefill_flops_per_token(config, context, head=False), attention_flops_per_token(config, context)
+    head = prefill_flops_per_token(config, context) - body
+    return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
+
+
+def largest_stage(config: Config, phase: int) -> Stage:
+    """The stage of a phase that has the largest batch."""
+    return max((one for one in stages(config) if one.phase == phase), key=lambda one: one.sequences)
+
+
+def _touched(memory: Memory, micro_batches: int) -> float:
+    """Bytes that a step reads and writes at least.
+
+    Masters and moments once each way; of each micro-batch the compute copy in both passes (or what is stored, where
+    that is it), the gradients added up, and activations written and read.
+    """
+    each = 2 * max(memory.compute, memory.parameters + memory.frozen) + 2 * memory.gradients + 2 * memory.activations
+    return 2 * (memory.parameters + memory.optimizer) + micro_batches * each
+
+
+def advice(account: Account, hardware: Hardware) -> list[str]:
+    """What would make a phase that is too large for a device smaller, the first the cheapest; [] where it fits."""
+    memory, found = account.memory, []
+    if memory.total <= hardware.memory:
+        return []
+    left = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
+    if memory.update <= left:  # else only a smaller part of the state helps
+        if account.sequences > 1:
+            found.append(f"batch.micro below {account.sequences}")
+        if account.remat != "full":
+            found.append("remat: full")
+        if account.reduce == "step" and math.prod(account.axes.values()) > 1:
+            found.append("parallel.reduce: micro_batch")
+        if account.axes["data"] > 1:
+            found += ["parallel.fsdp instead of data", "parallel.context instead of data"]
+    return [*found, "more devices"]
+
+
+def as_dict(account: Account) -> dict[str, Any]:
+    """For JSON."""
+    found = account._asdict()
+    found["memory"] = {**account.memory._asdict(), "total": account.memory.total}
+    found["transfers"] = [one._asdict() for one in account.transfers]
+    return found

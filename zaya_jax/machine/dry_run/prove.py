@@ -1,0 +1,34 @@
+"""`python -m zaya_jax.machine.dry_run.prove CONFIG PHASE`: compile a phase's step for simulated devices."""
+
+import json
+import resource
+import sys
+
+from zaya_jax.config import load_config
+
+
+def main(path: str, phase: int) -> None:
+    """Print what was done and the most memory that it took of this machine, as JSON."""
+    import jax
+
+    config = load_config(path)
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+    from zaya_jax.machine.dry_run.account import largest_stage
+    from zaya_jax.train.compiled import trace_step
+
+    step = trace_step(config, largest_stage(config, phase))
+    parallel = config.parallel_of(config.phases[phase])
+    ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
+    if ragged:
+        step.lower(lowering_platforms=("rocm", "cuda"))
+    else:
+        step.lower().compile()
+    print(json.dumps({
+        "proof": "lowered" if ragged else "compiled",
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,323 @@
+"""What the kernels are measured on: for each operation, forward and backward, its arrays, its work and its aim."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zaya_jax.config import MuonConfig
+from zaya_jax.model.layers import recomputed
+from zaya_jax.ops import no_halo, ops_for
+from zaya_jax.ops.cca_mix import MixWeights
+from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.momentum import step_momentum
+from zaya_jax.ops.residual_norm import MergeVectors
+from zaya_jax.ops.symmetric import gram_polynomial
+from zaya_jax.ops.target import Target
+from zaya_jax.optim.muon import scale_by_muon
+
+TAPS = 2  # of both convolutions
+STEPS = 5  # of Newton–Schulz
+
+
+class Sizes(NamedTuple):
+    """How large the arrays are; no bytes, no seconds.
+
+    Attributes:
+      tokens: of the norm, the mix and attention.
+      sequence: tokens of a row of attention; a row of the mix has at most `mixed`.
+      mixed: see `sequence`.
+      width: of the stream.
+      query_heads: of attention, as `kv_heads`.
+      kv_heads: see `query_heads`.
+      channels: of a head, half of which are rotated.
+      experts: of the mixture.
+      per_expert: tokens that each expert gets.
+      expert_width: of its hidden row.
+      matrices: that Muon orthogonalises at a time, and the rows and columns of each.
+      decoded: rows that a decode has, and the keys of each.
+    """
+
+    tokens: int
+    sequence: int
+    mixed: int
+    width: int
+    query_heads: int
+    kv_heads: int
+    channels: int
+    experts: int
+    per_expert: int
+    expert_width: int
+    matrices: tuple[int, int, int]
+    decoded: tuple[int, int]
+
+
+# configs/zaya1_8b.yaml, of which a device has 16,384 tokens at a time; the matrices are a layer's gate and up.
+EIGHT_B = Sizes(16384, 8192, 4096, 2048, 8, 2, 128, 16, 1024, 2048, (16, 2048, 4096), (8, 32768))
+SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 3, 8, 32, (2, 24, 40), (2, 40))
+
+
+class Aim(NamedTuple):
+    """What a case is to reach on an H200.
+
+    Attributes:
+      of: 'copy': the share of the measured copy bandwidth; 'dense': of the measured rate of dense bf16 products;
+        'roofline': of what the slower of the two allows; 'tflops': TFLOP/s; 'reference': how many times as fast
+        as the reference.
+      least: of it.
+    """
+
+    of: Literal["copy", "dense", "roofline", "tflops", "reference"]
+    least: float
+
+
+class Case(NamedTuple):
+    """An operation at one size, in one direction.
+
+    Attributes:
+      operation: the one that its target can be without (`ops.registry.OPERATIONS`).
+      run: takes the target, then the floats and the integers.
+      floats: `jax.ShapeDtypeStruct`s.
+      integers: arrays.
+      backward: the gradient is measured: from the cotangents of the outputs to those of the floats.
+      flops: of the operation's definition, causality counted, recomputation not; of the full symmetric product.
+      bytes: at least moved: each input read once, each output written once.
+      aim: None where there is none.
+      further: operations that are part of it beside `operation`.
+      held: so many of the first floats are given away, and as many of the first outputs take their memory, as state
+        does in training.
+    """
+
+    operation: str
+    run: Callable[..., Any]
+    floats: tuple[jax.ShapeDtypeStruct, ...]
+    integers: tuple[np.ndarray, ...]
+    backward: bool
+    flops: float
+    bytes: int
+    aim: Aim | None
+    further: tuple[str, ...] = ()
+    held: int = 0
+
+    @property
+    def operations(self) -> tuple[str, ...]:
+        """All that its reference is without."""
+        return (self.operation, *self.further)
+
+
+def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
+    """All cases by name; `dtype` is that of activations, 'bfloat16' or 'float32'."""
+    found: dict[str, Case] = {}
+    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _symmetric):
+        found |= make(sizes, jnp.dtype(dtype))
+    return found
+
+
+def program(case: Case, target: Target) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is timed of `case`, and its arguments, drawn on the default device.
+
+    Args:
+      case: the case.
+      target: how it is done.
+
+    Returns:
+      A function to be jitted, and a pytree for each of its arguments: of a backward pass what the forward pass kept,
+      and the gradients of the outputs.
+    """
+    run, count = functools.partial(case.run, target), len(case.floats)
+    arrays = (*_drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
+    if not case.backward:
+        return run, arrays
+
+    def kept(*arrays: jax.Array) -> tuple[Any, Any]:
+        return jax.vjp(lambda *floats: run(*floats, *arrays[count:]), *arrays[:count])
+
+    out, pull = jax.jit(kept)(*arrays)
+    return _pulled, (pull, _drawn(out))
+
+
+def passes(case: Case, target: Target) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """What is lowered of `case`, and its arguments, floats as `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      A function to be jitted, which of a backward case does the forward pass too; and its arguments.
+    """
+    run, count = functools.partial(case.run, target), len(case.floats)
+    if not case.backward:
+        return run, (*case.floats, *case.integers)
+
+    def both(cotangents: Any, *arrays: jax.Array) -> Any:
+        out, pull = jax.vjp(lambda *floats: run(*floats, *arrays[count:]), *arrays[:count])
+        return out, pull(cotangents)
+
+    return both, (jax.eval_shape(run, *case.floats, *case.integers), *case.floats, *case.integers)
+
+
+def _pulled(pull: Callable[..., Any], cotangents: Any) -> Any:
+    return pull(cotangents)
+
+
+def _drawn(shapes: Any) -> Any:
+    """Normal arrays on the default device, of a hundredth of the usual size, so that no sum overflows."""
+    leaves, tree = jax.tree.flatten(shapes)
+    keys = jax.random.split(jax.random.key(0), len(leaves))
+    make = jax.jit(lambda key, shape, dtype: 0.01 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
+    return tree.unflatten([make(key, x.shape, x.dtype) for key, x in zip(keys, leaves, strict=True)])
+
+
+def _array(*shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _size(*arrays: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+def _residual_norm(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    t, d = sizes.tokens, sizes.width
+    out, stream = _array(1, t, d, dtype=dtype), _array(1, t, d, dtype=jnp.float32)
+    vectors = (_array(d, dtype=jnp.float32),) * 5
+
+    def run(target: Target, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
+        joined = recomputed(ops_for(target).residual_norm, static=(4, 5))
+        return joined(output, stream, MergeVectors(*vectors[:4]), vectors[4], 1e-5, dtype)
+
+    floats = (out, stream, *vectors)
+    case = Case("residual_norm", run, floats, (), False, 12.0 * t * d, _size(*floats, out, stream), Aim("copy", 0.8))
+    backward = case._replace(backward=True, flops=30.0 * t * d, bytes=2 * _size(*floats) + _size(out, stream))
+    return {"residual_norm": case, "residual_norm backward": backward}
+
+
+def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    s, h, k, c = min(sizes.mixed, sizes.tokens), sizes.query_heads, sizes.kv_heads, sizes.channels
+    b, n = sizes.tokens // s, h + k
+    half = _array(b, s, k * c // 2, dtype=dtype)
+    mixed = (_array(b, s, n, c, dtype=dtype), half, half)
+    taps, kernel = (_array(TAPS, n, c, *more, dtype=dtype) for more in ((), (c,)))
+    bias, temperature = (_array(*shape, dtype=jnp.float32) for shape in ((n, c), (k,)))
+    weights = [taps, bias, kernel, bias, temperature]
+    angle = np.arange(s)[:, None] / 10000.0 ** (np.arange(c // 4) / (c // 4))
+    tables = tuple(np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin))
+    segments = np.ones((b, s), np.int32)
+
+    def run(target: Target, u: jax.Array, current: jax.Array, delayed: jax.Array, *others: jax.Array) -> Any:
+        *weights, segments, cos, sin = others
+        halo = no_halo(u, delayed, segments, 2 * TAPS - 2)
+        mix = recomputed(ops_for(target).cca_mix)
+        return mix(u, current, delayed, halo, segments, (cos, sin), MixWeights(*weights), None)
+
+    floats = (*mixed, *weights)
+    out = [_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)]
+    products = 2.0 * b * s * n * c * c * TAPS
+    given = _size(*floats, segments, *tables)
+    aim = Aim("roofline", 0.5)
+    case = Case("cca_mix", run, floats, (segments, *tables), False, products, given + _size(*out), aim)
+    backward = case._replace(backward=True, flops=2 * products, bytes=given + _size(*out) + _size(*floats))
+    return {"cca_mix": case, "cca_mix backward": backward}
+
+
+def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    s, h, k, c = sizes.sequence, sizes.query_heads, sizes.kv_heads, sizes.channels
+    b = sizes.tokens // s
+    segments = np.ones((b, s), np.int32)
+
+    def run(target: Target, *arrays: jax.Array) -> jax.Array:
+        q, key, v, segments = arrays
+        return ops_for(target).attention(q, key, v, query_segments_bs=segments, key_segments_bt=segments)
+
+    def decode(target: Target, *arrays: jax.Array) -> jax.Array:
+        q, key, v, query_segments, segments = arrays
+        return ops_for(target).attention(
+            q, key, v, query_segments_bs=query_segments, key_segments_bt=segments, query_offset=key.shape[1] - 1
+        )
+
+    q, kv = _array(b, s, h, c, dtype=dtype), _array(b, s, k, c, dtype=dtype)
+    flops, sums = 4.0 * b * h * c * s * (s + 1) / 2, 4 * b * s * h
+    case = Case("attention", run, (q, kv, kv), (segments,), False, flops, _size(q, q, kv, kv, segments),
+                Aim("tflops", 400))  # fmt: skip
+    backward = case._replace(backward=True, flops=2.5 * flops, aim=Aim("tflops", 300),
+                             bytes=_size(*(q, kv, kv) * 2, q, q, segments) + sums)  # fmt: skip
+    rows, keys = sizes.decoded
+    one, cache = _array(rows, 1, h, c, dtype=dtype), _array(rows, keys, k, c, dtype=dtype)
+    documents = (np.ones((rows, 1), np.int32), np.ones((rows, keys), np.int32))
+    decoded = Case("attention", decode, (one, cache, cache), documents, False, 4.0 * rows * h * c * keys,
+                   _size(one, one, cache, cache, *documents), None)  # fmt: skip
+    return {"attention": case, "attention backward": backward, "attention of a decode": decoded}
+
+
+def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    e, d, q = sizes.experts, sizes.width, 2 * sizes.expert_width
+    t = e * sizes.per_expert
+    split = np.full(e, sizes.per_expert, np.int32)
+
+    def run(target: Target, *arrays: jax.Array) -> jax.Array:
+        return grouped_matmul(*arrays, target=target)
+
+    x, w, out = _array(t, d, dtype=dtype), _array(e, d, q, dtype=dtype), _array(t, q, dtype=dtype)
+    case = Case("grouped_matmul", run, (x, w), (split,), False, 2.0 * t * d * q, _size(x, w, split, out),
+                Aim("dense", 0.7))  # fmt: skip
+    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(x, w, split, out, x, w))
+    return {"grouped_matmul": case, "grouped_matmul backward": backward}
+
+
+def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    e, d, f = sizes.experts, sizes.width, sizes.expert_width
+    t = e * sizes.per_expert
+    expert = np.random.default_rng(0).permutation(np.repeat(np.arange(e, dtype=np.int32), sizes.per_expert))
+
+    def run(target: Target, *arrays: jax.Array) -> jax.Array:
+        h, weight, gate_up, down, expert = arrays
+        return ops_for(target).experts(h, expert, weight, gate_up, down)
+
+    h, weight = _array(t, d, dtype=dtype), _array(t, dtype=jnp.float32)
+    floats = (h, weight, _array(e, d, 2 * f, dtype=dtype), _array(e, f, d, dtype=dtype))
+    kept = _array(t, 2 * f, dtype=dtype)
+    case = Case("grouped_matmul", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None)
+    backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
+    return {"experts": case, "experts backward": backward}
+
+
+def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    m, direction = (_array(*sizes.matrices, dtype=kind) for kind in (jnp.float32, dtype))
+    numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # of a step that is clipped, with Nesterov
+
+    def step(target: Target, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+        momentum, gradient, numbers = arrays
+        return step_momentum(gradient, momentum, numbers, dtype, platform=target.kernel("momentum"))
+
+    case = Case("momentum", step, (m, m), (numbers,), False, 7.0 * m.size, _size(m, m, numbers, m, direction),
+                Aim("copy", 0.8), held=1)  # fmt: skip
+    return {"momentum": case}
+
+
+def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    n, p, q = sizes.matrices
+
+    def polynomial(target: Target, x: jax.Array, coefficients: jax.Array) -> jax.Array:
+        return gram_polynomial(x, coefficients[0], coefficients[1], platform=target.kernel("symmetric"))
+
+    x, square = _array(n, p, q, dtype=dtype), _array(n, p, p, dtype=dtype)
+    coefficients = _array(2, dtype=jnp.float32)
+    full = 2.0 * n * p * p * (q + p)
+    case = Case("symmetric", polynomial, (x, coefficients), (), False, full, _size(x, square, coefficients),
+                Aim("reference", 1.5))  # fmt: skip
+    m = _array(n, p, q, dtype=jnp.float32)
+    muon = Case("symmetric", functools.partial(_muon_step, dtype), (m, m, m), (), False,
+                STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, ("momentum",), 2)  # fmt: skip
+    return {"symmetric": case, "muon": muon}
+
+
+def _muon_step(dtype: jnp.dtype, target: Target, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The matrices and their momentum after a step with that gradient."""
+    params, momentum, gradient = arrays
+    rate, decay = 6e-4, 0.1
+    iterates = "bfloat16" if dtype == jnp.bfloat16 else "float32"
+    transform = scale_by_muon(MuonConfig(newton_schulz_steps=STEPS, iterates=iterates))
+    state = (optax.TraceState({"m": momentum}), optax.EmptyState())
+    moved: Any = transform.update({"m": gradient}, state, ops=ops_for(target))
+    directions, (momentum_state, _) = moved
+    return params * (1 - rate * decay) - rate * directions["m"], momentum_state.trace["m"]

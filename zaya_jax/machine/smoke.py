@@ -1,0 +1,257 @@
+"""The smoke test: everything that a new machine must do right, then how fast it does it, in one JSON to post.
+
+Each part is a process of its own, so that one that fails, or takes its process down, leaves the others to run.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import re
+import shutil
+import statistics
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from zaya_jax.bench import context
+from zaya_jax.bench.step import bench_step, our_step
+from zaya_jax.config import (
+    AdamWConfig,
+    BalanceConfig,
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    ModelConfig,
+    MuonConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
+from zaya_jax.config.stages import stages, total_steps
+from zaya_jax.machine.collectives import check_collectives
+from zaya_jax.machine.describe import describe_machine
+from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
+from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.ops.selfcheck import check_operations, operation_checks
+from zaya_jax.run.folder import CHECKPOINTS, METRICS
+from zaya_jax.run.metrics import read_rows
+from zaya_jax.train.loop import run_training
+
+STEPS = 50
+FALL = 0.5  # nats/token that the loss falls at least
+RESUMED = 0.05  # nats/token by which a resumed run may differ, where sums are made in any order
+_PEER = ("torch", "transformers")
+
+
+class Sizes(NamedTuple):
+    """How much the parts do."""
+
+    name: str
+    run: Config
+    dtypes: tuple[str, ...]
+    context: context.Sizes | None  # None with one GPU: simulated devices would say nothing about it
+    repeats: int
+
+
+def smoke(output: str | None) -> dict[str, Any]:
+    """Do all parts, print what each found, and write all to `output` after each.
+
+    Args:
+      output: a JSON file; `benchmarks/smoke_DEVICE.json` where None.
+
+    Returns:
+      What was written: `parts`, and the names of those that `failed`.
+    """
+    check_request(1, output or str(Path("benchmarks", "smoke.json")))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of a part share its GPUs
+    versions = ("zaya-jax", "jax", "jaxlib", "jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax",
+                "optax", *_PEER)  # fmt: skip
+    result = describe_run("smoke test", "", "double precision on the host's CPU, and transformers", versions)
+    result["parts"], result["failed"] = {}, []
+    machine = run_part("machine", describe_machine)
+    sizes = sizes_for(machine.get("platform", "cpu"), machine.get("devices", 1))
+    result["size"] = sizes.name
+    path = output or str(Path("benchmarks", f"smoke_{_slug(machine.get('device', 'unknown'))}.json"))
+    found = {"machine": machine}
+    for name, work in parts(sizes).items():
+        _note(result, found, path)
+        found[name] = run_part(name, work)
+    _note(result, found, path)
+    ended = f"These parts failed: {', '.join(result['failed'])}." if result["failed"] else "All parts are well."
+    print(f"{ended} {path} holds what was found; it can be posted in an issue of the project.")
+    return result
+
+
+def parts(sizes: Sizes) -> dict[str, Callable[[], dict[str, Any]]]:
+    """The parts after the first, by name; each can be sent to another process."""
+    return {
+        "operations": functools.partial(_operations),
+        "collectives": functools.partial(check_collectives),
+        "training": functools.partial(short_training, sizes.run),
+        "step": functools.partial(time_step, sizes.run, sizes.dtypes, sizes.repeats),
+        "step against transformers": functools.partial(_against_peer, sizes.run, sizes.dtypes, sizes.repeats),
+        "context": functools.partial(_context, sizes.context, sizes.repeats),
+    }
+
+
+def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Do `work` in a process of its own; returns what it found, `seconds`, and where it failed `failed`, a sentence."""
+    print(f"== {name}", flush=True)
+    start = time.monotonic()
+    try:
+        with run_in_subprocess(functools.partial, guarded, work) as step:
+            found: dict[str, Any] = step()
+    except RuntimeError as error:  # its process died
+        found = {"failed": str(error)}
+    found["seconds"] = round(time.monotonic() - start, 1)
+    print(f"   {found.get('failed') or found.get('skipped') or 'well'} ({found['seconds']} s)", flush=True)
+    return found
+
+
+def guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` finds, or `failed` with what it raised: not every error can be sent from one process to another."""
+    try:
+        return work()
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"[:2000]}
+
+
+def _note(result: dict[str, Any], found: Mapping[str, dict[str, Any]], path: str) -> None:
+    result["parts"] = dict(found)
+    result["failed"] = [name for name, one in found.items() if "failed" in one]
+    write_result(result, path)
+
+
+def _slug(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+
+
+def sizes_for(platform: str, devices: int) -> Sizes:
+    """What `devices` GPUs do in minutes; less on a CPU."""
+    if platform == "cpu":
+        print("JAX has no GPU here: everything runs on the CPU, at a small size.", flush=True)
+        model = ModelConfig(
+            vocab_size=1024, hidden_size=256, num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=64,
+            num_experts=8, expert_size=128, router_size=64, max_positions=256, rope_base=1.0e4,
+        )  # fmt: skip
+        # One package of the standard library: its tokenizer takes a second.
+        data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=256)
+        return Sizes("small", _run(model, data, 4 * devices, "float32"), ("float32",),
+                     context.Sizes((512,), "float32", degrees=(1, 4)), 3)  # fmt: skip
+    model = ModelConfig(
+        vocab_size=16384, hidden_size=512, num_layers=8, num_query_heads=8, num_kv_heads=2, head_dim=64,
+        num_experts=16, expert_size=512, router_size=128, max_positions=1024, rope_base=1.0e4,
+    )  # fmt: skip
+    sequences = devices * max(1, 16 // devices)
+    return Sizes("full", _run(model, DataConfig(context=1024), sequences, "bfloat16"), ("float32", "bfloat16"),
+                 context.GPU if devices > 1 else None, 7)  # fmt: skip
+
+
+def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: Any) -> Config:
+    """`STEPS` steps of `sequences` rows, saved half-way."""
+    batch = sequences * data.context
+    config = Config(
+        model,
+        (PhaseConfig(STEPS * batch, schedule=ScheduleConfig("constant", warmup_tokens=5 * batch)),),
+        data=data,
+        optimizer=OptimizerConfig(muon=MuonConfig(learning_rate=0.01), adamw=AdamWConfig(learning_rate=0.006),
+                                  balance=BalanceConfig(learning_rate=0.02)),
+        train=TrainConfig(batch=BatchConfig(tokens=batch), compute_dtype=dtype, remat="dots"),
+        evaluation=EvaluationConfig(every=STEPS, batches=1, batch=sequences),
+        checkpoint=CheckpointConfig(every=STEPS // 2),
+    )  # fmt: skip
+    config.check()
+    return config
+
+
+def short_training(config: Config) -> dict[str, Any]:
+    """Train as `config` says in a temporary folder, then once more from its first checkpoint, and compare.
+
+    On a CPU the second half must come out bitwise the same; a GPU may add up in another order.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        whole, again = Path(folder, "whole"), Path(folder, "again")
+        config = replace(config, run_dir=str(whole), data=replace(config.data, cache_dir=str(Path(folder, "data"))))
+        start = time.monotonic()
+        result = run_training(config)
+        seconds = time.monotonic() - start
+        shutil.copytree(whole, again)
+        shutil.rmtree(again / CHECKPOINTS / str(total_steps(config)))
+        run_training(replace(config, run_dir=str(again)))
+        losses, resumed = ([row["loss"] for row in read_rows(run / METRICS)] for run in (whole, again))
+    found: dict[str, Any] = {
+        "parameters": total_parameters(config.model),
+        "tokens_per_step": config.train.batch.tokens,
+        "compute_dtype": config.train.compute_dtype,
+        "train_seconds": round(seconds, 1),
+        "losses": [round(loss, 4) for loss in losses],
+        "heldout": round(result.heldout.nats_per_token, 4),
+        "resumed_bitwise": resumed == losses,
+        "resumed_difference": max(abs(one - other) for one, other in zip(losses, resumed, strict=True)),
+    }
+    failed = judge(losses, found["resumed_difference"], 0.0 if jax.default_backend() == "cpu" else RESUMED)
+    return found | ({"failed": failed} if failed else {})
+
+
+def judge(losses: list[float], difference: float, allowed: float) -> str | None:
+    """What is wrong with a run of these losses, which came out so different when resumed; None where nothing is."""
+    if not all(math.isfinite(loss) for loss in losses):
+        return f"The loss of step {[math.isfinite(loss) for loss in losses].index(False) + 1} is not finite."
+    first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
+    if first - last < FALL:
+        return f"The loss went from {first:.2f} to {last:.2f}, but should fall by {FALL:g} at least."
+    if not difference <= allowed:
+        return f"The resumed run differs by {difference:.2g} nats/token, but may by {allowed:g}."
+    return None
+
+
+def time_step(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
+    """A forward and backward pass on the first device, by dtype: tokens/s, TFLOP/s and the seconds of each pass."""
+    tokens_bs = _tokens(config)
+    tokens, flops = tokens_bs[:, 1:].size, training_flops_per_token(config.model, tokens_bs.shape[1] - 1)
+    found: dict[str, Any] = {"parameters": total_parameters(config.model), "tokens": tokens, "results": {}}
+    for dtype in dtypes:
+        with run_in_subprocess(our_step, config, dtype, tokens_bs) as step:
+            timed = interleave({"ours": step}, repeats)["ours"]
+        speed = tokens / statistics.median(timed.seconds)
+        print(f"   {dtype}: {speed:,.0f} tokens/s, {speed * flops / 1e12:.3g} TFLOP/s", flush=True)
+        found["results"][dtype] = {
+            "tokens_per_second": round(speed, 1),
+            "tflops_per_second": float(f"{speed * flops / 1e12:.4g}"),
+            "seconds": [round(second, 4) for second in timed.seconds],
+        }
+    return found
+
+
+def _tokens(config: Config) -> np.ndarray:
+    first = stages(config)[0]
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, (first.sequences, first.context + 1))
+
+
+def _against_peer(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
+    missing = [name for name in _PEER if importlib.util.find_spec(name) is None]
+    if missing:
+        return {"skipped": f"{' and '.join(missing)} cannot be imported: pip install -e '.[parity]' brings the peer."}
+    return {"results": bench_step(config, dtypes, repeats, None)["results"]}
+
+
+def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
+    if sizes is None:
+        return {"skipped": "There is one GPU, and a sequence over several devices needs two."}
+    return context.bench_context(sizes, repeats, None, None)
+
+
+def _operations() -> dict[str, Any]:
+    return check_operations(operation_checks())

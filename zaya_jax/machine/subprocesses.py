@@ -1,0 +1,89 @@
+"""Steps in processes of their own, as they would run for their users, timed in turn.
+
+In one process the sides disturb each other: PyTorch's libraries, once loaded, cost XLA a tenth of its speed
+on a CPU, and each side's idle threads wait for work on the other's cores.
+"""
+
+import contextlib
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop waiting on the cores
+
+
+class Passes(NamedTuple):
+    """The timed passes of a step, in order."""
+
+    seconds: list[float]
+    results: list[Any]  # what it returned
+
+
+@contextlib.contextmanager
+def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[Callable[[], Any]]:
+    """`make(*arguments)`, made and called in another process.
+
+    Args:
+      make: importable by its name, as are the classes of `arguments`.
+      arguments: what it takes.
+
+    Yields:
+      A function that calls the other process's step and returns its result. What the other process raises
+      is raised here.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    # No daemon, since those may not start processes, and a step may.
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, arguments))
+    process.start()
+    theirs.close()  # the other process holds it: its end is the pipe's end
+
+    def ask() -> Any:
+        return answer(ours.send)
+
+    def answer(before: Callable[[None], None] = lambda _: None) -> Any:
+        try:
+            before(None)
+            result = ours.recv()
+        except (EOFError, OSError) as error:
+            process.join()
+            raise RuntimeError(f"The measured process ended with status {process.exitcode}.") from error
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    try:
+        answer()
+        yield ask
+    finally:
+        ours.close()
+        process.join()
+
+
+def interleave(steps: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Passes]:
+    """Time each step, one after the other in turn, after one pass of each to warm up."""
+    passes = {name: Passes([], []) for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(repeats):
+        for name, step in steps.items():
+            time.sleep(SETTLE)
+            start = time.perf_counter()
+            result = step()
+            passes[name].seconds.append(time.perf_counter() - start)
+            passes[name].results.append(result)
+    return passes
+
+
+def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:
+    try:
+        step = make(*arguments)
+        pipe.send(None)
+        while True:
+            pipe.recv()
+            pipe.send(step())
+    except EOFError:  # the other end is done
+        return
+    except Exception as error:
+        pipe.send(error)

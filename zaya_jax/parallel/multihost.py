@@ -1,0 +1,213 @@
+"""Several processes as one job: how they find each other, and how they agree before anything is begun."""
+
+import hashlib
+import importlib.util
+import itertools
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax._src import clusters, distributed
+
+from zaya_jax.errors import InputError, last_words
+from zaya_jax.parallel.peer_liveness import PeerLiveness
+from zaya_jax.parallel.relay import relay
+from zaya_jax.parallel.rendezvous import Job, meet, split_address
+
+T = TypeVar("T")
+
+_LATER = 30  # seconds that jax's heartbeats are given beyond our own
+# In jax's errors, what tells one of the others from one of our own.
+_OF_OTHERS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
+_turns = itertools.count()
+# A variable that only a launched task has, and the number of tasks: a job of one task needs no coordinator.
+_LAUNCHERS = {
+    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+}
+
+
+def launcher(environment: Mapping[str, str] | None = None) -> str | None:
+    """The launcher that started this process with others; None where it is alone."""
+    environment = os.environ if environment is None else environment
+    for name, (rank, size) in _LAUNCHERS.items():
+        if rank in environment and int(environment.get(size, "1")) > 1:
+            return name
+    # An indexed job; how many pods it has, only the API says.
+    return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
+
+
+def join(
+    coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float
+) -> PeerLiveness | None:
+    """Join the job this process belongs to, and watch over its others; nothing, and None, where it is alone.
+
+    Args:
+      coordinator: HOST:PORT of process 0; with `processes` and `process`, or all three left to the launcher.
+      processes: of the job.
+      process: this one's number.
+      join_seconds: how long to wait for the other processes.
+      peer_timeout: how long another process may go unheard before this one ends; above zero.
+
+    Raises:
+      InputError: only some of the three are given, or cannot be; or the processes do not meet, see `meet`.
+    """
+    given = (coordinator, processes, process)
+    if any(one is not None for one in given) and None in given:
+        raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
+    name = launcher()
+    if coordinator is None and name is None:
+        return None
+    if coordinator is None and name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
+        raise InputError("This is a pod of an indexed Kubernetes job, whose pods find each other by the package "
+                         "kubernetes (pip install 'jax[k8s]'), or by --coordinator, --processes and --process, as in "
+                         "launch/jobset.yaml.")  # fmt: skip
+    source = "--coordinator" if coordinator is not None else f"{name}'s coordinator"
+    try:
+        if coordinator is None or processes is None or process is None:
+            coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+                os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, join_seconds
+            )
+    except Exception as error:  # of a launcher's variables, or of the Kubernetes API
+        raise _unusable(source, error) from error
+    job = _job(coordinator, processes, process, source)
+    peers = meet(job, join_seconds)
+    watch = PeerLiveness(peers, peer_timeout) if peers else None
+    # The processes have reached each other directly, where gRPC would ask the proxy of http_proxy. Its variables are
+    # in lower case.
+    direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
+    os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
+    jax.config.update("jax_check_proxy_envs", False)  # which would warn of the line before
+    try:
+        jax.distributed.initialize(
+            relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
+            initialization_timeout=join_seconds + _LATER,
+            heartbeat_timeout_seconds=math.ceil(peer_timeout) + _LATER,
+            shutdown_timeout_seconds=math.ceil(peer_timeout),
+        )  # fmt: skip
+    except (RuntimeError, ValueError) as error:
+        refused = _unusable(job.coordinator, error)
+        if watch is not None:
+            watch.leave(*last_words(refused))
+        raise refused from error
+    return watch
+
+
+def _unusable(what: str, error: Exception) -> InputError:
+    return InputError(f"{what} cannot be used: {(str(error).splitlines() or [type(error).__name__])[0][:200]}")
+
+
+def _job(coordinator: str | None, processes: int | None, process: int | None, source: str) -> Job:
+    host, port = split_address(coordinator or "", source)
+    if processes is None or process is None or processes < 1 or not 0 <= process < processes:
+        raise InputError(f"--process is {process} of --processes {processes}, but must be at least 0 and below it.")
+    return Job(host, port, source, processes, process)
+
+
+def is_primary() -> bool:
+    """Whether this is the process that writes and speaks for all."""
+    return jax.process_index() == 0
+
+
+def check_alike(text: str) -> None:
+    """Raise `InputError` in every process unless all were given the same configuration `text`."""
+    if jax.process_count() == 1:
+        return
+    key, mine, said = _next_key(), hashlib.sha256(text.encode()).hexdigest(), ""
+    _store().key_value_set(f"{key}/{jax.process_index()}", mine)
+    if is_primary():
+        others = [str(one) for one in range(1, jax.process_count()) if _wait_for(f"{key}/{one}") != mine]
+        if others:
+            said = (f"Process {', '.join(others)} of {jax.process_count()} was given another configuration than "
+                    "process 0: start all with the same files and overrides.")  # fmt: skip
+    if said := broadcast_text(said):
+        raise InputError(said)
+
+
+def primary_first(action: Callable[[], T]) -> T:
+    """`action` in process 0, then in the others, who so find what it has made.
+
+    Raises:
+      InputError: that of process 0, in every process.
+    """
+    if jax.process_count() == 1:
+        return action()
+    failed: Exception | None = None
+    result: list[T] = []
+    if is_primary():
+        try:
+            result.append(action())
+        except Exception as error:
+            failed = error
+    said = broadcast_text(str(failed) or type(failed).__name__ if failed is not None else "")
+    if failed is not None:
+        raise failed
+    if said:
+        raise InputError(said)
+    return result[0] if result else action()
+
+
+def broadcast_text(text: str) -> str:
+    """The `text` of process 0, in every process, however long it takes to be said.
+
+    By the coordinator's store: a collective would give up while process 0 prepares data.
+    """
+    if jax.process_count() == 1:
+        return text
+    key = _next_key()
+    if is_primary():
+        _store().key_value_set(key, f"={text}")  # the store takes no empty text
+        return text
+    return _wait_for(key)[1:]
+
+
+def all_gather_text(key: str, text: str, seconds: float) -> list[str]:
+    """What each process says under `key`, which is used once, in the order of processes; for any thread.
+
+    Raises:
+      TimeoutError: one has not said it in time; it is named.
+    """
+    if jax.process_count() == 1:
+        return [text]
+    key, deadline = f"zaya_jax/each/{key}", time.monotonic() + seconds
+    _store().key_value_set(f"{key}/{jax.process_index()}", f"={text}")
+    found = []
+    for one in range(jax.process_count()):
+        left = max(1, round(1000 * (deadline - time.monotonic())))
+        try:
+            found.append(_store().blocking_key_value_get(f"{key}/{one}", left)[1:])
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(f"Process {one} was not heard for {seconds:g} s.") from error
+    return found
+
+
+def _wait_for(key: str) -> str:
+    """What another process sets; `PeerLiveness` ends this one where the other is lost."""
+    while True:
+        try:
+            return _store().blocking_key_value_get(key, 10_000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def _next_key() -> str:
+    """The same in all processes, since they do the same things in the same order."""
+    return f"zaya_jax/{next(_turns)}"
+
+
+def _store() -> Any:
+    """The coordinator's key-value store, for which jax has no public name."""
+    return distributed.global_state.client
+
+
+def lost(error: Exception) -> bool:
+    """Whether `error`, in a job of several processes, comes of another that is lost or cannot be reached."""
+    text = str(error).lower()
+    return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
+            and any(word in text for word in _OF_OTHERS))  # fmt: skip

@@ -1,0 +1,98 @@
+"""Processes of a job listen to each other, so that a run that has lost one ends with a sentence that names it.
+
+Process 0 listens to every other, and they to it. The kernel closes the connections of a process that ends, so that its
+loss is known at once; heartbeats tell of one that hangs, or whose machine or link is gone. One that has to end sends
+its sentence, process 0 passes it on, and all end with it. jax's own heartbeats end a process too, with a C++ stack:
+they are given more time.
+"""
+
+import atexit
+import selectors
+import threading
+import time
+from collections.abc import Sequence
+from typing import NoReturn
+
+from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
+from zaya_jax.run.signals import exit_at_once, print_error
+
+_DONE = "done"
+_BEAT = 5.0  # seconds at most between two heartbeats
+_LAST_WORD = 2.0  # seconds at most that the others have to read why this process ends
+_AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, or from the "
+          "first step where there is none.")  # fmt: skip
+
+
+class PeerLiveness:
+    """A thread that sends heartbeats, and ends the process when another is lost."""
+
+    def __init__(self, peers: Sequence[Peer], peer_timeout: float) -> None:
+        """Begin.
+
+        Args:
+          peers: the processes this one listens to.
+          peer_timeout: seconds that another process may go unheard (the peer timeout).
+        """
+        self._peers, self._timeout = list(peers), peer_timeout
+        self._heard = dict.fromkeys(peers, time.monotonic())
+        self._done: set[Peer] = set()
+        self._last_word = threading.Lock()
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+        atexit.register(self._farewell)  # before jax's own, which was registered earlier and waits for the others
+
+    def leave(self, sentence: str, status: int) -> NoReturn:
+        """Say why, to a person and to the other processes, and end this one at once.
+
+        An orderly end would wait for others that are lost, or busy.
+        """
+        self._last_word.acquire()  # for good: whoever comes later has nothing to add
+        print_error(sentence)
+        dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._timeout, _LAST_WORD))
+        exit_at_once(status)
+
+    def wait(self) -> None:
+        """Wait for the end of this process, where a collective has failed before it is known which other is lost."""
+        time.sleep(self._timeout + _BEAT)
+
+    def _farewell(self) -> None:
+        for peer in self._peers:
+            peer.send(_DONE)
+
+    def _listen(self) -> None:
+        pause, next_beat = min(self._timeout / 10, _BEAT), 0.0
+        live = list(self._peers)
+        with selectors.DefaultSelector() as selector:
+            for peer in live:
+                selector.register(peer, selectors.EVENT_READ)
+            while True:
+                readable = [key.fileobj for key, _ in selector.select(pause)]
+                closed = [peer for peer in live if peer in readable and not self._hear(peer)]
+                for peer in closed:
+                    selector.unregister(peer)
+                    live.remove(peer)
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + pause
+                    for peer in live:
+                        peer.send("")
+                self._judge([peer for peer in closed if peer not in self._done], "was lost: its connection closed")
+                silent = [peer for peer in live if now - self._heard[peer] > self._timeout]
+                self._judge(silent, f"was not heard for {self._timeout:g} s")
+
+    def _hear(self, peer: Peer) -> bool:
+        """Whether the connection is still open."""
+        lines = peer.receive()
+        if lines:
+            self._heard[peer] = time.monotonic()
+        for line in lines or ():
+            if line == _DONE:
+                self._done.add(peer)
+            elif line.startswith(ENDS):
+                status, sentence = verdict(line)
+                self.leave(sentence, status)
+        return lines is not None
+
+    def _judge(self, lost: Sequence[Peer], how: str) -> None:
+        if lost:
+            sentences = " ".join(f"Process {peer} {how}." for peer in lost)
+            self.leave(f"Stopped: {sentences} {_AGAIN}", 1)
