@@ -184,13 +184,13 @@ def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, s
     def stop(config):
         raise error
 
-    monkeypatch.setattr(loop, "train", stop)
+    monkeypatch.setattr(loop, "run_training", stop)
     assert main(["--config", str(write_run(tmp_path))]) == status
     assert capsys.readouterr().err == said
 
 
 def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "train", lambda config: 1 / 0)
+    monkeypatch.setattr(loop, "run_training", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--config", str(write_run(tmp_path))])
 

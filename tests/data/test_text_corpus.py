@@ -129,7 +129,7 @@ def test_an_interrupted_preparation_leaves_nothing(config, monkeypatch, stage):
 
 def test_a_killed_preparation_is_replaced(config, tmp_path):
     code = (
-        "import sys, pickle, time; from zaya_jax.data import embedded as m;"
+        "import sys, pickle, time; from zaya_jax.data import text_corpus as m;"
         "m.compressor_baselines = lambda *_: print('here', flush=True) or time.sleep(60);"
         "m.open_corpus(pickle.loads(sys.stdin.buffer.read()))"
     )

@@ -10,16 +10,16 @@ from tests.train_helpers import ROOT
 CODE = """
 import socket, threading, time
 from zaya_jax.parallel.rendezvous import Peer
-from zaya_jax.parallel.peer_liveness import Watch
+from zaya_jax.parallel.peer_liveness import PeerLiveness
 
 ours, theirs = socket.socketpair()
-watches = [Watch([Peer(ours, 3, "node3")], 0.5)]
+watches = [PeerLiveness([Peer(ours, 3, "node3")], 0.5)]
 time.sleep(0.3)
 {act}
 time.sleep(2)
 print("still here")
 """
-HEARD = "watches.append(Watch([Peer(theirs, 0, 'node0')], 0.5))"
+HEARD = "watches.append(PeerLiveness([Peer(theirs, 0, 'node0')], 0.5))"
 
 
 def run(act):

@@ -38,7 +38,7 @@ def train_on(config, events):
         compile_once(patch)
         patch.setattr(loop, "JsonlTracker", Tracker)
         try:
-            loop.train(config)
+            loop.run_training(config)
         except RunStopped as error:
             print(error)
     return said.getvalue().splitlines()

@@ -16,7 +16,7 @@ from zaya_jax.machine.dry_run.memory import Memory, memory_of, stored_bytes
 from zaya_jax.parallel.mesh import AXES, axis_sizes, make_mesh
 from zaya_jax.train.state import init_state, layout_of, make_blueprint
 
-DOC = Path(__file__).parents[2] / "docs/parallel.md"
+DOC = Path(__file__).parents[3] / "docs/parallel.md"
 LAYOUTS = {
     "data": [],
     "fsdp": ["parallel.fsdp=8"],
