@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
+    from zaya_jax.optim.muon import muon as muon
     from zaya_jax.train.loop import TrainResult as TrainResult
     from zaya_jax.train.loop import run_training as run_training
 
@@ -35,6 +36,7 @@ _HOMES = {
     "load_config": "zaya_jax.config",
     "load_pretrained": "zaya_jax.hf.pretrained",
     "logits": "zaya_jax.model.zaya",
+    "muon": "zaya_jax.optim.muon",
     "run_training": "zaya_jax.train.loop",
     "save_pretrained": "zaya_jax.hf.pretrained",
 }

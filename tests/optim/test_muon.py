@@ -20,6 +20,7 @@ from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.muon import momentum_coefficients, scale_by_muon
+from zaya_jax.optim.muon import muon as public_muon
 
 FORMS = ("sum", "ema")
 SCALES = {  # of a matrix [in, out]
@@ -199,3 +200,45 @@ def test_on_gpus_each_leaf_has_its_kernels(platform):
     update = functools.partial(transform.update, ops=ops_for(TARGETS[platform]))
     found = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
     assert [kernel.name for kernel in found] == ["momentum", "gram", "gram_polynomial"] * 2
+
+
+PARAMS = {"layers": draw(0, 3, 8, 6), "matrix": draw(1, 6, 10), "vector": draw(2, 6)}
+MATRICES = {name: x for name, x in PARAMS.items() if x.ndim > 1}
+IS_MATRIX = {name: x.ndim > 1 for name, x in PARAMS.items()}
+
+
+def third_update(transform, params, calls=3):
+    """The update of the third step that moves anything, on gradients that are the same in all calls."""
+    state, grads = transform.init(params), jax.tree.map(lambda x: x[..., ::-1], params)
+    update = jit(transform.update)
+    for _ in range(calls):
+        updates, state = update(grads, state, params)
+    return updates
+
+
+def partitioned():
+    labels = {name: "muon" if is_matrix else "adamw" for name, is_matrix in IS_MATRIX.items()}
+    return optax.multi_transform({"muon": public_muon(0.02), "adamw": optax.adamw(1e-3)}, labels)
+
+
+@pytest.mark.parametrize(
+    ("transform", "params", "calls"),
+    [
+        (lambda: optax.chain(optax.identity(), public_muon(lambda _: 0.02)), MATRICES, 3),
+        (lambda: optax.inject_hyperparams(public_muon)(learning_rate=0.02), MATRICES, 3),
+        (lambda: optax.MultiSteps(public_muon(0.02), 2), MATRICES, 6),
+        (lambda: optax.masked(public_muon(0.02), IS_MATRIX), PARAMS, 3),
+        (partitioned, PARAMS, 3),
+    ],
+    ids=["chain", "inject_hyperparams", "MultiSteps", "masked", "multi_transform"],
+)
+def test_muon_gives_the_same_updates_inside_optax(transform, params, calls):
+    expected = third_update(public_muon(0.02), MATRICES)
+    updates = third_update(transform(), params, calls)
+    chex.assert_trees_all_close({name: updates[name] for name in MATRICES}, expected, rtol=1e-6)
+    chex.assert_tree_all_finite(updates)
+
+
+def test_a_leaf_that_is_not_a_matrix_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"block\.bias has shape \(6,\)"):
+        public_muon(0.02).init({"block": {"bias": PARAMS["vector"], "kernel": PARAMS["matrix"]}})

@@ -1,5 +1,6 @@
 """Muon as an Optax transform (zaya1.md §3.1)."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,12 +15,40 @@ from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, m
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.skippable import SkippableTransform
 
+MATRIX_AXES = 2
+
 
 class MeanState(NamedTuple):
     """fp32 mean of the gradients, and the int32 number of steps, which its correction needs."""
 
     steps: jax.Array
     mean: Any
+
+
+def muon(
+    learning_rate: optax.ScalarOrSchedule, momentum: jax.Array | float = 0.95, weight_decay: jax.Array | float = 0.1, *,
+    config: MuonConfig | None = None,
+) -> optax.GradientTransformationExtraArgs:  # fmt: skip
+    """Muon with decoupled weight decay, for any Optax training loop.
+
+    It composes with `optax.chain`, `multi_transform`, `masked`, `MultiSteps` and `inject_hyperparams`; the first three
+    arguments are those that `inject_hyperparams` can change during training. Give it matrices alone, and everything
+    else to another transform (`optax.partition`).
+
+    Args:
+      learning_rate: a number, or a schedule of the step.
+      momentum: at least 0 and below 1.
+      weight_decay: multiplied by the learning rate.
+      config: the other settings; its learning rate, momentum and weight decay are not used.
+
+    Returns:
+      A transform of any pytree of arrays [..., in, out], whose leading axes are batches of matrices.
+
+    Raises:
+      ValueError: in `init`, a leaf has fewer than two axes; the message names it.
+    """
+    direction = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
+    return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
 def _here(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
@@ -48,6 +77,11 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
     parts = split or {}
 
     def init(params: optax.Params) -> optax.OptState:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if jnp.ndim(leaf) < MATRIX_AXES:
+                name = jax.tree_util.keystr(path, simple=True, separator=".")
+                raise ValueError(f"Muon moves matrices, but {name} has shape {jnp.shape(leaf)}. Give it to another "
+                                 "transform, such as optax.adamw, with optax.partition.")  # fmt: skip
         momentum = jax.tree.map(lambda x: jnp.zeros_like(x, accumulation_dtype(x.dtype)), params)
         if config.momentum_form == "sum":
             return optax.TraceState(momentum), optax.EmptyState()
