@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.model import loss, tree
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Zaya, abstract_model
 
 TINY = ModelConfig(
     vocab_size=37, hidden_size=24, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, num_experts=4,
@@ -47,12 +47,6 @@ def tiny_config(variant: str = "plain", **overrides) -> ModelConfig:
     config = dataclasses.replace(TINY, **{**(VARIANTS | ABLATIONS)[variant], **overrides})
     config.check()
     return config
-
-
-@functools.cache
-def abstract_model(config: ModelConfig) -> Zaya:
-    """A model of shapes; nothing is drawn or compiled."""
-    return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
 
 
 @functools.cache

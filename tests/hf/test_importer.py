@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
 from tests.checkpoint.saved_helpers import set_value
-from tests.helpers import abstract_model, random_values, tiny_config
+from tests.helpers import random_values, tiny_config
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
@@ -23,6 +23,7 @@ from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.model import tree
+from zaya_jax.model.zaya import abstract_model
 from zaya_jax.parallel.layout import make_layout
 from zaya_jax.parallel.mesh import make_mesh
 

@@ -9,10 +9,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.checkpoint.saved_helpers import bits
-from tests.helpers import VARIANTS, abstract_model, random_model, random_values, tiny_config
+from tests.helpers import VARIANTS, random_model, random_values, tiny_config
 from zaya_jax.errors import InputError
 from zaya_jax.hf.pretrained import load_pretrained, save_pretrained
 from zaya_jax.model import tree
+from zaya_jax.model.zaya import abstract_model
 
 INDEX = "model.safetensors.index.json"
 QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"

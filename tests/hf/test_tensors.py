@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import VARIANTS, abstract_model, tiny_config
+from tests.helpers import VARIANTS, tiny_config
 from zaya_jax.hf.tensors import tensors
 from zaya_jax.model import arithmetic
+from zaya_jax.model.zaya import abstract_model
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -12,14 +12,12 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from tests.helpers import abstract_model, tiny_config
+from tests.helpers import tiny_config
 from zaya_jax.config import ModelConfig, load_config
 from zaya_jax.model import arithmetic
-from zaya_jax.model.cache import init_cache
-from zaya_jax.model.cca import Context
+from zaya_jax.model.attention import Context, visible_keys
 from zaya_jax.model.layers import rotary_table
-from zaya_jax.model.tree import parameters
-from zaya_jax.model.zaya import Block
+from zaya_jax.model.zaya import Block, init_cache
 from zaya_jax.ops import Ops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -30,10 +28,6 @@ every_combination = pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-
 
 # Shrinking what fails would trace hundreds of models, and a failure already names its configuration.
 few = settings(max_examples=3, phases=(Phase.explicit, Phase.generate))
-
-
-def real_sizes(config):
-    return {name: x.size for name, x in jax.eval_shape(parameters, abstract_model(config)).items()}
 
 
 @st.composite
@@ -51,21 +45,6 @@ def configs(draw, parts):
     )  # fmt: skip
     config.check()
     return config
-
-
-@every_combination
-@few
-@given(data=st.data())
-def test_counts_are_the_sizes_of_the_real_leaves(parts, data):
-    config = data.draw(configs(parts))
-    sizes = real_sizes(config)
-    inert = config.router_size if config.router == "zaya" else 0  # the first layer's γ
-    total = sum(sizes.values()) - inert
-    assert arithmetic.total_parameters(config) == total
-    assert arithmetic.non_embedding_parameters(config) == total - sizes["embedding"]
-    experts = sum(size for name, size in sizes.items() if ".experts." in name)
-    idle = experts * (config.num_experts - 1) // config.num_experts
-    assert arithmetic.active_parameters(config) == total - sizes["embedding"] - idle
 
 
 def products(jaxpr):
@@ -91,14 +70,14 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
     b, s = 2, 7
     # Neither reference counts as it is costed: blocks are padded, and every expert's rows too.
     spies = Ops(attention=lambda q, *_, **__: q, experts=lambda h, *_: h)
-    block = jax.eval_shape(functools.partial(Block, config, "full"), jax.random.key(0))
+    block = jax.eval_shape(functools.partial(Block, config, config.layer_kinds[0]), jax.random.key(0))
     table = rotary_table(jnp.zeros((b, s)), config.rotary_size, 1e4)
-    context = Context(*[jnp.ones((b, s), jnp.int32)] * 2, {"full": table})
+    context = Context(*[jnp.ones((b, s), jnp.int32)] * 2, {config.rope_base: table})
     x = jax.ShapeDtypeStruct((b, s, config.hidden_size), jnp.float32)
     state = jax.ShapeDtypeStruct((b, s, config.router_size), jnp.float32)
     program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies))(block, x, state)
     token = products(program.jaxpr) / (b * s)
-    token += 4 * config.query_size * arithmetic.visible_keys(s, None) + 6 * config.hidden_size * config.expert_size
+    token += 4 * config.query_size * visible_keys(s, None) + 6 * config.hidden_size * config.expert_size
     if config.attention == "cca":  # sums over its taps, no product
         token += 2 * (config.query_size + config.kv_size) * config.depthwise_kernel
     head = 2 * config.vocab_size * config.hidden_size
@@ -106,12 +85,14 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
 
 
 @every_combination
-def test_cache_bytes_are_those_of_a_real_cache(parts):
+def test_a_cached_token_is_keys_and_values_of_every_layer(parts):
     config = tiny_config("sliding", **parts)
-    cache = jax.eval_shape(lambda: init_cache(config, 3, 16, jnp.bfloat16))
-    held = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
-    assert held == 3 * (16 * arithmetic.cache_bytes_per_token(config) + arithmetic.cache_state_bytes(config))
-    assert (arithmetic.cache_state_bytes(config) == 0) == (config.attention == "gqa")
+    assert arithmetic.cache_bytes_per_token(config) == config.num_layers * 2 * config.kv_size * 2
+    layers = jax.eval_shape(lambda: init_cache(config, 3, 16, jnp.bfloat16)).layers
+    state = sum(x.size * x.dtype.itemsize for layer in layers for x in (layer.u_bwnc, layer.delayed_b1x))
+    rows = config.depthwise_kernel + config.grouped_kernel - 2
+    tail = rows * (config.query_size + config.kv_size) + config.kv_size // 2
+    assert state == (3 * 4 * config.num_layers * tail if config.attention == "cca" else 0)
 
 
 @pytest.mark.parametrize(("name", "published", "within"), [("74b", 74.8e9, 0.01), ("1b8", 1.8e9, 0.03)])
@@ -119,7 +100,6 @@ def test_other_sizes_have_the_totals_they_are_named_after(name, published, withi
     path = CONFIGS / f"zaya1_{name}.yaml"
     config = load_config(path).model
     total, active = arithmetic.total_parameters(config), arithmetic.active_parameters(config)
-    assert total == sum(real_sizes(config).values()) - config.router_size
     assert total == pytest.approx(published, rel=within)
     said = path.read_text(encoding="utf-8")
     training = arithmetic.training_flops_per_token(config, 4096)
@@ -145,7 +125,6 @@ def test_the_released_model(released):
     assert arithmetic.non_embedding_parameters(released) == 8_303_355_728
     assert arithmetic.active_parameters(released) == pytest.approx(753.6e6, rel=1e-4)
     assert arithmetic.cache_bytes_per_token(released) == 40_960
-    assert arithmetic.cache_state_bytes(released) == 4 * 40 * (1280 * 2 + 128)
 
 
 @pytest.mark.parametrize(("context", "attention", "training"), [(4096, 0.336e9, 8.74e9), (32768, 2.68e9, 15.8e9),
@@ -162,14 +141,14 @@ def test_the_released_models_operations(released, context, attention, training):
 def test_visible_keys_are_counted_one_by_one(context, window):
     query, key = np.arange(context)[:, None], np.arange(context)
     seen = (key <= query) & (query - key < (window or context))
-    assert arithmetic.visible_keys(context, window) == pytest.approx(seen.sum(1).mean())
+    assert visible_keys(context, window) == pytest.approx(seen.sum(1).mean())
 
 
 def test_sliding_layers_see_less():
     config = tiny_config("sliding")
     full = dataclasses.replace(config, layer_pattern=("full",))
     less = arithmetic.prefill_flops_per_token(full, 32) - arithmetic.prefill_flops_per_token(config, 32)
-    keys = arithmetic.visible_keys(32, None) - arithmetic.visible_keys(32, config.sliding_window)
+    keys = visible_keys(32, None) - visible_keys(32, config.sliding_window)
     assert less == pytest.approx(2 * 4 * config.query_size * keys)  # two of the four layers slide
 
 

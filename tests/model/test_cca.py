@@ -23,7 +23,7 @@ every_config = pytest.mark.parametrize("name", CONFIGS)
 def layer(name, seed=0):
     """A layer with nothing at its neutral start."""
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(functools.partial(CCA, CONFIGS[name], "full"), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(CCA, CONFIGS[name], CONFIGS[name].layer_kinds[0]), jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.5, x.shape), jnp.float32), shapes)
 
 
@@ -40,7 +40,7 @@ def program(name):
             return attention(q, k, v, **more)
 
         positions = jnp.broadcast_to(jnp.arange(S), (B, S))
-        rotary = {"full": rotary_table(positions, config.rotary_size, config.rope_base)}
+        rotary = {config.rope_base: rotary_table(positions, config.rotary_size, config.rope_base)}
         out, cache = cca(h, Context(*[jnp.ones((B, S), jnp.int32)] * 2, rotary), None, Ops(attention=spy))
         assert cache is None
         return out, *seen

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds, tiny_config
-from zaya_jax.model.cca import Context
+from zaya_jax.model.attention import Context
 from zaya_jax.model.gqa import GQA
 from zaya_jax.model.layers import rotary_table, segment_positions
 from zaya_jax.ops import LOCAL, Ops
@@ -22,6 +22,7 @@ CONFIGS = {
     "full": tiny_config(attention="gqa", num_query_heads=6),
     "sliding": tiny_config("gqa", rotary_fraction=0.25),  # with biases
 }
+KINDS = {"full": CONFIGS["full"].layer_kinds[0], "sliding": CONFIGS["sliding"].layer_kinds[1]}
 every_kind = pytest.mark.parametrize("kind", CONFIGS)
 
 
@@ -29,14 +30,16 @@ every_kind = pytest.mark.parametrize("kind", CONFIGS)
 def layer(kind):
     """A layer with nothing at its neutral start."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(functools.partial(GQA, CONFIGS[kind], kind), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(GQA, CONFIGS[kind], KINDS[kind]), jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.4, x.shape), jnp.float32), shapes)
 
 
 def context(kind, segments):
     segments = jnp.asarray(segments)
     return Context(
-        segments, segments, {kind: rotary_table(segment_positions(segments), CONFIGS[kind].rotary_size, 1.0e3)}
+        segments,
+        segments,
+        {KINDS[kind].rope_base: rotary_table(segment_positions(segments), CONFIGS[kind].rotary_size, 1.0e3)},
     )
 
 
@@ -109,7 +112,7 @@ def test_queries_keys_and_values_have_the_dtype_of_the_input(kind):
 
 def test_it_has_no_parameters_of_the_mix():
     config = tiny_config("gqa")
-    gqa = jax.eval_shape(functools.partial(GQA, config, "full"), jax.random.key(0))
+    gqa = jax.eval_shape(functools.partial(GQA, config, config.layer_kinds[0]), jax.random.key(0))
     sizes = sorted(x.size for x in jax.tree.leaves(gqa))
     d, q, kv = config.hidden_size, config.query_size, config.kv_size
     assert sizes == sorted([d * q, d * kv, d * kv, q * d, q + 2 * kv, d])

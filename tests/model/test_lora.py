@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import abstract_model, assert_close, random_model, random_values, seeds, tiny_config
+from tests.helpers import assert_close, random_model, random_values, seeds, tiny_config
 from zaya_jax.model import tree
 from zaya_jax.model.lora import (
     Adapted,
@@ -20,6 +20,7 @@ from zaya_jax.model.lora import (
     merge,
     merged,
 )
+from zaya_jax.model.zaya import abstract_model
 
 MATRICES = {"attention.query", "attention.key", "attention.value_current", "attention.value_delayed",
             "attention.output", "mixture.experts.gate_up", "mixture.experts.down"}  # fmt: skip

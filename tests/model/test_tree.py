@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import ABLATIONS, VARIANTS, abstract_model, random_model, random_values, tiny_config
+from tests.helpers import ABLATIONS, VARIANTS, random_model, random_values, tiny_config
 from zaya_jax.model import tree
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES
+from zaya_jax.model.zaya import abstract_model
 
 every_variant = pytest.mark.parametrize("variant", [*VARIANTS, *ABLATIONS])
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from tests.helpers import (
     ABLATIONS,
     VARIANTS,
-    abstract_model,
     assert_close,
     assert_trees_close,
     jit,
@@ -26,11 +25,10 @@ from tests.helpers import (
 )
 from zaya_jax.errors import InputError
 from zaya_jax.model import tree
-from zaya_jax.model.cache import init_cache
-from zaya_jax.model.cca import Context
+from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import MATRIX_ROLES, rotary_table, segment_positions
 from zaya_jax.model.loss import chunked_loss
-from zaya_jax.model.zaya import Zaya, head, logits
+from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache, logits
 from zaya_jax.ops import LOCAL
 
 ROWS, LENGTH = 6, 20
@@ -249,9 +247,9 @@ def test_the_scan_is_a_loop_over_the_blocks(variant):
 
     @jit
     def loop(model, tokens, segments):
-        bases = {"full": config.rope_base, "sliding": config.sliding_rope_base}
+        bases = {layer.rope_base for layer in config.layer_kinds}
         positions = segment_positions(segments)
-        rotary = {kind: rotary_table(positions, config.rotary_size, base) for kind, base in bases.items()}
+        rotary = {base: rotary_table(positions, config.rotary_size, base) for base in bases}
         x = (model.embedding[...][tokens] + model.input_bias[...]) * model.input_scale[...]
         state = jnp.zeros((ROWS, LENGTH, config.router_size))
         counts = []

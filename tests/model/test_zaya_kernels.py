@@ -9,13 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.helpers import abstract_model, assert_close, assert_trees_close, jit, random_model
+from tests.helpers import assert_close, assert_trees_close, jit, random_model
 from tests.kernel_helpers import TARGETS
 from zaya_jax.config import ModelConfig
 from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.model import tree
-from zaya_jax.model.cache import init_cache
-from zaya_jax.model.zaya import logits
+from zaya_jax.model.zaya import abstract_model, init_cache, logits
 from zaya_jax.ops import LOCAL, ops_for
 from zaya_jax.ops.target import Target
 

@@ -10,12 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
-from tests.helpers import abstract_model, jit, random_values, tiny_config
+from tests.helpers import jit, random_values, tiny_config
 from zaya_jax.config import AdamWConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.machine.proxies.stablehlo import count_launches
 from zaya_jax.model import tree
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES
+from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops import ops_for
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import make_optimizer

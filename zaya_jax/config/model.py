@@ -9,6 +9,22 @@ AttentionKind = Literal["full", "sliding"]
 AttentionForm = Literal["cca", "gqa"]
 RouterForm = Literal["zaya", "linear"]
 
+
+@dataclass(frozen=True)
+class LayerKind:
+    """What distinguishes a layer from the others of the model.
+
+    Attributes:
+      attention: the form of its attention.
+      window: keys that a query sees, itself included; None for all before it.
+      rope_base: of its rotary embedding.
+    """
+
+    attention: AttentionForm
+    window: int | None
+    rope_base: float
+
+
 MAX_PARAMETERS = 10**14  # their bytes, gradients and optimizer state are counted in 64 bits
 
 
@@ -93,6 +109,15 @@ class ModelConfig:
             if len(pattern) % length == 0 and pattern == pattern[:length] * (len(pattern) // length):
                 return pattern[:length]
         return pattern
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The layers of one `period`."""
+        kinds = {
+            "full": LayerKind(self.attention, None, self.rope_base),
+            "sliding": LayerKind(self.attention, self.sliding_window, self.sliding_rope_base),
+        }
+        return tuple(kinds[name] for name in self.period)
 
     @property
     def num_groups(self) -> int:

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.errors import InputError
-from zaya_jax.model.cache import init_cache
-from zaya_jax.model.zaya import Zaya, head
+from zaya_jax.model.zaya import Zaya, head, init_cache
 from zaya_jax.ops import ops_for
 from zaya_jax.ops.registry import choose
 from zaya_jax.ops.target import Target, current_target

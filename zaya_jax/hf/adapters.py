@@ -14,9 +14,10 @@ from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.config.schema import HF
 from zaya_jax.errors import InputError
 from zaya_jax.hf.folder import open_folder
-from zaya_jax.hf.tensors import FIRST_GAMMA, is_bias
+from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.fingerprint import fingerprint_of, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
+from zaya_jax.model.router import INERT
 from zaya_jax.model.tree import compute_dtypes, roles, shapes
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.precision import accumulation_dtype
@@ -50,7 +51,7 @@ def read_folder(path: str) -> Read:
         tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
 
     def read(name: str, group: int | None) -> np.ndarray:
-        if (name, group) == (FIRST_GAMMA, 0):  # inert, and in no folder
+        if (name, group) == (INERT, 0):  # inert, and in no folder
             return np.ones(folder.config.router_size, np.float32)
         found = [(one.part, one.to_ours(folder.stored[one.name].open())) for one in tensors[name, group]]
         if found[0][0] is None:

@@ -19,7 +19,8 @@ from zaya_jax.checkpoint.finite import not_finite
 from zaya_jax.errors import InputError
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import Stored
-from zaya_jax.hf.tensors import FIRST_GAMMA, Tensor
+from zaya_jax.hf.tensors import Tensor
+from zaya_jax.model.router import INERT
 
 PIECE = 2**28  # bytes of a tensor under way at once
 
@@ -50,7 +51,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
 
 
 def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    leaves = {tensor.leaf for tensor in folder.tensors} | {FIRST_GAMMA}
+    leaves = {tensor.leaf for tensor in folder.tensors} | {INERT}
     for name in [*(leaves - set(abstract)), *(set(abstract) - leaves)]:
         where = "in the folder" if name in leaves else "asked for"
         raise InputError(f"The parameter {name} is only {where}, so that {folder.path} is of another architecture.")
@@ -67,7 +68,7 @@ def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     def start() -> dict[str, jax.Array]:
-        return {name: jnp.full(x.shape, float(name == FIRST_GAMMA), x.dtype) for name, x in abstract.items()}
+        return {name: jnp.full(x.shape, float(name == INERT), x.dtype) for name, x in abstract.items()}
 
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 

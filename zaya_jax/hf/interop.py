@@ -18,7 +18,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.adapters import read_merged, read_saved
 from zaya_jax.hf.exporter import Layout, write_folder
 from zaya_jax.hf.folder import Folder, open_folder
-from zaya_jax.hf.tensors import FIRST_GAMMA, is_bias
+from zaya_jax.hf.tensors import is_bias
+from zaya_jax.model.router import INERT
 from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
 from zaya_jax.run.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
 
@@ -110,15 +111,15 @@ def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
         dtype = "float32" if is_bias(tensor.leaf) else folder.stored[tensor.name].dtype.name
         before = shapes.get(tensor.leaf, (dtype, shape))[1]
         shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
-    if FIRST_GAMMA not in shapes:  # a stack that holds the first layer alone
-        shapes[FIRST_GAMMA] = shapes["embedding"][0], [1, folder.config.router_size]
+    if INERT not in shapes:  # a stack that holds the first layer alone
+        shapes[INERT] = shapes["embedding"][0], [1, folder.config.router_size]
     return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
 
 
 def _parts(folder: Folder, leaves: dict[str, dict[str, Any]], allow_nonfinite: bool) -> Iterator[Part]:
-    gamma = leaves[_named(FIRST_GAMMA)]
+    gamma = leaves[_named(INERT)]
     ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
-    yield Part(_named(FIRST_GAMMA), f"0:1,0:{gamma['shape'][1]}", ones)
+    yield Part(_named(INERT), f"0:1,0:{gamma['shape'][1]}", ones)
     for tensor in folder.tensors:
         stored = folder.stored[tensor.name].open()
         data = tensor.to_ours(stored)

@@ -8,7 +8,9 @@ each by itself.
 from collections.abc import Collection, Iterator
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.hf.tensors import EXPERTS, Tensor, tensors, transposed
+from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.model.experts import HF_EXPERTS
+from zaya_jax.model.hf_names import transposed
 
 _MODEL = {
     "model.input_hidden_states_scale": "model.layers.0.res_scale.hidden_states_scale",
@@ -51,7 +53,7 @@ def legacy_tensors(config: ModelConfig) -> Iterator[Tensor]:
         head, _, rest = tensor.name.removeprefix("model.layers.").partition(".")
         if not tensor.name.startswith("model.layers."):
             yield tensor._replace(name=_MODEL.get(tensor.name, tensor.name))
-        elif rest in EXPERTS:
+        elif rest in HF_EXPERTS:
             layer = f"model.layers.{2 * int(head) + 1}.zaya_block.experts.local_experts"
             for expert in range(config.num_experts):
                 yield tensor._replace(

@@ -1,67 +1,54 @@
-"""What a model of a given architecture has and costs, from its sizes and parts alone (zaya1.md §1.1).
+"""What a model of a given architecture has and costs (zaya1.md §1.1), counted from the parameters of its modules.
 
-A multiply-add counts as two operations. Attention counts the keys a query may see, the convolutions are
-counted as the two they are, and recomputation in the backward pass is not counted.
+A multiply-add counts as two operations. A token goes through every matrix and convolution once, but through one expert
+of a layer. Attention counts the keys a query may see; recomputation in the backward pass is not counted.
 """
 
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.model import AttentionKind
+from zaya_jax.model.attention import score_flops_per_token
+from zaya_jax.model.layers import MATRIX_ROLES, Role
+from zaya_jax.model.router import INERT
+from zaya_jax.model.tree import fused, roles, shapes
+from zaya_jax.model.zaya import abstract_model, init_cache
+
+_MULTIPLIED: tuple[Role, ...] = (*MATRIX_ROLES, "convolution")
+
+
+@functools.lru_cache(maxsize=64)
+def _sizes(config: ModelConfig) -> dict[Role, int]:
+    """Trained parameters by role, of all layers."""
+    model, totals = abstract_model(config), {}
+    every = roles(model)
+    for name, shape in shapes(model).items():
+        inert = math.prod(shape[1:]) if name == INERT else 0
+        totals[every[name]] = totals.get(every[name], 0) + math.prod(shape) - inert
+    return totals
 
 
 def total_parameters(config: ModelConfig) -> int:
     """Trained parameters; neither balancing biases nor the first layer's inert router state scale are counted."""
-    return config.vocab_size * config.hidden_size + non_embedding_parameters(config)
+    return sum(_sizes(config).values())
 
 
 def non_embedding_parameters(config: ModelConfig) -> int:
     """`total_parameters` less the tied embedding."""
-    d, e = config.hidden_size, config.num_experts
-    layer = _attention_parameters(config) + _router_parameters(config) + e * _expert_parameters(config)
-    layer += 2 * d  # norms
-    outside = d + (config.vocab_size if config.head_bias else 0)  # final norm
-    if config.residual_scaling:
-        layer += 8 * d
-        outside += 2 * d  # input scale and bias
-    inert = config.router_size if config.router == "zaya" else 0
-    return config.num_layers * layer + outside - inert
+    return total_parameters(config) - _sizes(config)["embedding"]
 
 
 def active_parameters(config: ModelConfig) -> int:
     """Parameters outside the embedding that one token, sent to an expert, passes through."""
-    idle = config.num_layers * (config.num_experts - 1) * _expert_parameters(config)
-    return non_embedding_parameters(config) - idle
+    return non_embedding_parameters(config) - _idle(config)
 
 
-def _attention_parameters(config: ModelConfig) -> int:
-    c, heads = config.head_dim, config.num_query_heads + config.num_kv_heads
-    biases = config.query_size + 2 * config.kv_size + config.hidden_size if config.attention_bias else 0
-    if config.attention == "gqa":
-        return _projection_parameters(config) + biases
-    convolutions = heads * c * (config.depthwise_kernel + 1) + heads * c * (c * config.grouped_kernel + 1)
-    return _projection_parameters(config) + convolutions + config.num_kv_heads + biases
-
-
-def _projection_parameters(config: ModelConfig) -> int:
-    return config.hidden_size * (2 * config.query_size + 2 * config.kv_size)
-
-
-def _router_parameters(config: ModelConfig) -> int:
-    """With γ, without the balancing bias."""
-    d, r = config.hidden_size, config.router_size
-    if config.router == "linear":
-        return d * config.num_experts
-    return d * r + r + r + r + 2 * (r * r + r) + r * (config.num_experts + 1)
-
-
-def _expert_parameters(config: ModelConfig) -> int:
-    return 3 * config.hidden_size * config.expert_size
-
-
-def visible_keys(context: int, window: int | None) -> float:
-    """Keys a query sees, on average over a sequence of `context` tokens."""
-    if window is None or window >= context:
-        return (context + 1) / 2
-    return (window * (window + 1) / 2 + (context - window) * window) / context
+def _idle(config: ModelConfig) -> int:
+    """Parameters of the experts that a token does not go to."""
+    return _sizes(config)["expert"] * (config.num_experts - 1) // config.num_experts
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True) -> float:
@@ -72,23 +59,14 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
       context: tokens of the sequence.
       head: whether the logits of every token are computed.
     """
-    r, heads = config.router_size, config.num_query_heads + config.num_kv_heads
-    matrices = _projection_parameters(config) + _expert_parameters(config)
-    if config.router == "linear":
-        matrices += config.hidden_size * config.num_experts
-    else:
-        matrices += config.hidden_size * r + 2 * r * r + r * (config.num_experts + 1)
-    if config.attention == "cca":
-        matrices += heads * config.head_dim * (config.depthwise_kernel + config.head_dim * config.grouped_kernel)
-    logits = 2 * config.vocab_size * config.hidden_size if head else 0
-    return 2 * matrices * config.num_layers + attention_flops_per_token(config, context) + logits
+    sizes = _sizes(config)
+    multiplied = sum(sizes.get(role, 0) for role in _MULTIPLIED) - _idle(config) + head * sizes["embedding"]
+    return 2 * multiplied + attention_flops_per_token(config, context)
 
 
 def attention_flops_per_token(config: ModelConfig, context: int) -> float:
     """Those of `prefill_flops_per_token` that grow with the context: scores and weighted values."""
-    windows: dict[AttentionKind, int | None] = {"full": None, "sliding": config.sliding_window}
-    seen = sum(visible_keys(context, windows[kind]) for kind in config.period) * config.num_groups
-    return 4 * config.query_size * seen
+    return config.num_groups * sum(score_flops_per_token(config, layer, context) for layer in config.layer_kinds)
 
 
 def training_flops_per_token(config: ModelConfig, context: int, frozen_head: bool = False) -> float:
@@ -97,8 +75,15 @@ def training_flops_per_token(config: ModelConfig, context: int, frozen_head: boo
     Of a head that is not trained, as under adapters, only twice. Adapters go through the gradients of their matrices,
     which are counted; the products with the adapters themselves do not grow with the tokens, and are not.
     """
-    logits = prefill_flops_per_token(config, context) - prefill_flops_per_token(config, context, head=False)
-    return 3 * prefill_flops_per_token(config, context) - frozen_head * logits
+    return 3 * prefill_flops_per_token(config, context) - frozen_head * 2 * _sizes(config)["embedding"]
+
+
+def cache_bytes_per_token(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
+    """Bytes that one more cached token takes over all layers, keys and values in `dtype`."""
+    one, two = (jax.eval_shape(functools.partial(init_cache, config, 1, tokens, dtype)).layers for tokens in (1, 2))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(two)) - sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(one)
+    )
 
 
 def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False) -> float:
@@ -111,23 +96,11 @@ def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False
       steps: of the iteration.
       split: whether an expert's gate and up projections are two matrices.
     """
-    d, f, r, e = config.hidden_size, config.expert_size, config.router_size, config.num_experts
-    gate_up = [(d, f), (d, f)] if split else [(d, 2 * f)]
-    matrices = [(d, config.query_size), (d, config.kv_size), (config.query_size, d), *([*gate_up, (f, d)] * e)]
-    matrices += [(d, config.kv_size)] if config.attention == "gqa" else [(d, config.kv_size // 2)] * 2
-    matrices += [(d, e)] if config.router == "linear" else [(d, r), (r, r), (r, r), (r, e + 1)]
-    pairs = [(min(pair), max(pair)) for pair in matrices]
-    return config.num_layers * steps * sum(2 * (2 * p * p * q + p**3) for p, q in pairs)
-
-
-def cache_bytes_per_token(config: ModelConfig, bytes_per_value: int = 2) -> int:
-    """Bytes of keys and values a cached token takes over all layers; sliding layers are not cut short."""
-    return config.num_layers * 2 * config.kv_size * bytes_per_value
-
-
-def cache_state_bytes(config: ModelConfig) -> int:
-    """Bytes of a sequence's fp32 convolution tails and delayed values, whatever its length; 0 where it has none."""
-    if config.attention == "gqa":
-        return 0
-    rows = config.depthwise_kernel + config.grouped_kernel - 2
-    return 4 * config.num_layers * (rows * (config.query_size + config.kv_size) + config.kv_size // 2)
+    model, total = abstract_model(config), 0
+    every, parts = roles(model), fused(model) if split else {}
+    for name, shape in shapes(model).items():
+        if every[name] in MATRIX_ROLES:
+            count = parts.get(name, 1)
+            p, q = sorted((shape[-2], shape[-1] // count))
+            total += math.prod(shape[:-2]) * count * 2 * (2 * p * p * q + p**3)
+    return steps * total

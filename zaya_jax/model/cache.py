@@ -45,27 +45,24 @@ class Cache:
         return self.segments_bt.shape[1]
 
 
-def tail_rows(config: ModelConfig) -> int:
-    """Tokens before the current one that the two convolutions see; 0 where there are none."""
-    return 0 if config.attention == "gqa" else config.depthwise_kernel + config.grouped_kernel - 2
+def empty(
+    config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike, rows: int = 0, delayed: int = 0
+) -> LayerCache:
+    """The state of one layer before the first token.
 
-
-def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike = jnp.float32) -> Cache:
-    """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
-    heads = config.num_query_heads + config.num_kv_heads
-    delayed = 0 if config.attention == "gqa" else config.kv_size // 2
-    kv = (config.num_groups, batch, capacity, config.num_kv_heads, config.head_dim)
-    layer = LayerCache(
-        jnp.zeros(kv, dtype),
-        jnp.zeros(kv, dtype),
-        jnp.zeros((config.num_groups, batch, tail_rows(config), heads, config.head_dim), accumulation_dtype(dtype)),
-        jnp.zeros((config.num_groups, batch, 1, delayed), accumulation_dtype(dtype)),
-    )
-    return Cache(
-        tuple(jax.tree.map(jnp.copy, layer) for _ in config.period),  # own buffers, so that they can be donated
-        jnp.zeros((batch, capacity), jnp.int32),
-        jnp.zeros((), jnp.int32),
-    )
+    Args:
+      config: its sizes.
+      batch: rows of tokens.
+      capacity: tokens of a row.
+      dtype: of keys and values.
+      rows: of the convolutions' tail.
+      delayed: channels of the delayed value.
+    """
+    heads, exact = config.num_query_heads + config.num_kv_heads, accumulation_dtype(dtype)
+    kv = (batch, capacity, config.num_kv_heads, config.head_dim)
+    return LayerCache(jnp.zeros(kv, dtype), jnp.zeros(kv, dtype),
+                      jnp.zeros((batch, rows, heads, config.head_dim), exact),
+                      jnp.zeros((batch, 1, delayed), exact))  # fmt: skip
 
 
 def halo(layer: LayerCache, cache_segments_bt: jax.Array, length: jax.Array) -> Halo:

@@ -1,51 +1,36 @@
 """Compressed convolutional attention (zaya1.md §1.3; arXiv 2510.04476)."""
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.model import AttentionKind
+from zaya_jax.config.model import LayerKind
 from zaya_jax.model import cache as decode
+from zaya_jax.model.attention import Attention, Context
 from zaya_jax.model.cache import LayerCache
-from zaya_jax.model.layers import matrix, param, recomputed
+from zaya_jax.model.hf_names import HfTensor, linear, same
+from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import MixWeights
-from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
-class Context(NamedTuple):
-    """What every layer needs to know of the tokens.
-
-    `segments_bs` are their documents (0 is padding), `key_segments_bt` those of all keys that attention is given,
-    `rotary` cos and sin for each kind of layer; with a cache, `cached_segments_bt` holds the documents of the tokens
-    before (the new ones not yet written), and `length` is the number of tokens before.
-    """
-
-    segments_bs: jax.Array
-    key_segments_bt: jax.Array
-    rotary: dict[AttentionKind, tuple[jax.Array, jax.Array]]
-    cached_segments_bt: jax.Array | None = None
-    length: jax.Array | int = 0
+def tail_rows(config: ModelConfig) -> int:
+    """Tokens before the current one that the two convolutions see."""
+    return config.depthwise_kernel + config.grouped_kernel - 2
 
 
-class CCA(nnx.Module):
+class CCA(Attention):
     """Attention whose queries, keys and values live in a compressed, convolved latent space."""
 
-    def __init__(self, config: ModelConfig, kind: AttentionKind, key: jax.Array) -> None:
-        d = config.hidden_size
+    PROJECTIONS = ("query", "key", "value_current", "value_delayed")
+
+    def __init__(self, config: ModelConfig, layer: LayerKind, key: jax.Array) -> None:
         heads, c = config.num_query_heads + config.num_kv_heads, config.head_dim
         k0, k1 = config.depthwise_kernel, config.grouped_kernel
         keys = jax.random.split(key, 7)
-        half_value = config.kv_size // 2
-        self.query = param(matrix(keys[0], (d, config.query_size)), "attention")
-        self.key = param(matrix(keys[1], (d, config.kv_size)), "attention")
-        self.value_current = param(matrix(keys[2], (d, half_value)), "attention")
-        self.value_delayed = param(matrix(keys[3], (d, half_value)), "attention")
-        self.output = param(matrix(keys[4], (config.query_size, d)), "attention")
+        super().__init__(config, layer, list(keys), config.kv_size // 2)
         bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # one over the root of what a sum runs over
         depthwise = jax.random.uniform(keys[5], (k0, heads, c), jnp.float32, minval=-bound0, maxval=bound0)
         grouped = jax.random.uniform(keys[6], (k1, heads, c, c), jnp.float32, minval=-bound1, maxval=bound1)
@@ -54,53 +39,63 @@ class CCA(nnx.Module):
         self.grouped = param(grouped, "convolution")
         self.grouped_bias = param(jnp.zeros((heads, c)), "bias")
         self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
-        if config.attention_bias:
-            self.projection_bias = param(jnp.zeros(config.query_size + 2 * config.kv_size), "bias")
-            self.output_bias = param(jnp.zeros(d), "bias")
-        self.config = config
-        self.kind: AttentionKind = kind
 
     def __call__(
-        self, h_bsd: jax.Array, context: Context, layer: LayerCache | None, ops: Ops
+        self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
     ) -> tuple[jax.Array, LayerCache | None]:
-        """`h_bsd` mixed along the sequence, and the layer's decode state where one was given."""
+        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
         config, dtype = self.config, h_bsd.dtype
-        b, s, _ = h_bsd.shape
-        u_bsnc, current_bsx, delayed_bsx, bias = self._project(h_bsd)
-        if layer is None or context.cached_segments_bt is None:
-            halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, decode.tail_rows(config))
+        # Packed heads of queries and keys, then both halves of the value.
+        qk, half = config.query_size + config.kv_size, config.kv_size // 2
+        u_bsx, current_bsx, delayed_bsx = jnp.split(self.project(h_bsd), [qk, qk + half], axis=-1)
+        u_bsnc = u_bsx.reshape(*h_bsd.shape[:2], -1, config.head_dim)
+        delayed_bias = self.projection_bias[...][qk + half :] if config.attention_bias else None
+        if cache is None or context.cached_segments_bt is None:
+            halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, tail_rows(config))
         else:
-            halo = decode.halo(layer, context.cached_segments_bt, jnp.asarray(context.length))
+            halo = decode.halo(cache, context.cached_segments_bt, jnp.asarray(context.length))
         weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
         q, k, v = recomputed(ops.cca_mix)(u_bsnc, current_bsx, delayed_bsx, halo, context.segments_bs,
-                              context.rotary[self.kind], weights, bias)  # fmt: skip
-        if layer is not None:
-            layer = decode.advance(layer, k, v, u_bsnc, delayed_bsx, jnp.asarray(context.length))
-            k, v = layer.k_btkc.astype(dtype), layer.v_btkc.astype(dtype)
-        out_bshc = ops.attention(
-            q, k, v,
-            query_segments_bs=context.segments_bs,
-            key_segments_bt=context.key_segments_bt,
-            query_offset=context.length,
-            window=config.sliding_window if self.kind == "sliding" else None,
-        )  # fmt: skip
-        out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
-        if config.attention_bias:
-            out_bsd = out_bsd + self.output_bias[...].astype(dtype)
-        return out_bsd, layer
+                              context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
+        if cache is not None:
+            cache = decode.advance(cache, k, v, u_bsnc, delayed_bsx, jnp.asarray(context.length))
+            k, v = cache.k_btkc.astype(dtype), cache.v_btkc.astype(dtype)
+        return self.attend(q, k, v, context, ops), cache
 
-    def _project(self, h_bsd: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """Packed heads of queries and keys, both halves of the value, and the bias of the delayed half."""
-        config, dtype = self.config, h_bsd.dtype
-        b, s, _ = h_bsd.shape
-        kernels = (self.query, self.key, self.value_current, self.value_delayed)
-        kernel_dx = jnp.concatenate([kernel[...].astype(dtype) for kernel in kernels], axis=1)
-        packed = checkpoint_name(h_bsd @ kernel_dx, MATMUL_OUTPUT)
-        qk, half = config.query_size + config.kv_size, config.kv_size // 2
-        bias = None
+    @staticmethod
+    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> LayerCache:
+        """Keys, values, the convolutions' tail and the delayed value."""
+        return decode.empty(config, batch, capacity, dtype, rows=tail_rows(config), delayed=config.kv_size // 2)
+
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder."""
+        d, c, half = config.hidden_size, config.head_dim, config.kv_size // 2
+        k0, k1, heads = config.depthwise_kernel, config.grouped_kernel, config.num_query_heads + config.num_kv_heads
+        widths = (("q_proj", "query", config.query_size), ("k_proj", "key", config.kv_size),
+                  ("v_proj_current", "value_current", half), ("v_proj_delayed", "value_delayed", half))  # fmt: skip
+        start = 0
+        for name, attribute, width in widths:
+            yield linear(f"self_attn.qkv_proj.{name}.weight", attribute, width, d)
+            if config.attention_bias:
+                part = slice(start, start + width)
+                yield same(f"self_attn.qkv_proj.{name}.bias", "projection_bias", width, part=part)
+            start += width
+        yield linear("self_attn.o_proj.weight", "output", d, config.query_size)
         if config.attention_bias:
-            packed = packed + self.projection_bias[...].astype(dtype)
-            bias = self.projection_bias[...][qk + half :]
-        u_bsx, current_bsx, delayed_bsx = jnp.split(packed, [qk, qk + half], axis=-1)
-        return u_bsx.reshape(b, s, -1, config.head_dim), current_bsx, delayed_bsx, bias
+            yield same("self_attn.o_proj.bias", "output_bias", d)
+        yield HfTensor(
+            "self_attn.qkv_proj.conv_qk_depthwise.weight", ("depthwise",), (heads * c, 1, k0),
+            lambda x: x.reshape(heads, c, k0).transpose(2, 0, 1),
+            lambda x: x.transpose(1, 2, 0).reshape(heads * c, 1, k0),
+        )  # fmt: skip
+        yield HfTensor(
+            "self_attn.qkv_proj.conv_qk_grouped.weight", ("grouped",), (heads * c, c, k1),
+            lambda x: x.reshape(heads, c, c, k1).transpose(3, 0, 2, 1),  # theirs is [head·out, in, tap]
+            lambda x: x.transpose(1, 3, 2, 0).reshape(heads * c, c, k1),
+        )  # fmt: skip
+        for name in ("depthwise", "grouped"):
+            yield HfTensor(f"self_attn.qkv_proj.conv_qk_{name}.bias", (f"{name}_bias",), (heads * c,),
+                           lambda x: x.reshape(heads, c), lambda x: x.reshape(heads * c))  # fmt: skip
+        yield same("self_attn.qk_norm.temp", "temperature", config.num_kv_heads)

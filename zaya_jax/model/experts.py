@@ -1,14 +1,20 @@
 """The mixture: a router and e SwiGLU experts, one a token, none dropped (zaya1.md §1.4)."""
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.model.hf_names import HfTensor, linear, within
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.model.linear_router import LinearRouter
 from zaya_jax.model.router import Router
 from zaya_jax.ops import Ops
+
+ROUTERS = {"zaya": Router, "linear": LinearRouter}
+HF_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of a layer, all experts in one tensor
 
 
 class Experts(nnx.Module):
@@ -20,13 +26,20 @@ class Experts(nnx.Module):
         self.gate_up = param(matrix(key_up, (e, d, 2 * f)), "expert", parts=2)
         self.down = param(matrix(key_down, (e, f, d)), "expert")
 
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder."""
+        e, d, f = config.num_experts, config.hidden_size, config.expert_size
+        yield linear(HF_EXPERTS[0], "gate_up", e, 2 * f, d)
+        yield linear(HF_EXPERTS[1], "down", e, d, f)
+
 
 class MixtureOfExperts(nnx.Module):
     """Router and experts."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         key_router, key_experts = jax.random.split(key)
-        self.router = (LinearRouter if config.router == "linear" else Router)(config, key_router)
+        self.router = ROUTERS[config.router](config, key_router)
         self.experts = Experts(config, key_experts)
         self.num_experts = config.num_experts  # of which a device may hold some
 
@@ -46,3 +59,9 @@ class MixtureOfExperts(nnx.Module):
         out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1),
                              gate_up.astype(h_bsd.dtype), down.astype(h_bsd.dtype))  # fmt: skip
         return out_td.reshape(b, s, d), routing.state_bsr, counts
+
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder."""
+        yield from (within("router", tensor) for tensor in Router.hf_tensors(config))
+        yield from (within("experts", tensor) for tensor in Experts.hf_tensors(config))

@@ -1,12 +1,13 @@
 """The small parts: parameters with a role, RMSNorm, residual scaling, rotary tables."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zaya_jax.model.hf_names import HfTensor, same
 from zaya_jax.ops import Ops
 from zaya_jax.ops.residual_norm import MergeVectors, merge
 
@@ -81,6 +82,13 @@ class ResidualScaling(nnx.Module):
     def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
         """The new stream, fp32."""
         return recomputed(merge)(output_bsd, stream_bsd, self.vectors)
+
+    @staticmethod
+    def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder, behind `sublayer`."""
+        for name, attribute in (("hidden_states_scale", "hidden_scale"), ("hidden_states_bias", "hidden_bias"),
+                                ("residual_scale", "residual_scale"), ("residual_bias", "residual_bias")):  # fmt: skip
+            yield same(f"post_{sublayer}_residual_scale.{name}", attribute, size)
 
 
 class PlainSum(nnx.Module):

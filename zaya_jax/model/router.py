@@ -1,5 +1,6 @@
 """The ZAYA1 router: down-projection, depth averaging, a three-layer MLP, biased top-1 (zaya1.md §1.4, §1.5)."""
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -7,10 +8,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.precision import accumulation_dtype
 
+# Its first layer's scales a state that is zero: it is not counted, stands in no `transformers` folder, and is one.
+INERT = "blocks.0.mixture.router.state_scale"
 SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any expert of bias 0
 
 
@@ -63,6 +67,20 @@ class Router(nnx.Module):
         expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
         weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
         return Routing(expert, jnp.where(expert == probability.shape[-1] - 1, 0.0, weight), state)
+
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder."""
+        d, r, classes = config.hidden_size, config.router_size, config.num_experts + 1
+        yield linear("mlp.gate.down_proj.weight", "down", r, d)
+        yield same("mlp.gate.down_proj.bias", "down_bias", r)
+        yield same("mlp.gate.router_states_scale", "state_scale", r)
+        yield same("mlp.gate.router_mlp.norm.weight", "norm.weight", r)
+        for name, attribute in (("fc1", "hidden1"), ("fc2", "hidden2")):
+            yield linear(f"mlp.gate.router_mlp.{name}.weight", attribute, r, r)
+            yield same(f"mlp.gate.router_mlp.{name}.bias", f"{attribute}_bias", r)
+        yield linear("mlp.gate.router_mlp.out_proj.weight", "output", classes, r)
+        yield same("mlp.gate.balancing_biases", "balancing_bias", classes)
 
 
 def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:

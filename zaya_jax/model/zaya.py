@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -10,13 +11,15 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.config.model import AttentionKind
+from zaya_jax.config.model import LayerKind
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
+from zaya_jax.model.attention import Context
 from zaya_jax.model.cache import Cache, LayerCache
-from zaya_jax.model.cca import CCA, Context
+from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
 from zaya_jax.model.gqa import GQA
+from zaya_jax.model.hf_names import HfTensor, same, within
 from zaya_jax.model.layers import (
     PlainSum,
     ResidualScaling,
@@ -34,6 +37,8 @@ POLICIES = {
     "dots": jax.checkpoint_policies.save_only_these_names(MATMUL_OUTPUT),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
+
+ATTENTION = {"cca": CCA, "gqa": GQA}
 
 
 class Stats(NamedTuple):
@@ -53,24 +58,35 @@ class ModelOutput(NamedTuple):
 class Block(nnx.Module):
     """One layer: attention, then the mixture, each normed before and merged after."""
 
-    def __init__(self, config: ModelConfig, kind: AttentionKind, key: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, layer: LayerKind, key: jax.Array) -> None:
         key_attention, key_mixture = jax.random.split(key)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = (GQA if config.attention == "gqa" else CCA)(config, kind, key_attention)
+        self.attention = ATTENTION[layer.attention](config, layer, key_attention)
         self.attention_merge = _merge(config)
         self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixture = MixtureOfExperts(config, key_mixture)
         self.mixture_merge = _merge(config)
 
     def __call__(
-        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, layer: LayerCache | None, ops: Ops
+        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
     ) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache | None]:
         """The new fp32 stream, the router's state, the tokens of each expert, and the decode state."""
         dtype = self.attention.query.dtype
-        out, layer = self.attention(self.attention_norm(x_bsd, dtype, ops), context, layer, ops)
+        out, cache = self.attention(self.attention_norm(x_bsd, dtype, ops), context, cache, ops)
         x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
         out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
-        return self.mixture_merge(out, x_bsd), state_bsr, counts, layer
+        return self.mixture_merge(out, x_bsd), state_bsr, counts, cache
+
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """The tensors of one layer in a `transformers` folder."""
+        d = config.hidden_size
+        yield same("input_layernorm.weight", "attention_norm.weight", d)
+        yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
+        yield from (within("attention_merge", tensor) for tensor in ResidualScaling.hf_tensors("attention", d))
+        yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
+        yield from (within("attention", tensor) for tensor in CCA.hf_tensors(config))
+        yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
 
 
 def _merge(config: ModelConfig) -> ResidualScaling | PlainSum:
@@ -93,10 +109,10 @@ class Zaya(nnx.Module):
             self.input_scale = param(jnp.ones(config.hidden_size), "scale")
             self.input_bias = param(jnp.zeros(config.hidden_size), "bias")
         stacks = []
-        for position, kind in enumerate(config.period):
+        for position, layer in enumerate(config.layer_kinds):
             keys = jax.random.split(jax.random.fold_in(key_blocks, position), config.num_groups)
             # A loop over the layers, since random draws compile slowly and vmap multiplies that.
-            stacks.append(jax.jit(functools.partial(jax.lax.map, functools.partial(Block, config, kind)))(keys))
+            stacks.append(jax.jit(functools.partial(jax.lax.map, functools.partial(Block, config, layer)))(keys))
         self.blocks = nnx.List(stacks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         if config.head_bias:
@@ -197,12 +213,11 @@ class Zaya(nnx.Module):
     ) -> tuple[Context, Cache | None]:
         """What the layers need to know, and the cache with the new tokens' documents written."""
         config, s = self.config, segments_bs.shape[1]
-        bases: dict[AttentionKind, float] = {"full": config.rope_base, "sliding": config.sliding_rope_base}
-        kinds: set[AttentionKind] = set(config.period)
+        bases = dict.fromkeys(layer.rope_base for layer in config.layer_kinds)
 
-        def rotary(positions_bs: jax.Array) -> dict[AttentionKind, tuple[jax.Array, jax.Array]]:
+        def rotary(positions_bs: jax.Array) -> dict[float, tuple[jax.Array, jax.Array]]:
             dtype = accumulation_dtype(self.dtype)
-            return {kind: rotary_table(positions_bs, config.rotary_size, bases[kind], dtype) for kind in kinds}
+            return {base: rotary_table(positions_bs, config.rotary_size, base, dtype) for base in bases}
 
         if cache is None:
             positions_bs = segment_positions(segments_bs) if positions_bs is None else positions_bs
@@ -212,6 +227,35 @@ class Zaya(nnx.Module):
             positions_bs = jax.lax.dynamic_slice_in_dim(segment_positions(seen_bt), cache.length, s, 1)
         context = Context(segments_bs, seen_bt, rotary(positions_bs), cache.segments_bt, cache.length)
         return context, Cache(cache.layers, seen_bt, cache.length + s)
+
+    @staticmethod
+    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+        """Its tensors in a `transformers` folder that belong to no layer."""
+        d = config.hidden_size
+        yield same("model.embed_tokens.weight", "embedding", config.vocab_size, d)
+        yield same("model.input_hidden_states_scale", "input_scale", d)
+        yield same("model.input_hidden_states_bias", "input_bias", d)
+        yield same("model.norm.weight", "norm.weight", d)
+        if config.head_bias:
+            yield same("lm_head.bias", "head_bias", config.vocab_size)
+
+
+@functools.lru_cache(maxsize=8)
+def abstract_model(config: ModelConfig) -> Zaya:
+    """A model with shapes and dtypes in place of values."""
+    return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
+
+
+def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> Cache:
+    """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
+
+    def stack(layer: LayerKind) -> LayerCache:
+        empty = ATTENTION[layer.attention].init_cache(config, batch, capacity, dtype)
+        # A copy each, so that a decode step can be given its buffers.
+        return jax.tree.map(lambda x: jnp.zeros((config.num_groups, *x.shape), x.dtype), empty)
+
+    layers = tuple(stack(layer) for layer in config.layer_kinds)
+    return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((), jnp.int32))
 
 
 def logits(

@@ -19,7 +19,7 @@ from zaya_jax.machine.proxies.kernel_bytes import CACHE, Traffic, kernel_bytes
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, STEPS, Case, Sizes, cases, passes
 from zaya_jax.machine.proxies.stablehlo import Launches, count_launches
 from zaya_jax.machine.result import check_request, describe_run, write_result
-from zaya_jax.model.cca import Context
+from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table, segment_positions
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
 from zaya_jax.model.zaya import POLICIES, Block
@@ -93,8 +93,8 @@ def layer_launches(model: ModelConfig, tokens: int, target: Target, *, backward:
     def forward(block: Block, x_bsd: jax.Array, state_bsr: jax.Array) -> tuple[jax.Array, ...]:
         segments_bs = jnp.ones(x_bsd.shape[:2], jnp.int32)
         table = rotary_table(segment_positions(segments_bs), model.rotary_size, model.rope_base)
-        x_bsd, state_bsr, counts, _ = block(x_bsd, state_bsr, Context(segments_bs, segments_bs, {"full": table}),
-                                            None, ops)  # fmt: skip
+        context = Context(segments_bs, segments_bs, {model.rope_base: table})
+        x_bsd, state_bsr, counts, _ = block(x_bsd, state_bsr, context, None, ops)
         return x_bsd, state_bsr, counts
 
     def both(block: Block, x_bsd: jax.Array, state_bsr: jax.Array, *cotangents: jax.Array) -> Any:
@@ -115,7 +115,7 @@ def _apart(outputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
 
 def _layer(model: ModelConfig, tokens: int) -> tuple[Any, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes of a block in the dtypes that it computes in, of the stream and of the router's state."""
-    block: Any = jax.eval_shape(functools.partial(Block, model, "full"), jax.random.key(0))
+    block: Any = jax.eval_shape(functools.partial(Block, model, model.layer_kinds[0]), jax.random.key(0))
     dtypes = compute_dtypes(roles(block), jnp.bfloat16)
     block = map_variables(block, lambda name, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(name, x.dtype)))  # type: ignore
     x_bsd, state_bsr = (jax.ShapeDtypeStruct((1, tokens, width), jnp.float32)
