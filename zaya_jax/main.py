@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.errors import InputError, Preempted, RunStopped, is_disk_full, last_words
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.hardware.presets import Preset, apply_preset, preset_of
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.presets import Preset
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -133,7 +135,7 @@ def _checked(given: argparse.Namespace) -> Config:
 
 def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
     """What must be set before anything is computed."""
-    preset = preset_of(config)
+    preset = select_preset(config.preset)
     if "jax" not in sys.modules:  # where a program has imported it, XLA may have read its flags
         if platform is None:
             apply_preset(preset)

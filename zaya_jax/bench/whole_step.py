@@ -24,8 +24,9 @@ from zaya_jax.config import BatchConfig, Config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import peak_of
-from zaya_jax.hardware.presets import apply_preset, preset_of
+from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine.result import check_request, describe_run, write_result
 from zaya_jax.machine.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
@@ -109,7 +110,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
 def _as_training_sets_it(config: Config) -> Iterator[None]:
     """Processes that start meanwhile have the environment of `zaya_jax.main`."""
     before = dict(os.environ)
-    apply_preset(preset_of(config))
+    apply_preset(select_preset(config.preset))
     try:
         yield
     finally:
@@ -284,7 +285,7 @@ def our_figures(found: dict[str, Any], tokens: int, flops: float, kind: str) -> 
 
 
 def _speed(seconds: float, tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    peak = peak_of(kind)
+    peak = peak_flops(kind)
     return {
         "tokens_per_second": round(tokens / seconds, 1),
         "tflops_per_second": float(f"{flops / seconds / 1e12:.4g}"),

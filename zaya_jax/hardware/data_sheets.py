@@ -1,4 +1,4 @@
-"""Devices by their vendors' data sheets."""
+"""Accelerators by their vendors' data sheets."""
 
 from typing import NamedTuple
 
@@ -6,25 +6,25 @@ from zaya_jax.errors import InputError
 
 
 class Hardware(NamedTuple):
-    """One device, and how it reaches others.
+    """One accelerator, and its links to others.
 
     Attributes:
       kinds: parts of the names that runtimes give the device.
       memory: bytes.
       peak: dense bf16 FLOP/s.
       bandwidth: of the memory, bytes/s.
-      node: devices of a node.
-      inside: bytes/s that a device sends to the others of its node.
-      between: bytes/s that a device sends to other nodes.
+      node_size: devices of a node.
+      intra_node: bytes/s that a device sends to the others of its node.
+      inter_node: bytes/s that a device sends to other nodes.
     """
 
     kinds: tuple[str, ...]
     memory: float
     peak: float
     bandwidth: float
-    node: int
-    inside: float
-    between: float
+    node_size: int
+    intra_node: float
+    inter_node: float
 
 
 # Between nodes: a 400 Gb/s adapter a device. Inside: MI300X 7 xGMI links of 64 GB/s (zaya1.md §8), MI355X 7 of 76.8;
@@ -37,13 +37,13 @@ HARDWARE = {
 }
 
 
-def hardware_named(name: str) -> Hardware:
-    """The device called `name`; `InputError` where none is."""
+def get_hardware(name: str) -> Hardware:
+    """The data sheet of `name`; `InputError` if there is none."""
     if name not in HARDWARE:
         raise InputError(f"--hardware is {name!r}, but must be one of {', '.join(HARDWARE)}.")
     return HARDWARE[name]
 
 
-def peak_of(kind: str) -> float | None:
-    """Dense bf16 FLOP/s of the device that a runtime calls `kind`; None where its data sheet is not here."""
-    return next((one.peak for one in HARDWARE.values() if any(part in kind for part in one.kinds)), None)
+def peak_flops(kind: str) -> float | None:
+    """Dense bf16 FLOP/s of the device that a runtime calls `kind`; None if its data sheet is not here."""
+    return next((sheet.peak for sheet in HARDWARE.values() if any(part in kind for part in sheet.kinds)), None)

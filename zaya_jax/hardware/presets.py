@@ -1,21 +1,11 @@
-"""Presets: what XLA and the libraries below it are told on each kind of machine, before jax is imported.
+"""Presets: XLA flags, environment variables and timeouts for each kind of machine, as data.
 
-A preset is a few XLA flags, a few environment variables and two timeouts. What a person has set stands: a variable that
-is there is left, and so is a flag that `XLA_FLAGS` names. Network interfaces are a cluster's own and in no preset.
+`environment.apply_preset` sets them. Network interfaces belong to a cluster and are in no preset.
 """
 
-import os
-import re
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from zaya_jax.config.schema import Config
+from typing import Literal, NamedTuple
 
 PresetName = Literal["cpu", "mi300x", "mi355x", "h100", "h200"]
-
-APPLIED = "ZAYA_PRESET"  # holds the name of the preset that was applied to this environment
 
 _PRIMUS = "https://github.com/AMD-AGI/Primus/blob/main/primus/backends/maxtext/env_spec.py"
 _TOOLBOX = "https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/GPU_performance.md"
@@ -54,13 +44,13 @@ class Setting(NamedTuple):
 
 
 class Preset(NamedTuple):
-    """What one kind of machine is told.
+    """The settings of one kind of machine.
 
     Attributes:
-      name: as the configuration's `preset` has it.
+      name: as in the configuration key `preset`; accelerators have the names of their data sheets.
       settings: flags and variables.
-      join_seconds: how long a process waits for the coordinator when a job begins.
-      peer_timeout: how long a process may go unheard before the run stops.
+      join_seconds: how long a process waits for the coordinator when a job starts.
+      peer_timeout: seconds without a sign of another process after which the run stops.
     """
 
     name: str
@@ -121,82 +111,3 @@ PRESETS = {
         Preset("h200", _HOPPER, **_CLUSTER),
     )
 }  # fmt: skip
-
-# gfx942 (also MI325X, of the same architecture) and gfx950, as the kernel writes them.
-_GFX_TARGETS = {"90402": "mi300x", "90500": "mi355x"}
-_MODELS = {"H100": "h100", "H200": "h200"}
-
-
-def preset_of(config: "Config", root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> Preset:
-    """The preset that `config` names; where it names none, that of the first GPU found, `cpu` without one.
-
-    Args:
-      config: a run's configuration.
-      root: where `/sys`, `/proc` and `/dev` are.
-      environment: in which `JAX_PLATFORMS` may keep jax on the CPU.
-    """
-    if config.preset is not None:
-        return PRESETS[config.preset]
-    if environment.get("JAX_PLATFORMS", "").startswith("cpu"):
-        return PRESETS["cpu"]
-    return PRESETS[next((name for name in (*_amd_gpus(root), *_nvidia_gpus(root)) if name), "cpu")]
-
-
-def _amd_gpus(root: Path) -> list[str | None]:
-    if not (root / "dev" / "kfd").exists():  # a container sees the machine's topology even where it has no GPU
-        return []
-    files = sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties"))
-    targets = [re.search(r"^gfx_target_version (\d+)$", _read(file), re.MULTILINE) for file in files]
-    return [_GFX_TARGETS.get(target[1]) for target in targets if target]
-
-
-def _nvidia_gpus(root: Path) -> list[str | None]:
-    files = sorted(root.glob("proc/driver/nvidia/gpus/*/information"))
-    models = [re.search(r"^Model:.*\b(H100|H200)\b", _read(file), re.MULTILINE) for file in files]
-    return [_MODELS[model[1]] for model in models if model]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # of a GPU that this process may not see
-        return ""
-
-
-def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set in `environment` what `preset` says and a person has not; to be called before jax is imported."""
-    flags = environment.get("XLA_FLAGS", "").strip()
-    takes_flags = flags == "" or flags.startswith("-")  # anything else is a file that XLA reads its flags from
-    for setting in preset.settings:
-        if _standing(setting, environment) is not None:
-            continue
-        if not setting.is_flag:
-            environment[setting.name] = setting.value
-        elif takes_flags:
-            flags = f"{flags} {setting.text}".strip()
-            environment["XLA_FLAGS"] = flags
-    environment[APPLIED] = preset.name
-
-
-def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
-    """A line on the preset that was applied to `environment` and what of it stands there; None where none was."""
-    preset = PRESETS.get(environment.get(APPLIED, ""))
-    if preset is None:
-        return None
-    standing = [(setting, _standing(setting, environment)) for setting in preset.settings]
-    ours = [setting.text for setting, found in standing if found == setting.text]
-    yours = [found for setting, found in standing if found not in (None, setting.text)]
-    missing = [setting.name for setting, found in standing if found is None]
-    line = f"Preset {preset.name}: {' '.join(ours) or 'nothing set'}"
-    line += f"; set before: {' '.join(map(str, yours))}" if yours else ""
-    return line + (f"; not set: {' '.join(missing)}" if missing else "")
-
-
-def _standing(setting: Setting, environment: Mapping[str, str]) -> str | None:
-    """NAME=VALUE of the flag or variable as `environment` has it; None where it is not there."""
-    if setting.is_flag:
-        # A flag without a value is true; where it is given twice, XLA takes the last.
-        found = re.findall(rf"(?:^|\s)({setting.name}(?:=\S*)?)(?=\s|$)", environment.get("XLA_FLAGS", ""))
-        return found[-1] if found else None
-    names = [name for name in (setting.name, setting.alias) if name is not None and name in environment]
-    return f"{names[0]}={environment[names[0]]}" if names else None

@@ -9,8 +9,8 @@ from typing import Any, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zaya_jax.hardware.data_sheets import peak_of
-from zaya_jax.hardware.presets import describe_preset
+from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.hardware.environment import describe_preset
 
 
 class ConsoleReport:
@@ -21,7 +21,7 @@ class ConsoleReport:
                  device_kind: str, quiet: bool = False) -> None:  # fmt: skip
         self._steps, self._log_every, self._phase = steps, log_every, None
         self._flops, self._bytes, self._tokens_left = flops_per_token, bytes_per_token, tokens_left
-        peak = peak_of(device_kind)
+        peak = peak_flops(device_kind)
         self._peak = None if peak is None else peak * devices
         self._no_preset = None if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)

@@ -12,7 +12,7 @@ from typing import Any
 
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import Hardware, hardware_named
+from zaya_jax.hardware.data_sheets import Hardware, get_hardware
 from zaya_jax.machine.dry_run.account import REACHED, Account, account_of, advice, as_dict
 
 _GB = 1e9
@@ -40,7 +40,7 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
     if devices < 1:
         raise InputError(f"--devices is {devices}, but must be at least 1.")
     config.check()
-    device = None if hardware is None else hardware_named(hardware)
+    device = None if hardware is None else get_hardware(hardware)
     found = [account_of(config, phase, devices, device) for phase in range(len(config.phases))]
     proofs = [prove(config, phase, devices) for phase in range(len(config.phases))]
     if as_json:
@@ -54,8 +54,8 @@ def _heading(devices: int, name: str | None, device: Hardware | None) -> str:
     first = "One device" if devices == 1 else f"{devices} devices"
     if device is not None:
         first += (f", {name}: {device.memory / _GB:.0f} GB, {device.peak / 1e12:.0f} TFLOP/s, memory "
-                  f"{device.bandwidth / 1e12:.2f} TB/s, {device.inside / _GB:.0f} GB/s to the {device.node} of a node, "
-                  f"{device.between / _GB:.0f} GB/s beyond")  # fmt: skip
+                  f"{device.bandwidth / 1e12:.2f} TB/s, {device.intra_node / _GB:.0f} GB/s to the {device.node_size} of a node, "
+                  f"{device.inter_node / _GB:.0f} GB/s beyond")  # fmt: skip
     return (f"{first}\nEach step was compiled (or lowered) for as many devices, which shows that it partitions.\n"
             "Bytes, operations and times are computed: from the sharding table, the traced program and data sheets, "
             "not from what was compiled.")  # fmt: skip

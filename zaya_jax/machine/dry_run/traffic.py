@@ -158,4 +158,4 @@ def seconds(found: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardw
 def _speed(axes: tuple[str, ...], sizes: Mapping[str, int], hardware: Hardware) -> float:
     outermost = min(AXES.index(axis) for axis in axes)
     span = math.prod(sizes[axis] for axis in AXES[outermost:])  # devices lie innermost axis first
-    return hardware.inside if span <= hardware.node else hardware.between
+    return hardware.intra_node if span <= hardware.node_size else hardware.inter_node

@@ -1,0 +1,60 @@
+"""Which accelerator this machine has, by the files of its drivers; neither jax nor a driver's library is loaded."""
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.presets import PRESETS, Preset
+
+_ROOT = Path("/")
+
+
+def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str, str] = os.environ) -> Preset:
+    """The preset called `name`; for None that of the first accelerator detected, or `cpu`.
+
+    Args:
+      name: as in the configuration key `preset`.
+      root: where `/sys`, `/proc` and `/dev` are.
+      environment: in which `JAX_PLATFORMS` may keep jax on the CPU.
+    """
+    if name is None and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
+        name = detect_accelerator(root)
+    return PRESETS[name or "cpu"]
+
+
+def detect_gpu_plugin(root: Path = _ROOT) -> str | None:
+    """The extra that drives this machine's GPUs: 'rocm' or 'cuda', or None without device files of a driver."""
+    if (root / "dev" / "kfd").exists():
+        return "rocm"
+    return "cuda" if any(root.glob("dev/nvidia*")) else None
+
+
+def detect_accelerator(root: Path = _ROOT) -> str | None:
+    """The name in `HARDWARE` of the first accelerator of this machine that has one; None without any."""
+    kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
+    return next((kinds[word] for word in [*_amd_targets(root), *_nvidia_models(root)] if word in kinds), None)
+
+
+def _amd_targets(root: Path) -> Iterator[str]:
+    """Names such as 'gfx942', which MI325X shares with MI300X."""
+    if not (root / "dev" / "kfd").exists():  # a container sees the machine's topology even where it has no GPU
+        return
+    for file in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
+        if version := re.search(r"^gfx_target_version (\d+)(\d\d)(\d\d)$", _read(file), re.MULTILINE):
+            major, minor, stepping = map(int, version.groups())
+            yield f"gfx{major}{minor:x}{stepping:x}"
+
+
+def _nvidia_models(root: Path) -> Iterator[str]:
+    """The words of each model's name."""
+    for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
+        yield from re.findall(r"\w+", "".join(re.findall(r"^Model:(.*)$", _read(file), re.MULTILINE)))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:  # of a GPU that this process may not see
+        return ""

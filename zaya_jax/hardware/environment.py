@@ -1,0 +1,48 @@
+"""Sets the environment variables and XLA flags of a preset, before jax is imported."""
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+
+from zaya_jax.hardware.presets import PRESETS, Preset, Setting
+
+APPLIED = "ZAYA_PRESET"  # holds the name of the preset that was applied to this environment
+
+
+def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set the preset's flags and variables in `environment`, except those that a person has set."""
+    flags = environment.get("XLA_FLAGS", "").strip()
+    takes_flags = flags == "" or flags.startswith("-")  # anything else is a file that XLA reads its flags from
+    for setting in preset.settings:
+        if _current(setting, environment) is not None:
+            continue
+        if not setting.is_flag:
+            environment[setting.name] = setting.value
+        elif takes_flags:
+            flags = f"{flags} {setting.text}".strip()
+            environment["XLA_FLAGS"] = flags
+    environment[APPLIED] = preset.name
+
+
+def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
+    """A line on the applied preset and which of its settings `environment` has; None if none was applied."""
+    preset = PRESETS.get(environment.get(APPLIED, ""))
+    if preset is None:
+        return None
+    current = {setting: _current(setting, environment) for setting in preset.settings}
+    ours = [setting.text for setting, text in current.items() if text == setting.text]
+    yours = [text for setting, text in current.items() if text not in (None, setting.text)]
+    missing = [setting.name for setting, text in current.items() if text is None]
+    line = f"Preset {preset.name}: {' '.join(ours) or 'nothing set'}"
+    line += f"; set before: {' '.join(map(str, yours))}" if yours else ""
+    return line + (f"; not set: {' '.join(missing)}" if missing else "")
+
+
+def _current(setting: Setting, environment: Mapping[str, str]) -> str | None:
+    """NAME=VALUE of the flag or variable as `environment` has it; None if it is not set."""
+    if setting.is_flag:
+        # A flag without a value is true; where it is given twice, XLA takes the last.
+        texts = re.findall(rf"(?:^|\s)({setting.name}(?:=\S*)?)(?=\s|$)", environment.get("XLA_FLAGS", ""))
+        return texts[-1] if texts else None
+    names = [name for name in (setting.name, setting.alias) if name is not None and name in environment]
+    return f"{names[0]}={environment[names[0]]}" if names else None
