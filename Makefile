@@ -30,7 +30,7 @@ help:
 	@echo "make lint     ruff, basedpyright and the import contracts"
 	@echo "make parity   compare with transformers' PyTorch model (installs torch)"
 	@echo "make bench    time a step against transformers, data against Grain and datasets (installs them)"
-	@echo "make smoke-gpu  self-checks, 50 steps and benchmarks on this machine's GPUs, as one JSON to post"
+	@echo "make smoke-gpu  self-checks, 50 steps and their speed on this machine's GPUs, as one JSON to post"
 	@echo "make soak     the tests that take minutes"
 	@echo "make clean    remove environments and caches; runs/ is kept"
 
@@ -55,7 +55,7 @@ bench: $(VENV)/.stamp-bench
 
 smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
 	$(if $(GPU),,@echo "There is no GPU here (no /dev/kfd, no /dev/nvidia*): the smoke test runs on the CPU, at a small size.")
-	$(PY) -m zaya_jax.bench smoke
+	$(PY) -m zaya_jax.machine smoke
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)

@@ -1,6 +1,5 @@
 """Rules that move the balancing bias: steps until the load is even, from a crowded start and after a switch of data."""
 
-import statistics
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -8,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.plot import draw_lines
-from zaya_jax.bench.sweep import Curve, Trial, run_trials, small_config
+from zaya_jax.bench.sweep import PACKAGES, SEEDS, SIZE, Curve, Trial, median_or_never, run_trials, small_config
 from zaya_jax.config import (
     AdamWConfig,
     BalanceConfig,
@@ -25,15 +23,15 @@ from zaya_jax.config import (
     Table,
 )
 from zaya_jax.config.optimizer import BalanceRule
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.plot import draw_lines
+from zaya_jax.machine.result import describe_run, write_result
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
 _BATCH = 4096  # tokens a step: an even load of half as many would hardly look even
 _ROUTER = 0.1  # the router's part of Muon's rate: at these sizes it would outrun any bias
 _HELD = 3  # steps in a row that must be even
-_SEEDS = (0, 1, 2)
-_RATES = (0.003, 0.01, 0.03, 0.1)
+RATES = (0.003, 0.01, 0.03, 0.1)
 
 
 class Steps(NamedTuple):
@@ -43,21 +41,19 @@ class Steps(NamedTuple):
     switch: int | None
 
 
-def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequence[float] = _RATES) -> dict[str, Any]:
+def bench_balance(steps: int, output: str | None, png: str | None) -> dict[str, Any]:
     """Tune the rate of each rule on one seed, then compare the rules on three.
 
     Args:
       steps: before the switch, and after it.
       output: a JSON file.
-      png: a picture of the load's entropy over the steps.
-      rates: tried for each rule.
+      png: a plot of the load's entropy over the steps.
     """
-    check_request(steps, output)
     result = describe_run(
         f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
-        f"1.65M parameters, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
+        f"{SIZE}, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
         f"routers start with {CROWD:g} added to the logits of two of eight experts",
-        "the sign rule at its best rate, and no rule", ("zaya-jax", "jax", "jaxlib", "optax"),
+        "the sign rule at its best rate, and no rule", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         sources = _prepare(Path(folder))
@@ -67,29 +63,29 @@ def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequen
             return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, CROWD)
 
         rules: list[BalanceRule] = ["adamw", "sign"]
-        tried: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in rates]
-        found = {one: _steps(curve, steps) for one, curve in
-                 zip(tried, run_trials([trial(*one, 0) for one in tried], print), strict=True)}  # fmt: skip
+        tried: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in RATES]
+        curves = run_trials([trial(rule, rate, 0) for rule, rate in tried])
+        tuning = {key: steps_until_even(curve, steps) for key, curve in zip(tried, curves, strict=True)}
         best: dict[BalanceRule, float] = {
-            rule: min(rates, key=lambda rate: _cost(found[rule, rate], steps)) for rule in rules
+            rule: min(RATES, key=lambda rate: _cost(tuning[rule, rate], steps)) for rule in rules
         }
         chosen: list[tuple[BalanceRule, float]] = [(rule, best[rule]) for rule in rules]
-        chosen.append(("none", min(rates)))
-        final: list[tuple[BalanceRule, float, int]] = [(rule, rate, seed) for rule, rate in chosen for seed in _SEEDS]
-        curves = dict(zip(final, run_trials([trial(*one) for one in final], print), strict=True))
-    result["rates"] = [{"rule": rule, "rate": rate, **found[rule, rate]._asdict()} for rule, rate in tried]
+        chosen.append(("none", min(RATES)))
+        final: list[tuple[BalanceRule, float, int]] = [(rule, rate, seed) for rule, rate in chosen for seed in SEEDS]
+        curves = dict(zip(final, run_trials([trial(*key) for key in final]), strict=True))
+    result["rates"] = [{"rule": rule, "rate": rate, **tuning[rule, rate]._asdict()} for rule, rate in tried]
     result["results"] = {
         rule: {
             "rate": rate if rule != "none" else None,
-            "interior": min(rates) < rate < max(rates),  # the best of the rates tried is not at their edge
-            **{what: [getattr(_steps(curves[rule, rate, seed], steps), what) for seed in _SEEDS]
+            "interior": min(RATES) < rate < max(RATES),  # the best of the rates tried is not at their edge
+            **{what: [getattr(steps_until_even(curves[rule, rate, seed], steps), what) for seed in SEEDS]
                for what in Steps._fields},
-            "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in _SEEDS],
+            "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in SEEDS],
         }
         for rule, rate in chosen
     }  # fmt: skip
     for rule, row in result["results"].items():
-        median = {what: _median(row[what]) for what in Steps._fields}
+        median = {what: median_or_never(row[what]) for what in Steps._fields}
         print(f"{rule}: even after {median['start']} steps, and {median['switch']} after the switch (medians)")
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
@@ -99,7 +95,8 @@ def bench_balance(steps: int, output: str | None, png: str | None, rates: Sequen
     return result
 
 
-def _steps(curve: Curve, switch: int) -> Steps:
+def steps_until_even(curve: Curve, switch: int) -> Steps:
+    """From the start, and from the switch of data after `switch` steps."""
     return Steps(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
 
 
@@ -111,14 +108,8 @@ def even_after(entropy: Sequence[float]) -> int | None:
     return None
 
 
-def _cost(found: Steps, steps: int) -> int:
-    return sum(steps + 1 if count is None else count for count in found)
-
-
-def _median(counts: Sequence[int | None]) -> float | None:
-    """None counts as more than any number."""
-    middle = sorted(counts, key=lambda count: (count is None, count))[len(counts) // 2]
-    return None if middle is None else statistics.median([middle])
+def _cost(counts: Steps, steps: int) -> int:
+    return sum(steps + 1 if count is None else count for count in counts)
 
 
 def _prepare(folder: Path) -> dict[str, Path]:

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.plot import draw_lines
 from zaya_jax.errors import InputError
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.plot import draw_lines
+from zaya_jax.machine.result import describe_run, write_result
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
@@ -41,20 +41,19 @@ def bench_checkpoint(
       sizes: of the state, and numbers of processes, each with one CPU device.
       repeats: timed saves of each way, in turn, after one to warm up.
       output: a JSON file.
-      png: a picture of the commit time over the number of processes, for the largest state.
+      png: a plot of the commit time over the number of processes, for the largest state.
       folder: on the disk that is measured; the system's folder for temporary files where None.
 
     Raises:
-      InputError: `repeats`, `output` or `folder` cannot be.
+      InputError: `folder` is not a folder.
     """
-    check_request(repeats, output)
     if folder is not None and not Path(folder).is_dir():
         raise InputError(f"--folder is {folder!r}, but must be a folder on the disk that is measured.")
     result = describe_run(
         "seconds that saving stops a step loop, and until it is durable; seconds to restore",
         f"states of {', '.join(f'{size:g}' for size in sizes.gib)} GiB, 16 large arrays and 1,000 of 1 KiB",
         "process_allgather to process 0, which pickles",
-        ("zaya-jax", "jax", "jaxlib", "orbax-checkpoint", "tensorstore"),
+        ("orbax-checkpoint", "tensorstore"),
     )  # fmt: skip
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=folder) as name:
@@ -62,8 +61,8 @@ def bench_checkpoint(
         for size in sizes.gib:
             for processes in sizes.processes:
                 rows = run_job(Path(name), processes, round(size * 2**30), repeats)
-                result["results"].append(found := summary(size, processes, rows))
-                print_table(found)
+                result["results"].append(summary(size, processes, rows))
+                print_table(result["results"][-1])
     if png:
         _draw(Path(png), max(sizes.gib), result["results"])
     write_result(result, output)
@@ -89,9 +88,9 @@ def describe_disk(folder: Path) -> dict[str, Any]:
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
     """What the processes of one job measured, a row a way and turn."""
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     work = folder / f"{processes}_{size}"
     work.mkdir()
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
@@ -120,8 +119,8 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     table = {way: {key: {"median": statistics.median(values), "least": min(values), "most": max(values)}
                    for key, values in figures.items()} for way, figures in ways.items()}  # fmt: skip
 
-    def ratio(key: str, one: str, other: str) -> float:
-        return table[one][key]["median"] / table[other][key]["median"]
+    def ratio(key: str, way: str, other: str) -> float:
+        return table[way][key]["median"] / table[other][key]["median"]
 
     return {
         "gib": size, "processes": processes, "ways": table,
@@ -133,26 +132,26 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
     }  # fmt: skip
 
 
-def interval(one: list[float], other: list[float]) -> tuple[float, float]:
-    """Of the ratio of two medians, what a bootstrap puts 95 % within."""
+def interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
+    """The 95 % bootstrap interval of the ratio of two medians."""
     drawn = random.Random(0)
 
     def median(values: list[float]) -> float:
         return statistics.median(drawn.choices(values, k=len(values)))
 
-    ratios = sorted(median(one) / median(other) for _ in range(_DRAWS))
+    ratios = sorted(median(numerators) / median(denominators) for _ in range(_DRAWS))
     return ratios[round(0.025 * _DRAWS)], ratios[round(0.975 * _DRAWS) - 1]
 
 
-def print_table(found: dict[str, Any]) -> None:
-    """What was measured of one job."""
-    low, high = found["stall_interval"]
-    print(f"{found['gib']:g} GiB, {found['processes']} processes: stalls {found['stall_ratio']:.1f}× shorter "
-          f"({low:.1f} to {high:.1f}) than {PEER}, durable {found['commit_ratio']:.2f}× sooner, restored and "
-          f"verified {found['restore_ratio']:.2f}× sooner; digests cost "
-          f"{100 * found['digest_share']:.1f} % of a commit")  # fmt: skip
+def print_table(job: dict[str, Any]) -> None:
+    """Print what was measured of one job."""
+    low, high = job["stall_interval"]
+    print(f"{job['gib']:g} GiB, {job['processes']} processes: stalls {job['stall_ratio']:.1f}× shorter "
+          f"({low:.1f} to {high:.1f}) than {PEER}, durable {job['commit_ratio']:.2f}× sooner, restored and "
+          f"verified {job['restore_ratio']:.2f}× sooner; digests cost "
+          f"{100 * job['digest_share']:.1f} % of a commit")  # fmt: skip
     print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}{'steps':>9}")
-    for way, figures in found["ways"].items():
+    for way, figures in job["ways"].items():
         seconds = "".join(
             f"{figures[key]['median']:>8.3f}s" for key in ("stall", "commit", "restore_cold", "restore_warm")
         )
@@ -161,8 +160,8 @@ def print_table(found: dict[str, Any]) -> None:
 
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
-    chosen = [one for one in results if one["gib"] == size]
-    lines = {f"{way}, {key}": ([one["processes"] for one in chosen],
-                               [one["ways"][way][key]["median"] for one in chosen])
-             for way in chosen[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
+    jobs = [job for job in results if job["gib"] == size]
+    lines = {f"{way}, {key}": ([job["processes"] for job in jobs],
+                               [job["ways"][way][key]["median"] for job in jobs])
+             for way in jobs[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
     draw_lines(path, lines, x="processes", y=f"seconds, {size:g} GiB")

@@ -1,4 +1,4 @@
-"""What the data benchmark reads: a tokenizer, lines of real text, and prepared folders of drawn documents."""
+"""What the data benchmark reads: lines of real text, and prepared folders of drawn documents."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,27 +7,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.config import DataConfig
 from zaya_jax.data.convert import Record, convert, read_note, remove_notes
-from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.manifest import Manifest, describe_file, digest_of
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
-from zaya_jax.data.tokenizer import load_tokenizer, train_tokenizer
+from zaya_jax.data.tokenizer import load_tokenizer
 
 _MEDIAN, _SIGMA = 700, 1.1  # of the log-normal lengths of drawn documents, in tokens
 _HELDOUT_EVERY = 100  # documents
-
-
-def read_texts(config: DataConfig) -> list[str]:
-    """The train split of an embedded corpus."""
-    return list(find_corpus(config).texts("train"))
-
-
-def write_tokenizer(path: Path, texts: Sequence[str], vocab_size: int) -> None:
-    """Train a tokenizer on the texts and write it."""
-    train_tokenizer(texts, vocab_size).save(path)
 
 
 def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
@@ -39,14 +27,6 @@ def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
                 left -= file.write(json.dumps({"text": texts[index]}).encode() + b"\n")
                 if left <= 0:
                     break
-
-
-def repeat_lines(path: Path, lines: Path, times: int) -> None:
-    """Write what the file `lines` holds several times over."""
-    content = lines.read_bytes()
-    with path.open("wb") as file:
-        for _ in range(times):
-            file.write(content)
 
 
 def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:

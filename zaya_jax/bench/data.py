@@ -4,15 +4,15 @@ import functools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.corpora import read_texts, repeat_lines, write_drawn, write_lines, write_tokenizer
+from zaya_jax.bench.corpora import write_drawn, write_lines
 from zaya_jax.bench.data_peers import GrainSettings, datasets_preparing, find_datasets, grain_packing, time_batches
-from zaya_jax.bench.memory import peak_memory
+from zaya_jax.bench.memory import PeakMemory
 from zaya_jax.bench.packing import measure_planning
 from zaya_jax.config import (
     BatchConfig,
@@ -24,10 +24,12 @@ from zaya_jax.config import (
     Table,
     TrainConfig,
 )
+from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.data.tokenizer import train_tokenizer
+from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 
 WORKERS = 2
@@ -82,16 +84,15 @@ def bench_data(sizes: Sizes, repeats: int, output: str | None) -> dict[str, Any]
       output: a JSON file.
 
     Raises:
-      InputError: a peer is not installed, or an argument cannot be.
+      InputError: a peer is not installed.
     """
-    check_request(repeats, output)
     find_datasets()
     result = describe_run(
         "packing and preparing data",
         f"packing {sizes.tokens:,} tokens in windows of {sizes.context}, batch {sizes.batch}, {sizes.batches} batches "
         f"a pass; preparing {sizes.text_bytes:,} bytes of JSONL by {WORKERS} processes",
         "Grain's ConcatThenSplitIterDataset; datasets' load_dataset and map with the tokenizers library",
-        ("zaya-jax", "grain", "array_record", "numpy", "tokenizers", "datasets", "pyarrow"),
+        ("grain", "array_record", "numpy", "tokenizers", "datasets", "pyarrow"),
     )
     with tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(Path(folder), sizes)
@@ -109,11 +110,11 @@ def bench_data(sizes: Sizes, repeats: int, output: str | None) -> dict[str, Any]
 def make_inputs(folder: Path, sizes: Sizes) -> Inputs:
     """Write everything that is read into an existing folder."""
     names = ("tokenizer.json", "large.jsonl", "small.jsonl", "repeated.jsonl", "large", "small")
-    inputs, texts = Inputs(folder, *(folder / name for name in names)), read_texts(sizes.corpus)
-    write_tokenizer(inputs.tokenizer, texts, sizes.vocab_size)
+    inputs, texts = Inputs(folder, *(folder / name for name in names)), list(find_corpus(sizes.corpus).texts("train"))
+    train_tokenizer(texts, sizes.vocab_size).save(inputs.tokenizer)
     write_lines(inputs.lines, texts, sizes.text_bytes)
     write_lines(inputs.few_lines, texts, sizes.text_bytes // sizes.growth)
-    repeat_lines(inputs.repeated_lines, inputs.few_lines, sizes.growth)
+    inputs.repeated_lines.write_bytes(inputs.few_lines.read_bytes() * sizes.growth)
     write_drawn(inputs.drawn, inputs.tokenizer, sizes.tokens, sizes.shards)
     write_drawn(inputs.few_drawn, inputs.tokenizer, sizes.tokens // sizes.growth, max(1, sizes.shards // sizes.growth))
     return inputs
@@ -142,7 +143,7 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
         "ratio": round(ratio, 3),
         "peer_settings": best._asdict(),
         "peer_settings_tried": [settings._asdict() | {"tokens_per_second": speed} for settings, speed in tried],
-        "seconds": {name: _rounded(times) for name, times in seconds.items()},
+        "seconds": {name: rounded(times) for name, times in seconds.items()},
     }
 
 
@@ -168,7 +169,7 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
         "megabytes_per_second": {name: round(speed, 3) for name, speed in speeds.items()},
         "ratio": {name: round(ratio, 3) for name, ratio in ratios.items()},
         "input_bytes": size,
-        "seconds": {name: _rounded(times) for name, times in seconds.items()},
+        "seconds": {name: rounded(times) for name, times in seconds.items()},
     }
 
 
@@ -184,7 +185,7 @@ def measure_memory(inputs: Inputs, sizes: Sizes) -> dict[str, Any]:
             for drawn in (inputs.few_drawn, inputs.drawn)
         ],
     }
-    found = {}
+    results = {}
     for name, (smaller, larger) in sides.items():
         peaks = {}
         for key, side in (("smaller", smaller), ("larger", larger)):
@@ -193,8 +194,8 @@ def measure_memory(inputs: Inputs, sizes: Sizes) -> dict[str, Any]:
         ratio = peaks["larger"] / peaks["smaller"]
         print(f"memory of {name}: {peaks['smaller'] / 1e6:.0f} MB, and {peaks['larger'] / 1e6:.0f} MB for "
               f"{sizes.growth} times the input, ratio {ratio:.2f}", flush=True)  # fmt: skip
-        found[name] = {"peak_bytes": peaks, "ratio": round(ratio, 3)}
-    return found
+        results[name] = {"peak_bytes": peaks, "ratio": round(ratio, 3)}
+    return results
 
 
 def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int, batches: int) -> Callable[[], float]:
@@ -262,13 +263,16 @@ def _best(
 
 
 def _memory_of(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], int]:
-    return functools.partial(peak_memory, make(*arguments))
+    step = make(*arguments)
+
+    def measure() -> int:
+        with PeakMemory() as peak:
+            step()
+        return peak.bytes
+
+    return measure
 
 
 def _said(settings: GrainSettings) -> str:
     buffers = f", {settings.workers} workers that hold {settings.buffer} batches" if settings.workers else ""
     return f"{settings.threads} reading threads{buffers}"
-
-
-def _rounded(times: Iterable[float]) -> list[float]:
-    return [round(second, 4) for second in times]

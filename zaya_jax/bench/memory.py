@@ -1,42 +1,45 @@
-"""The memory that a piece of work takes, with all the processes it starts."""
+"""The memory that a piece of work takes."""
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Self
 
 import psutil
 
-_LOOK_EVERY = 0.02  # seconds
+_INTERVAL = 0.02  # seconds between two samples
 
 
-def peak_memory(work: Callable[[], Any]) -> int:
-    """Do `work`, and return the most resident memory, in bytes, that this process and those below it held meanwhile.
+class PeakMemory:
+    """The most resident memory during a `with` block: `bytes`, and `before` it.
 
-    It is the sum over the processes, looked at now and then: what several share counts several times, and a
-    peak of a few milliseconds may be missed.
+    It is sampled: a peak of a few milliseconds may be missed. With `children` it is the sum over this process and those
+    below it, in which what several share counts several times.
     """
-    peak, over = _resident(), threading.Event()
 
-    def watch() -> None:
-        nonlocal peak
-        while not over.wait(_LOOK_EVERY):
-            peak = max(peak, _resident())
+    def __init__(self, *, children: bool = True) -> None:
+        self._process, self._children, self._ended = psutil.Process(), children, threading.Event()
 
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        work()
-    finally:
-        over.set()
-        thread.join()
-    return max(peak, _resident())
+    def __enter__(self) -> Self:
+        """Start to sample."""
+        self.bytes = self.before = self._resident()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
 
+    def __exit__(self, *_: object) -> None:
+        """Take the last sample."""
+        self._ended.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, self._resident())
 
-def _resident() -> int:
-    total, own = 0, psutil.Process()
-    for process in [own, *own.children(recursive=True)]:
-        try:
-            total += process.memory_info().rss
-        except psutil.NoSuchProcess:  # it ended between the two calls
-            continue
-    return total
+    def _sample(self) -> None:
+        while not self._ended.wait(_INTERVAL):
+            self.bytes = max(self.bytes, self._resident())
+
+    def _resident(self) -> int:
+        total = 0
+        for process in [self._process, *(self._process.children(recursive=True) if self._children else ())]:
+            try:
+                total += process.memory_info().rss
+            except psutil.NoSuchProcess:  # it ended between the two calls
+                continue
+        return total

@@ -2,31 +2,30 @@
 
 import itertools
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from zaya_jax.bench.plot import draw_lines
-from zaya_jax.bench.sweep import Curve, Trial, run_trials, small_config
+from zaya_jax.bench.sweep import (
+    PACKAGES,
+    SEEDS,
+    SIZE,
+    Curve,
+    Trial,
+    draw_heldout,
+    median_or_never,
+    run_trials,
+    small_config,
+)
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.result import describe_run, write_result
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # of the matrices, of the rest
-_SEEDS = (0, 1, 2)
 
 
-class Grid(NamedTuple):
-    """Learning rates tried: of the matrices, for each kind, and of everything else."""
-
-    matrices: dict[Kind, tuple[float, ...]]
-    others: tuple[float, ...]
-
-
-GRID = Grid(
-    {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)},
-    (0.006, 0.018, 0.054),
-)
+# Learning rates tried: of the matrices by each kind, and of everything else.
+MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
+OTHERS = (0.006, 0.018, 0.054)
 
 
 def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerConfig:
@@ -37,20 +36,18 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
                            AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
 
 
-def bench_optimizer(steps: int, output: str | None, png: str | None, grid: Grid = GRID) -> dict[str, Any]:
+def bench_optimizer(steps: int, output: str | None, png: str | None) -> dict[str, Any]:
     """Tune both on one seed with the same number of trials, then compare them on three.
 
     Args:
       steps: of each training.
       output: a JSON file.
-      png: a picture of the curves.
-      grid: rates tried.
+      png: a plot of the curves.
     """
-    check_request(steps, output)
     result = describe_run(
         "steps to the held-out loss that AdamW alone reaches at its end",
-        f"1.65M parameters, {steps} steps of 2,048 tokens of the embedded corpus, rates constant after 10 steps",
-        "AdamW for all parameters", ("zaya-jax", "jax", "jaxlib", "optax"),
+        f"{SIZE}, {steps} steps of 2,048 tokens of the embedded corpus, rates constant after 10 steps",
+        "AdamW for all parameters", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         cache = Path(folder)
@@ -60,34 +57,32 @@ def bench_optimizer(steps: int, output: str | None, png: str | None, grid: Grid 
             return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, every)
 
         kinds: tuple[Kind, ...] = get_args(Kind)
-        points: dict[Kind, list[Rates]] = {
-            kind: list(itertools.product(grid.matrices[kind], grid.others)) for kind in kinds
-        }
+        points: dict[Kind, list[Rates]] = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
         trials = [trial(kind, rates, 0, steps) for kind, all_rates in points.items() for rates in all_rates]
-        losses = iter(curve.final for curve in run_trials(trials, _say))
-        found: dict[Kind, dict[Rates, float]] = {
+        losses = iter(curve.final for curve in run_trials(trials))
+        tuning: dict[Kind, dict[Rates, float]] = {
             kind: {rates: next(losses) for rates in points[kind]} for kind in kinds
         }
-        best: dict[Kind, Rates] = {kind: min(found[kind], key=found[kind].__getitem__) for kind in kinds}
-        confirm = [trial(kind, best[kind], seed, 5) for seed in _SEEDS for kind in kinds]
-        curves = dict(zip(((seed, kind) for seed in _SEEDS for kind in kinds), run_trials(confirm, _say), strict=True))
+        best: dict[Kind, Rates] = {kind: min(tuning[kind], key=tuning[kind].__getitem__) for kind in kinds}
+        finals = list(itertools.product(SEEDS, kinds))
+        trials = [trial(kind, best[kind], seed, 5) for seed, kind in finals]
+        curves = dict(zip(finals, run_trials(trials), strict=True))
     result["grid"] = {
         kind: {
             "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in tried.items()],
             "best": {"matrices": best[kind][0], "others": best[kind][1]},
-            "interior": _interior(best[kind], grid.matrices[kind], grid.others),
+            "interior": _interior(best[kind], MATRICES[kind], OTHERS),
         }
-        for kind, tried in found.items()
+        for kind, tried in tuning.items()
     }
-    result["curves"] = {f"{kind} seed {seed}": curve.heldout for (seed, kind), curve in curves.items()}
-    result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in _SEEDS})
+    named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
+    result["curves"] = {name: curve.heldout for name, curve in named.items()}
+    result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
     for kind, row in result["grid"].items():
         if not row["interior"]:
             print(f"The best rates of {kind} lie at the edge of the grid: widen it.")
-    print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(_SEEDS)} seeds)")
-    if png:
-        draw_lines(Path(png), {name: tuple(zip(*points, strict=True)) for name, points in result["curves"].items()},
-                   x="step", y="held-out loss (nats/token)")  # fmt: skip
+    print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
+    draw_heldout(png, named)
     write_result(result, output)
     return result
 
@@ -104,8 +99,7 @@ def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
         ratio = muon / adamw if muon is not None and adamw is not None else None
         rows.append({"seed": seed, "heldout_loss": round(target, 4), "muon": muon, "adamw": adamw,
                      "ratio": None if ratio is None else round(ratio, 3)})  # fmt: skip
-    ratios = sorted((row["ratio"] for row in rows), key=lambda ratio: (ratio is None, ratio))
-    return {"seeds": rows, "median": ratios[len(ratios) // 2]}
+    return {"seeds": rows, "median": median_or_never([row["ratio"] for row in rows])}
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
@@ -122,6 +116,3 @@ def steps_to(curve: Curve, target: float) -> float | None:
 
 def _interior(best: Rates, *axes: tuple[float, ...]) -> bool:
     return all(min(axis) < value < max(axis) for value, axis in zip(best, axes, strict=True))
-
-
-_say: Callable[[str], None] = print

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.bench.memory import peak_memory
+from zaya_jax.bench.memory import PeakMemory
 from zaya_jax.data.bins import pack
 from zaya_jax.machine.subprocesses import run_in_subprocess
 
@@ -28,7 +28,7 @@ class Planned(NamedTuple):
 
 def measure_planning(documents: int, repeats: int) -> dict[str, Any]:
     """Plan `documents` at each of `CONTEXTS`, each plan in a process of its own; medians of `repeats`."""
-    found = {}
+    results = {}
     for context in CONTEXTS:
         runs = []
         for _ in range(repeats):
@@ -38,29 +38,24 @@ def measure_planning(documents: int, repeats: int) -> dict[str, Any]:
         peak = max(run.peak_bytes for run in runs)
         print(f"planning {documents:,} documents at {context:,}: {seconds:.1f} s, {peak / 2**30:.2f} GiB, "
               f"padding {100 * runs[0].padding:.4f} %", flush=True)  # fmt: skip
-        found[str(context)] = {
+        results[str(context)] = {
             "seconds": [round(run.seconds, 2) for run in runs],
             "peak_bytes": peak,
             "bins": runs[0].bins,
             "padding": round(runs[0].padding, 7),
         }
-    return found
+    return results
 
 
 def planning(documents: int, context: int) -> Callable[[], Planned]:
-    """A function that plans lognormal documents, and says what that took."""
+    """A function that plans lognormal documents and returns what that took."""
     sizes = np.random.default_rng(0).lognormal(np.log(_MEDIAN), _SIGMA, documents)
     return functools.partial(_plan, np.clip(sizes, 1, context).astype(np.int64), context)
 
 
 def _plan(sizes: np.ndarray, context: int) -> Planned:
-    done = []
-
-    def work() -> None:
+    with PeakMemory() as peak:
         start = time.perf_counter()
         bins = len(pack(sizes, context))
-        done.append((time.perf_counter() - start, bins))
-
-    peak = peak_memory(work)
-    [(seconds, bins)] = done
-    return Planned(seconds, peak, bins, 1 - int(sizes.sum()) / (bins * context))
+        seconds = time.perf_counter() - start
+    return Planned(seconds, peak.bytes, bins, 1 - int(sizes.sum()) / (bins * context))

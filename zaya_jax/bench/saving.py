@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
+from zaya_jax.bench.memory import PeakMemory
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
@@ -34,7 +34,6 @@ from zaya_jax.run.files import sync_folder
 
 LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
 _WIDTH, _STEPS = 512, 20  # of the matrix that stands for a step of training, and of the steps that are timed alone
-ABOUT = {"heldout_loss": None}
 
 
 class Job(NamedTuple):
@@ -165,7 +164,7 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
         if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
             raise RuntimeError(wrong[0])
 
-    return Way(lambda step: store.save(step, state, ABOUT), finish, restore,
+    return Way(lambda step: store.save(step, state, {"heldout_loss": None}), finish, restore,
                verify_newest if verify != "none" else None)  # fmt: skip
 
 
@@ -176,13 +175,13 @@ def timed_save(way: Way, step: int) -> dict[str, float]:
     """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
     gc.collect()
     _together(f"before/{next(_turns)}")
-    with Peak() as peak:
+    with PeakMemory(children=False) as peak:
         begun = time.perf_counter()
         way.start(step)
         stall = time.perf_counter() - begun
         way.finish()
         commit = time.perf_counter() - begun
-    return {"stall": max(_each(stall)), "commit": max(_each(commit)), "memory": max(_each(peak.bytes))}
+    return {"stall": max(_each(stall)), "commit": max(_each(commit)), "memory": max(_each(peak.bytes - peak.before))}
 
 
 def timed_steps(way: Way, step: int) -> dict[str, float]:
@@ -214,7 +213,7 @@ def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
     found = {}
     for kind in ("cold", "warm"):
         if kind == "cold":
-            forget(folder)
+            drop_cached(folder)
         _together(f"restore/{next(_turns)}")
         begun = time.perf_counter()
         arrays = jax.block_until_ready(way.restore())
@@ -231,7 +230,7 @@ def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
     return found
 
 
-def forget(folder: Path) -> None:
+def drop_cached(folder: Path) -> None:
     """Have the system drop what it holds of the files."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -240,27 +239,6 @@ def forget(folder: Path) -> None:
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(handle)
-
-
-class Peak:
-    """Memory of this process beyond what it had, at its highest inside a `with` block, in `bytes`."""
-
-    def __enter__(self) -> "Peak":
-        """Begin to look."""
-        self._process, self._ended, self.bytes = psutil.Process(), threading.Event(), 0
-        self._before = self._process.memory_info().rss
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Look no more."""
-        self._ended.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.02):
-            self.bytes = max(self.bytes, self._process.memory_info().rss - self._before)
 
 
 def _together(key: str) -> None:

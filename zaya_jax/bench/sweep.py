@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,13 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import stages
 from zaya_jax.data.convert import end_with_parent
+from zaya_jax.machine.plot import draw_lines
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step
+SEEDS = (0, 1, 2)  # of the trainings that are compared
+SIZE = "1.65M parameters"  # of `small_config`
+PACKAGES = ("optax",)
 
 
 class Trial(NamedTuple):
@@ -36,7 +40,7 @@ class Trial(NamedTuple):
     Attributes:
       name: what it is called in the result.
       config: of the run; its `run_dir` is not touched.
-      every: steps between two looks at the held-out loss.
+      every: steps between two evaluations of the held-out loss.
       crowd: what is added to the router's logits of the first two experts at the start.
     """
 
@@ -96,13 +100,8 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
     return config
 
 
-def run_trials(trials: Sequence[Trial], say: Callable[[str], None]) -> list[Curve]:
-    """Do all trials, as many at once as there are cores, each on one core of its own.
-
-    Args:
-      trials: what is done, in this order.
-      say: called with a line for each that is done.
-    """
+def run_trials(trials: Sequence[Trial]) -> list[Curve]:
+    """Run all trials and print a line for each, in order; as many at once as there are cores, each on its own core."""
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     free = context.SimpleQueue()
@@ -111,7 +110,7 @@ def run_trials(trials: Sequence[Trial], say: Callable[[str], None]) -> list[Curv
     curves = []
     with ProcessPoolExecutor(len(cores), context, _take_core, (free, os.getpid())) as pool:
         for trial, curve in zip(trials, pool.map(run_trial, trials), strict=True):
-            say(f"{trial.name}: held-out {curve.final:.4f} nats/token, {curve.seconds:.0f} s")
+            print(f"{trial.name}: held-out {curve.final:.4f} nats/token, {curve.seconds:.0f} s", flush=True)
             curves.append(curve)
     return curves
 
@@ -121,8 +120,20 @@ def _take_core(free: Any, parent: int) -> None:
     os.sched_setaffinity(0, {free.get()})
 
 
+def draw_heldout(png: str | None, curves: Mapping[str, Curve]) -> None:
+    """Draw the held-out loss over the steps, if a file is given."""
+    if png:
+        lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
+        draw_lines(Path(png), lines, x="step", y="held-out loss (nats/token)")
+
+
+def median_or_never(values: Sequence[float | None]) -> float | None:
+    """The median of an odd number of values, of which None is above any number."""
+    return sorted(values, key=lambda value: (value is None, value))[len(values) // 2]
+
+
 def run_trial(trial: Trial) -> Curve:
-    """Train as a run does, through all phases, and look at the loss now and then."""
+    """Train as a run does, through all phases, and evaluate the held-out loss now and then."""
     import jax
 
     from zaya_jax.data.pipeline import heldout_batches, train_batches
@@ -148,8 +159,8 @@ def run_trial(trial: Trial) -> Curve:
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
-                    found = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
-                    heldout.append((step, together(found).nats_per_token))
+                    losses = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
+                    heldout.append((step, together(losses).nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 
 

@@ -24,10 +24,10 @@ from zaya_jax.config import BatchConfig, Config
 from zaya_jax.config.checks import require
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.result import describe_run, rounded, write_result
+from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
 from zaya_jax.machine.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import target_of
@@ -62,19 +62,17 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     Raises:
       InputError: the step or its peer does not fit the device, the peer is not installed, or `config` has adapters.
     """
-    check_request(repeats, output)
     check_peer()
     require(config.lora is None, "lora", "a section", "left out, since the peer trains all parameters")
     dtype, first = config.train.compute_dtype, stages(config)[0]
     require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
-    batch, context = first.sequences, first.context
-    tokens_bs = np.random.default_rng(0).integers(0, config.model.vocab_size, (batch, context + 1))
+    batch, context, tokens_bs = first.sequences, first.context, random_tokens(config)
     result = describe_run(
         "whole optimizer step",
         f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers, {dtype}, "
         f"{batch} x {context} tokens a step",
         f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, moved by torch.optim.AdamW(fused=True)",
-        ("zaya-jax", "jax", "jaxlib", "flax", "optax", "torch", "transformers"),
+        ("flax", "optax", "torch", "transformers"),
     )  # fmt: skip
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
@@ -82,21 +80,21 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         _as_training_sets_it(config),
         run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask,
     ):
-        found = ask()
-    kind, platform, tokens = found.pop("device"), found.pop("platform"), batch * context
+        measured = ask()
+    kind, platform, tokens = measured.pop("device"), measured.pop("platform"), batch * context
     flops = tokens * training_flops_per_token(config.model, context)
-    ours = our_figures(found, tokens, flops, kind)
+    ours = our_figures(measured, tokens, flops, kind)
     result["hardware"]["device"], result["results"] = kind, {"ours": ours}
     write_result(result, output)
-    _say_ours(ours)
+    _print_ours(ours)
 
     device = "cpu" if platform == "cpu" else "cuda"
     with run_in_subprocess(functools.partial, time_peer, config, tokens_bs[:, :context], device, cpus, repeats) as ask:
-        found = ask()
-    peer = found | _speed(statistics.median(found["seconds"]["step"]), tokens, flops, kind)
+        measured = ask()
+    peer = measured | throughput(statistics.median(measured["seconds"]["step"]), tokens, flops, kind)
     result["results"]["peer"] = peer
     again = "computed again" if peer["checkpointing"] else "kept"
-    print(f"transformers: {_speeds_in_words(peer)}, {peer['micro_batch']} sequences at a time, activations {again}"
+    print(f"transformers: {describe_throughput(peer)}, {peer['micro_batch']} sequences at a time, activations {again}"
           f"{_memory_in_words(peer)}", flush=True)  # fmt: skip
     if (config.matrices, dtype) == ("adamw", "float32"):  # else the peer's step is another and a smaller one
         ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
@@ -146,13 +144,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     programs = compile_programs(config)
     check_memory(config, programs.bytes, memory_limit(device), lambda config: compile_programs(config).bytes)
     layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
-    rows = {
-        "tokens": tokens_bs[:, :-1].astype(np.int32), "targets": tokens_bs[:, 1:].astype(np.int32),
-        "segment_ids": np.ones((stage.sequences, stage.context), np.int32),
-        "positions": np.tile(np.arange(stage.context, dtype=np.int32), (stage.sequences, 1)),
-        "loss_mask": np.ones((stage.sequences, stage.context), bool),
-    }  # fmt: skip
-    batch, held = layout.place(rows, step_key(config, stage).micro_batches), begin(config, NO_BASE)
+    batch, held = layout.place(make_rows(tokens_bs), step_key(config, stage).micro_batches), begin(config, NO_BASE)
     losses = []
 
     def step() -> None:
@@ -177,7 +169,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         "platform": target_of(device).platform,
         "micro_batch": config.batch_of(config.phases[0]).micro or stage.sequences,
         "remat": config.remat_of(config.phases[0]),
-        "seconds": {name: [round(second, 4) for second in each] for name, each in seconds.items()},
+        "seconds": {name: rounded(each) for name, each in seconds.items()},
         "losses": [round(loss, 4) for loss in losses],
         **peak,
     }
@@ -261,52 +253,39 @@ def _bytes(program: Any) -> int:
 # --- what follows from it --------------------------------------------------------------------------------------
 
 
-def our_figures(found: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    """What `time_ours` found, with speeds, the optimizer's share, and both where devices share the optimizer's work.
+def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
+    """What `time_ours` measured, with speeds, the optimizer's share, and both where devices share the optimizer's work.
 
     Args:
-      found: with the `seconds` of the step, of the optimizer alone, and of it without Newton–Schulz.
+      measured: with the `seconds` of the step, of the optimizer alone, and of it without Newton–Schulz.
       tokens: of a step.
       flops: of a step, the optimizer's not counted.
       kind: of device.
     """
-    step, optimizer, rest = (statistics.median(seconds) for seconds in found["seconds"].values())
+    step, optimizer, rest = (statistics.median(seconds) for seconds in measured["seconds"].values())
     shared = {}
     for n in SHARED:
         seconds = step - optimizer + optimizer / n
-        shared[f"1/{n}"] = _speed(seconds, tokens, flops, kind) | {"optimizer_share": round(optimizer / n / seconds, 5)}
+        share = {"optimizer_share": round(optimizer / n / seconds, 5)}
+        shared[f"1/{n}"] = throughput(seconds, tokens, flops, kind) | share
     return {
-        **found,
-        **_speed(step, tokens, flops, kind),
+        **measured,
+        **throughput(step, tokens, flops, kind),
         "optimizer_share": round(optimizer / step, 4),
         "newton_schulz_share": round((optimizer - rest) / step, 4),
         "with_part_of_the_optimizer": shared,
     }
 
 
-def _speed(seconds: float, tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    peak = peak_flops(kind)
-    return {
-        "tokens_per_second": round(tokens / seconds, 1),
-        "tflops_per_second": float(f"{flops / seconds / 1e12:.4g}"),
-        "mfu": None if peak is None else round(flops / seconds / peak, 4),
-    }
-
-
-def _say_ours(ours: dict[str, Any]) -> None:
-    print(f"ours: {_speeds_in_words(ours)}, {ours['micro_batch']} sequences at a time, remat {ours['remat']}"
+def _print_ours(ours: dict[str, Any]) -> None:
+    print(f"ours: {describe_throughput(ours)}, {ours['micro_batch']} sequences at a time, remat {ours['remat']}"
           f"{_memory_in_words(ours)} by {ours['peak_bytes_by']}")  # fmt: skip
     print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, Newton–Schulz alone "
           f"{ours['newton_schulz_share']:.1%}")  # fmt: skip
     for part, shared in ours["with_part_of_the_optimizer"].items():
-        print(f"with {part} of the optimizer's time: {_speeds_in_words(shared)}, optimizer "
+        print(f"with {part} of the optimizer's time: {describe_throughput(shared)}, optimizer "
               f"{shared['optimizer_share']:.1%}", flush=True)  # fmt: skip
 
 
-def _speeds_in_words(found: dict[str, Any]) -> str:
-    mfu = "" if found["mfu"] is None else f", MFU {found['mfu']:.1%}"
-    return f"{found['tokens_per_second']:,.0f} tokens/s, {found['tflops_per_second']:.3g} TFLOP/s{mfu}"
-
-
-def _memory_in_words(found: dict[str, Any]) -> str:
-    return "" if found["peak_bytes"] is None else f", {found['peak_bytes'] / _GB:.1f} GB at most"
+def _memory_in_words(side: dict[str, Any]) -> str:
+    return "" if side["peak_bytes"] is None else f", {side['peak_bytes'] / _GB:.1f} GB at most"

@@ -4,7 +4,6 @@ Each part is a process of its own, so that one that fails, or takes its process 
 """
 
 import functools
-import importlib.util
 import math
 import os
 import re
@@ -13,16 +12,13 @@ import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from zaya_jax.bench import context
-from zaya_jax.bench.step import bench_step, our_step
 from zaya_jax.config import (
     AdamWConfig,
     BalanceConfig,
@@ -38,12 +34,14 @@ from zaya_jax.config import (
     ScheduleConfig,
     TrainConfig,
 )
-from zaya_jax.config.stages import stages, total_steps
+from zaya_jax.config.stages import total_steps
+from zaya_jax.machine import context
 from zaya_jax.machine.collectives import check_collectives
 from zaya_jax.machine.describe import describe_machine
 from zaya_jax.machine.result import check_request, describe_run, write_result
-from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
-from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.machine.step import time_step
+from zaya_jax.machine.subprocesses import run_in_subprocess
+from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.ops.selfcheck import check_operations, operation_checks
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
@@ -52,7 +50,6 @@ from zaya_jax.train.loop import run_training
 STEPS = 50
 FALL = 0.5  # nats/token that the loss falls at least
 RESUMED = 0.05  # nats/token by which a resumed run may differ, where sums are made in any order
-_PEER = ("torch", "transformers")
 
 
 class Sizes(NamedTuple):
@@ -66,71 +63,66 @@ class Sizes(NamedTuple):
 
 
 def smoke(output: str | None) -> dict[str, Any]:
-    """Do all parts, print what each found, and write all to `output` after each.
+    """Run all parts, print what each measured, and write all to `output` after each.
 
     Args:
-      output: a JSON file; `benchmarks/smoke_DEVICE.json` where None.
+      output: a JSON file; `benchmarks/smoke_DEVICE.json` if None.
 
     Returns:
       What was written: `parts`, and the names of those that `failed`.
     """
-    check_request(1, output or str(Path("benchmarks", "smoke.json")))
+    check_request(1, {"--output": output or str(Path("benchmarks", "smoke.json"))})
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of a part share its GPUs
-    versions = ("zaya-jax", "jax", "jaxlib", "jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin", "flax",
-                "optax", *_PEER)  # fmt: skip
-    result = describe_run("smoke test", "", "double precision on the host's CPU, and transformers", versions)
-    result["parts"], result["failed"] = {}, []
+    plugins = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    result = describe_run("smoke test", "", "double precision on the host's CPU", (*plugins, "flax", "optax"))
     machine = run_part("machine", describe_machine)
     sizes = sizes_for(machine.get("platform", "cpu"), machine.get("devices", 1))
-    result["size"] = sizes.name
     path = output or str(Path("benchmarks", f"smoke_{_slug(machine.get('device', 'unknown'))}.json"))
-    found = {"machine": machine}
+    result |= {"size": sizes.name, "parts": {"machine": machine}}
     for name, work in parts(sizes).items():
-        _note(result, found, path)
-        found[name] = run_part(name, work)
-    _note(result, found, path)
-    ended = f"These parts failed: {', '.join(result['failed'])}." if result["failed"] else "All parts are well."
-    print(f"{ended} {path} holds what was found; it can be posted in an issue of the project.")
+        _write(result, path)
+        result["parts"][name] = run_part(name, work)
+    _write(result, path)
+    ended = f"These parts failed: {', '.join(result['failed'])}." if result["failed"] else "All parts passed."
+    print(f"{ended} The results are in {path}, which you can post in an issue of the project.")
     return result
 
 
 def parts(sizes: Sizes) -> dict[str, Callable[[], dict[str, Any]]]:
     """The parts after the first, by name; each can be sent to another process."""
     return {
-        "operations": functools.partial(_operations),
-        "collectives": functools.partial(check_collectives),
+        "operations": _operations,
+        "collectives": check_collectives,
         "training": functools.partial(short_training, sizes.run),
         "step": functools.partial(time_step, sizes.run, sizes.dtypes, sizes.repeats),
-        "step against transformers": functools.partial(_against_peer, sizes.run, sizes.dtypes, sizes.repeats),
         "context": functools.partial(_context, sizes.context, sizes.repeats),
     }
 
 
 def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Do `work` in a process of its own; returns what it found, `seconds`, and where it failed `failed`, a sentence."""
+    """Run `work` in a process of its own; returns its result, `seconds`, and `failed`, a sentence, if it failed."""
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:
-        with run_in_subprocess(functools.partial, guarded, work) as step:
-            found: dict[str, Any] = step()
+        with run_in_subprocess(functools.partial, report_error, work) as step:
+            result: dict[str, Any] = step()
     except RuntimeError as error:  # its process died
-        found = {"failed": str(error)}
-    found["seconds"] = round(time.monotonic() - start, 1)
-    print(f"   {found.get('failed') or found.get('skipped') or 'well'} ({found['seconds']} s)", flush=True)
-    return found
+        result = {"failed": str(error)}
+    result["seconds"] = round(time.monotonic() - start, 1)
+    print(f"   {result.get('failed') or result.get('skipped') or 'passed'} ({result['seconds']} s)", flush=True)
+    return result
 
 
-def guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` finds, or `failed` with what it raised: not every error can be sent from one process to another."""
+def report_error(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of `work`, or `failed` with what it raised: not every error can be sent to another process."""
     try:
         return work()
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"[:2000]}
 
 
-def _note(result: dict[str, Any], found: Mapping[str, dict[str, Any]], path: str) -> None:
-    result["parts"] = dict(found)
-    result["failed"] = [name for name, one in found.items() if "failed" in one]
+def _write(result: dict[str, Any], path: str) -> None:
+    result["failed"] = [name for name, part in result["parts"].items() if "failed" in part]
     write_result(result, path)
 
 
@@ -139,7 +131,7 @@ def _slug(device: str) -> str:
 
 
 def sizes_for(platform: str, devices: int) -> Sizes:
-    """What `devices` GPUs do in minutes; less on a CPU."""
+    """Sizes that take `devices` GPUs minutes; smaller ones on a CPU."""
     if platform == "cpu":
         print("JAX has no GPU here: everything runs on the CPU, at a small size.", flush=True)
         model = ModelConfig(
@@ -179,34 +171,35 @@ def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: Any) -> Co
 def short_training(config: Config) -> dict[str, Any]:
     """Train as `config` says in a temporary folder, then once more from its first checkpoint, and compare.
 
-    On a CPU the second half must come out bitwise the same; a GPU may add up in another order.
+    On a CPU the second half must be bitwise the same; a GPU may add up in another order.
     """
     with tempfile.TemporaryDirectory() as folder:
         whole, again = Path(folder, "whole"), Path(folder, "again")
         config = replace(config, run_dir=str(whole), data=replace(config.data, cache_dir=str(Path(folder, "data"))))
         start = time.monotonic()
-        result = run_training(config)
+        outcome = run_training(config)
         seconds = time.monotonic() - start
         shutil.copytree(whole, again)
         shutil.rmtree(again / CHECKPOINTS / str(total_steps(config)))
         run_training(replace(config, run_dir=str(again)))
         losses, resumed = ([row["loss"] for row in read_rows(run / METRICS)] for run in (whole, again))
-    found: dict[str, Any] = {
+    difference = max(abs(loss - other) for loss, other in zip(losses, resumed, strict=True))
+    result: dict[str, Any] = {
         "parameters": total_parameters(config.model),
         "tokens_per_step": config.train.batch.tokens,
         "compute_dtype": config.train.compute_dtype,
         "train_seconds": round(seconds, 1),
         "losses": [round(loss, 4) for loss in losses],
-        "heldout": round(result.heldout.nats_per_token, 4),
+        "heldout": round(outcome.heldout.nats_per_token, 4),
         "resumed_bitwise": resumed == losses,
-        "resumed_difference": max(abs(one - other) for one, other in zip(losses, resumed, strict=True)),
+        "resumed_difference": difference,
     }
-    failed = judge(losses, found["resumed_difference"], 0.0 if jax.default_backend() == "cpu" else RESUMED)
-    return found | ({"failed": failed} if failed else {})
+    failed = check_losses(losses, difference, 0.0 if jax.default_backend() == "cpu" else RESUMED)
+    return result | ({"failed": failed} if failed else {})
 
 
-def judge(losses: list[float], difference: float, allowed: float) -> str | None:
-    """What is wrong with a run of these losses, which came out so different when resumed; None where nothing is."""
+def check_losses(losses: list[float], difference: float, allowed: float) -> str | None:
+    """What is wrong with a run of these losses, which differ by `difference` if it is resumed; None if nothing is."""
     if not all(math.isfinite(loss) for loss in losses):
         return f"The loss of step {[math.isfinite(loss) for loss in losses].index(False) + 1} is not finite."
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
@@ -217,40 +210,10 @@ def judge(losses: list[float], difference: float, allowed: float) -> str | None:
     return None
 
 
-def time_step(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    """A forward and backward pass on the first device, by dtype: tokens/s, TFLOP/s and the seconds of each pass."""
-    tokens_bs = _tokens(config)
-    tokens, flops = tokens_bs[:, 1:].size, training_flops_per_token(config.model, tokens_bs.shape[1] - 1)
-    found: dict[str, Any] = {"parameters": total_parameters(config.model), "tokens": tokens, "results": {}}
-    for dtype in dtypes:
-        with run_in_subprocess(our_step, config, dtype, tokens_bs) as step:
-            timed = interleave({"ours": step}, repeats)["ours"]
-        speed = tokens / statistics.median(timed.seconds)
-        print(f"   {dtype}: {speed:,.0f} tokens/s, {speed * flops / 1e12:.3g} TFLOP/s", flush=True)
-        found["results"][dtype] = {
-            "tokens_per_second": round(speed, 1),
-            "tflops_per_second": float(f"{speed * flops / 1e12:.4g}"),
-            "seconds": [round(second, 4) for second in timed.seconds],
-        }
-    return found
-
-
-def _tokens(config: Config) -> np.ndarray:
-    first = stages(config)[0]
-    return np.random.default_rng(0).integers(0, config.model.vocab_size, (first.sequences, first.context + 1))
-
-
-def _against_peer(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    missing = [name for name in _PEER if importlib.util.find_spec(name) is None]
-    if missing:
-        return {"skipped": f"{' and '.join(missing)} cannot be imported: pip install -e '.[parity]' brings the peer."}
-    return {"results": bench_step(config, dtypes, repeats, None)["results"]}
-
-
 def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
     if sizes is None:
         return {"skipped": "There is one GPU, and a sequence over several devices needs two."}
-    return context.bench_context(sizes, repeats, None, None)
+    return context.measure_context(sizes, repeats, None, None)
 
 
 def _operations() -> dict[str, Any]:

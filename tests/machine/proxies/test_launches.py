@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from zaya_jax.bench import __main__ as command
+from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.proxies import launches as bench
 from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.machine.proxies.kernel_bytes import Traffic, kernel_bytes
@@ -105,7 +105,7 @@ def test_the_result_holds_layer_operations_and_kernels(monkeypatch, tmp_path, ca
              (("references", None), ("kernels", 1.5))}  # fmt: skip
     monkeypatch.setattr(bench, "operation_bytes", lambda *_: ({"least": 2, **sides}, [Traffic("k", 1, 9, 3, 2)]))
     path = tmp_path / "launches.json"
-    assert command.main(["launches", "--output", str(path)]) == 0
+    assert main(["launches", "--output", str(path)]) == 0
     found = json.loads(path.read_text())
     assert found["layer"]["forward"]["references"]["total"] == 3
     assert found["layer"]["forward"]["references"]["in_loops"] == [5]

@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from zaya_jax.bench import __main__ as command
 from zaya_jax.machine import result
+from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.proxies import machine_code as bench
 from zaya_jax.machine.proxies.codegen import GPUS, MachineCode
 
@@ -37,7 +37,7 @@ def test_the_table_goes_to_a_file(compiled, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "rows", lambda dtype, only: iter([{"kernel": f"k_{dtype}", "dtype": dtype, "gpus": {
         name: {"warps": 4, "stages": 1, "registers": 77, "shared": 512, "spills": 3} for name in GPUS}}]))  # fmt: skip
     path = tmp_path / "code.json"
-    assert command.main(["machine-code", "--output", str(path)]) == 0
+    assert main(["machine-code", "--output", str(path)]) == 0
     found = json.loads(path.read_text())
     assert [row["kernel"] for row in found["kernels"]] == ["k_bfloat16", "k_float32"]
     lines = capsys.readouterr().out.splitlines()
@@ -46,7 +46,7 @@ def test_the_table_goes_to_a_file(compiled, monkeypatch, tmp_path, capsys):
 
 def test_a_missing_compiler_is_told_with_the_command_that_installs_it(monkeypatch, capsys):
     monkeypatch.setattr(result, "_version", lambda name: "not installed")
-    assert command.main(["machine-code"]) == 2
+    assert main(["machine-code"]) == 2
     assert "pip install -e '.[test]'" in capsys.readouterr().err
 
 

@@ -54,8 +54,8 @@ def _heading(devices: int, name: str | None, device: Hardware | None) -> str:
     first = "One device" if devices == 1 else f"{devices} devices"
     if device is not None:
         first += (f", {name}: {device.memory / _GB:.0f} GB, {device.peak / 1e12:.0f} TFLOP/s, memory "
-                  f"{device.bandwidth / 1e12:.2f} TB/s, {device.intra_node / _GB:.0f} GB/s to the {device.node_size} of a node, "
-                  f"{device.inter_node / _GB:.0f} GB/s beyond")  # fmt: skip
+                  f"{device.bandwidth / 1e12:.2f} TB/s, {device.intra_node / _GB:.0f} GB/s to the "
+                  f"{device.node_size} of a node, {device.inter_node / _GB:.0f} GB/s beyond")  # fmt: skip
     return (f"{first}\nEach step was compiled (or lowered) for as many devices, which shows that it partitions.\n"
             "Bytes, operations and times are computed: from the sharding table, the traced program and data sheets, "
             "not from what was compiled.")  # fmt: skip

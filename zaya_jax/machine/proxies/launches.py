@@ -18,7 +18,7 @@ from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.machine.proxies.kernel_bytes import CACHE, Traffic, kernel_bytes
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, STEPS, Case, Sizes, cases, passes
 from zaya_jax.machine.proxies.stablehlo import Launches, count_launches
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table, segment_positions
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
@@ -45,13 +45,9 @@ def bench_launches(output: str | None, sizes: Sizes = WALKED) -> dict[str, Any]:
     Returns:
       What was written: `layer` by pass, with `references` and `kernels` (`told`); `operations` by case, with launches,
       bytes and their ratio to the least there could be; `kernels`, each with its bytes.
-
-    Raises:
-      InputError: the result cannot be written.
     """
-    check_request(1, output)
     result = describe_run("launches and bytes", f"the 8B's layer in bfloat16; bytes: {sizes}", "the references",
-                          ("zaya-jax", "jax", "jaxlib", "flax"))  # fmt: skip
+                          ("flax",))  # fmt: skip
     result |= {"target": TARGET.device_kind, "cache_bytes": CACHE, "layer": {}, "operations": {}, "kernels": {}}
     for name, backward in (("forward", False), ("forward and backward", True)):
         both = {"references": REFERENCES, "kernels": TARGET}

@@ -1,11 +1,9 @@
 import json
-import sys
+import os
 
 import pytest
 
-from zaya_jax.bench import __main__ as command
-from zaya_jax.bench import context as bench
-from zaya_jax.bench.context import Case, Memory, Sizes, _scaling, bench_context, context_pass
+from zaya_jax.machine.context import Case, Memory, Sizes, _scaling, _simulated, context_pass, measure_context
 
 SMALL = Sizes((256,), "float32", query_heads=2, kv_heads=1, channels=8, degrees=(1, 2))
 
@@ -20,7 +18,7 @@ def test_memory_that_falls_as_one_over_n_has_the_exponent_minus_one():
 @pytest.mark.soak
 def test_every_case_is_measured_on_simulated_devices_and_written(tmp_path, capsys):
     path, png = tmp_path / "context.json", tmp_path / "context.png"
-    result = bench_context(SMALL, 1, str(path), str(png))
+    result = measure_context(SMALL, 1, str(path), str(png))
     assert json.loads(path.read_text()) == result
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert result["hardware"]["device"] == "8 × cpu, simulated"
@@ -50,18 +48,8 @@ def test_a_pass_says_what_its_program_needs():
 def test_the_environment_is_as_it_was_after_simulating(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    with bench._simulated():
-        assert bench.os.environ["JAX_NUM_CPU_DEVICES"] == "8"
-        assert bench.os.environ["XLA_FLAGS"].startswith("--xla_cpu_enable_fast_math=false --xla_cpu_enable_con")
-    assert bench.os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
-    assert "JAX_NUM_CPU_DEVICES" not in bench.os.environ
-
-
-@pytest.mark.parametrize(
-    ("arguments", "match"), [(["--repeats", "0"], "repeats"), (["--output", "/no/such/folder/a.json"], "/no/such")]
-)
-def test_what_cannot_be_measured_or_written_is_told_before_measuring(monkeypatch, capsys, arguments, match):
-    monkeypatch.setattr(bench, "_measure", lambda *_: pytest.fail("measured"))
-    monkeypatch.setattr(sys, "argv", ["bench", "context", *arguments])
-    assert command.main(["context", *arguments]) == 2
-    assert match in capsys.readouterr().err
+    with _simulated():
+        assert os.environ["JAX_NUM_CPU_DEVICES"] == "8"
+        assert os.environ["XLA_FLAGS"].startswith("--xla_cpu_enable_fast_math=false --xla_cpu_enable_con")
+    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "JAX_NUM_CPU_DEVICES" not in os.environ

@@ -1,4 +1,4 @@
-"""Attention over a sequence on several devices, ring against all-gather: memory a device, and time.
+"""Attention over a sequence on several devices, by ring and by all-gather: memory a device, and time.
 
 Each case is compiled and run in a process of its own, so that the peak a device reports is the case's alone.
 """
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.bench.plot import draw_lines
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
-from zaya_jax.machine.result import check_request, describe_run, write_result
+from zaya_jax.machine.plot import draw_lines
+from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
         return self.arguments + self.outputs + self.temporaries
 
 
-def bench_context(sizes: Sizes | None, repeats: int, output: str | None, png: str | None) -> dict[str, Any]:
+def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: str | None) -> dict[str, Any]:
     """Measure every case, print it, and write all to `output` where given.
 
     With fewer than two devices, `SIMULATED` ones of the CPU stand for them: memory is then what XLA:CPU needs for
@@ -81,7 +81,6 @@ def bench_context(sizes: Sizes | None, repeats: int, output: str | None, png: st
       output: a JSON file.
       png: a picture of the memory over the number of devices, for the longest sequence.
     """
-    check_request(repeats, output)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each case's process has the devices
     simulated = jax.device_count() < 2
     kind = "cpu" if simulated else jax.devices()[0].device_kind
@@ -91,7 +90,7 @@ def bench_context(sizes: Sizes | None, repeats: int, output: str | None, png: st
         "memory a device, and seconds, of attention over a sequence on several devices, forward and backward",
         f"one sequence of {', '.join(f'{length:,}' for length in sizes.lengths)} tokens, {sizes.query_heads} query "
         f"heads, {sizes.kv_heads} key heads of {sizes.channels} channels, {sizes.dtype}, zigzag",
-        "all-gather attention, in which every device holds all keys and values", ("zaya-jax", "jax", "jaxlib"),
+        "all-gather attention, in which every device holds all keys and values", (),
     )  # fmt: skip
     result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
     result["results"], result["scaling"] = [], {}
@@ -182,7 +181,7 @@ def _row(case: Case, memory: Memory, seconds: list[float]) -> dict[str, Any]:
         **case._asdict(),
         "bytes_per_device": memory.compiled,
         **memory._asdict(),
-        "seconds": [round(second, 4) for second in seconds],
+        "seconds": rounded(seconds),
     }
 
 

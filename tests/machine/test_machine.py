@@ -1,0 +1,104 @@
+"""What a machine is, its collectives, and what every result and command of `machine` and `bench` shares."""
+
+import json
+import sys
+
+import jax
+import pytest
+
+from tests.train_helpers import on_devices
+from zaya_jax.bench.__main__ import MOVED
+from zaya_jax.bench.__main__ import main as bench
+from zaya_jax.machine import describe as module
+from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.collectives import check_collectives
+from zaya_jax.machine.describe import describe_machine
+from zaya_jax.machine.plot import draw_lines
+from zaya_jax.machine.result import describe_run, write_result
+
+
+def test_a_machine_is_described_without_what_is_private(monkeypatch, capsys):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.setenv("SECRET", "word")
+    assert main(["describe"]) == 0
+    text = capsys.readouterr().out
+    machine = json.loads(text)
+    assert (machine["platform"], machine["preset"]) == ("cpu", "cpu")
+    assert machine["devices"] >= 1
+    assert machine["host_bytes"] > 2**28
+    assert machine["environment"]["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
+    assert "word" not in text
+
+
+def test_a_gpu_that_jax_does_not_use_is_a_failure(monkeypatch):
+    monkeypatch.setattr(module, "detect_gpu_plugin", lambda: "rocm")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "failed" not in describe_machine()
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert "pip install -e '.[rocm]'" in describe_machine()["failed"]
+
+
+def collectives(broken):
+    """`check_collectives`, with the ring of `ppermute` turned round where `broken`."""
+    permute = jax.lax.ppermute
+    with pytest.MonkeyPatch.context() as patch:
+        if broken:
+            patch.setattr(jax.lax, "ppermute", lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs]))
+        return check_collectives()
+
+
+def test_collectives_are_compared_with_numpy():
+    assert "skipped" in check_collectives()  # one device
+    result = on_devices(8, "tests.machine.test_machine:collectives", False)
+    assert result == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
+    assert "ppermute of float32, ppermute of" in on_devices(4, "tests.machine.test_machine:collectives", True)["failed"]
+
+
+def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python", "-m", "zaya_jax.bench", "step", "--config", "a b.yaml"])
+    head = describe_run("speed", "large", "another", ["numpy", "no-such-package"])
+    assert (head["benchmark"], head["size"], head["peer"]) == ("speed", "large", "another")
+    assert head["command"] == "python -m zaya_jax.bench step --config 'a b.yaml'"
+    assert head["versions"].keys() == {"python", "zaya-jax", "jax", "jaxlib", "numpy", "no-such-package"}
+    assert head["versions"]["no-such-package"] == "not installed"
+    assert head["hardware"].keys() == {"machine", "cpu", "cpus"}
+    write_result(head, str(tmp_path / "result.json"))
+    write_result(head, None)
+    assert json.loads((tmp_path / "result.json").read_text()) == head
+
+
+@pytest.mark.parametrize(("command", "match"), [
+    ([main, "context", "--repeats", "0"], "--repeats is 0"),
+    ([main, "launches", "--output", "/no/such/folder/result.json"], "--output is '/no/such/folder/result.json'"),
+    ([main, "context", "--png", "/tmp"], "--png is '/tmp'"),
+    ([bench, "data", "--repeats", "0"], "--repeats is 0"),
+    ([bench, "step", "--whole", "--output", "/tmp"], "--output is '/tmp'"),
+    ([bench, "step", "train.batch.tokens=16"], "train.batch.tokens=16"),
+    ([bench, "step", "--whole", "--dtype", "float32"], "--dtype"),
+    ([bench, "checkpoint", "--gib", "0"], "--gib is 0.0"),
+    ([bench, "checkpoint", "--folder", "/no/such"], "--folder is '/no/such'"),
+    ([bench, "balance", "--steps", "3"], "--steps is 3"),
+    *(([bench, verb, "--help"], f"python -m zaya_jax.machine {verb}") for verb in MOVED),
+])  # fmt: skip
+def test_what_cannot_be_measured_or_written_is_told_before_measuring(capsys, command, match):
+    run, *arguments = command
+    assert run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("Error: ")
+    assert err.count("\n") == 1
+    assert match in err
+
+
+def test_lines_of_one_name_share_a_colour(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    drawn = []
+    plot = Axes.plot
+    monkeypatch.setattr(
+        Axes, "plot", lambda self, *a, **k: drawn.append((k["color"], k["label"])) or plot(self, *a, **k)
+    )
+    lines = {f"{name} seed {seed}": ([1, 2], [3, seed]) for seed in (0, 1) for name in ("muon", "adamw")}
+    draw_lines(tmp_path / "a.png", lines, x="step", y="loss", marks={1: "here"})
+    assert drawn == [("C0", "muon"), ("C1", "adamw"), ("C0", None), ("C1", None)]
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

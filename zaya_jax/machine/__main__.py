@@ -1,0 +1,67 @@
+"""`python -m zaya_jax.machine VERB`: what this machine is, what works on it, and what is compiled for others."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from zaya_jax.machine.command import add_flags, run_verb
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="python -m zaya_jax.machine", description="Measure and describe a machine.")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    describe = verbs.add_parser("describe", help="devices, memory, drivers, environment and preset, as JSON")
+    describe.set_defaults(run=_describe)
+    smoke = verbs.add_parser("smoke", help="whether everything works on this machine's devices, as one JSON to post")
+    smoke.add_argument("--output", metavar="FILE", help="the JSON (default: benchmarks/smoke_DEVICE.json)")
+    smoke.set_defaults(run=_smoke)
+    context = verbs.add_parser("context", help="attention over a sequence on several devices: ring and all-gather")
+    add_flags(context, repeats=5, png="the memory over the number of devices")
+    context.set_defaults(run=_context)
+    launches = verbs.add_parser("launches", help="launches of a layer and bytes of each operation, with kernels and "
+                                "without")  # fmt: skip
+    add_flags(launches)
+    launches.set_defaults(run=_launches)
+    machine_code = verbs.add_parser("machine-code", help="registers, shared memory and spills of each kernel on three "
+                                    "GPUs, none of which is needed")  # fmt: skip
+    add_flags(machine_code)
+    machine_code.set_defaults(run=_machine_code)
+    return run_verb(parser, arguments)
+
+
+def _describe(_: argparse.Namespace) -> int:
+    from zaya_jax.machine.describe import describe_machine
+
+    machine = describe_machine()
+    print(json.dumps(machine, indent=2))
+    return 1 if "failed" in machine else 0
+
+
+def _smoke(parsed: argparse.Namespace) -> int:
+    from zaya_jax.machine.smoke import smoke
+
+    return 1 if smoke(parsed.output)["failed"] else 0
+
+
+def _context(parsed: argparse.Namespace) -> None:
+    from zaya_jax.machine.context import measure_context
+
+    measure_context(None, parsed.repeats, parsed.output, parsed.png)
+
+
+def _launches(parsed: argparse.Namespace) -> None:
+    from zaya_jax.machine.proxies.launches import bench_launches
+
+    bench_launches(parsed.output)
+
+
+def _machine_code(parsed: argparse.Namespace) -> None:
+    from zaya_jax.machine.proxies.machine_code import bench_machine_code
+
+    bench_machine_code(parsed.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
