@@ -1,9 +1,8 @@
 import json
-import os
 
 import pytest
 
-from zaya_jax.machine.context import Case, Memory, Sizes, _scaling, _simulated, context_pass, measure_context
+from zaya_jax.machine.context import Case, Memory, Sizes, _scaling, context_pass, measure_context
 
 SMALL = Sizes((256,), "float32", query_heads=2, kv_heads=1, channels=8, degrees=(1, 2))
 
@@ -43,13 +42,3 @@ def test_a_pass_says_what_its_program_needs():
     assert memory == Memory(256 * (6 * 8 * 4 + 4), memory.outputs, memory.temporaries, None)
     assert memory.outputs >= 256 * 6 * 8 * 4
     assert memory.compiled > memory.arguments + memory.outputs
-
-
-def test_the_environment_is_as_it_was_after_simulating(monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
-    with _simulated():
-        assert os.environ["JAX_NUM_CPU_DEVICES"] == "8"
-        assert os.environ["XLA_FLAGS"].startswith("--xla_cpu_enable_fast_math=false --xla_cpu_enable_con")
-    assert os.environ["XLA_FLAGS"] == "--xla_cpu_enable_fast_math=false"
-    assert "JAX_NUM_CPU_DEVICES" not in os.environ

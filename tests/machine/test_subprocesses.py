@@ -10,7 +10,8 @@ import pytest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.machine import subprocesses as module
-from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
+from zaya_jax.machine.context import simulate_devices
+from zaya_jax.machine.subprocesses import interleave, restored_environment, run_in_subprocess
 
 
 def test_a_step_is_made_once_and_runs_in_another_process():
@@ -19,26 +20,10 @@ def test_a_step_is_made_once_and_runs_in_another_process():
         assert len({one(), two(), os.getpid()}) == 3
 
 
-def test_arguments_and_results_pass():
-    with run_in_subprocess(functools.partial, round, 2.625, 1) as step:
-        assert step() == 2.6
-
-
-def test_what_making_raises_is_raised_here():
+def test_what_making_or_a_step_raises_is_raised_here():
     with pytest.raises(InputError, match=r"no_such\.yaml"), run_in_subprocess(load_config, "no_such.yaml"):
         pytest.fail("nothing was made")
-
-
-def test_what_a_step_raises_is_raised_here():
     with pytest.raises(ZeroDivisionError), run_in_subprocess(functools.partial, divmod, 1, 0) as step:
-        step()
-
-
-def test_a_process_that_dies_is_told():
-    with (
-        pytest.raises(RuntimeError, match="ended with status 3"),
-        run_in_subprocess(functools.partial, os._exit, 3) as step,
-    ):
         step()
 
 
@@ -52,12 +37,26 @@ def test_the_process_ends_with_the_block():
     pytest.fail("still running")
 
 
-def test_a_process_killed_between_two_steps_is_told():
+def test_a_process_that_dies_or_is_killed_between_two_steps_is_told():
+    with run_in_subprocess(functools.partial, os._exit, 3) as step, pytest.raises(RuntimeError, match="status 3"):
+        step()
     with run_in_subprocess(functools.partial, os.getpid) as step:
         os.kill(step(), signal.SIGKILL)
         time.sleep(0.5)
-        with pytest.raises(RuntimeError, match="ended with status -9"):
+        with pytest.raises(RuntimeError, match="status -9"):
             step()
+
+
+def test_the_environment_inside_a_block_is_that_of_the_processes_started_there(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES", raising=False)
+    before = dict(os.environ)
+    with restored_environment():
+        simulate_devices()
+        with run_in_subprocess(functools.partial, os.getenv, "XLA_FLAGS") as step:
+            assert step().startswith("--xla_cpu_enable_fast_math=false --xla_cpu_enable_con")
+        assert os.environ["JAX_NUM_CPU_DEVICES"] == "8"
+    assert dict(os.environ) == before
 
 
 def test_a_step_may_start_processes():

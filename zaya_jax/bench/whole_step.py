@@ -4,19 +4,17 @@ Ours is the program that `zaya_jax.main` trains with: gradients of micro-batches
 balancing. Of it the optimizer's part is timed once more alone, since devices share it when there are several.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 from zaya_jax.bench.peer import check_peer, time_peer
 from zaya_jax.bench.step import default_config
@@ -28,13 +26,14 @@ from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
-from zaya_jax.machine.subprocesses import run_in_subprocess
+from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import target_of
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin
 from zaya_jax.train.compiled import abstract_state, step_key, trace_step
+from zaya_jax.train.memory_errors import available_memory
 from zaya_jax.train.state import layout_of, make_blueprint, mesh_of
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work
@@ -76,11 +75,10 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     )  # fmt: skip
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
-    with (
-        _as_training_sets_it(config),
-        run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask,
-    ):
-        measured = ask()
+    with restored_environment():
+        apply_preset(select_preset(config.preset))  # as zaya_jax.main does
+        with run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
+            measured = ask()
     kind, platform, tokens = measured.pop("device"), measured.pop("platform"), batch * context
     flops = tokens * training_flops_per_token(config.model, context)
     ours = our_figures(measured, tokens, flops, kind)
@@ -102,18 +100,6 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         print(f"ratio {ratio:.2f}", flush=True)
     write_result(result, output)
     return result
-
-
-@contextlib.contextmanager
-def _as_training_sets_it(config: Config) -> Iterator[None]:
-    """Processes that start meanwhile have the environment of `zaya_jax.main`."""
-    before = dict(os.environ)
-    apply_preset(select_preset(config.preset))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 # --- our side, in its own process ------------------------------------------------------------------------------
@@ -142,7 +128,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
     programs = compile_programs(config)
-    check_memory(config, programs.bytes, memory_limit(device), lambda config: compile_programs(config).bytes)
+    check_memory(config, programs.bytes, available_memory(), lambda config: compile_programs(config).bytes)
     layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
     batch, held = layout.place(make_rows(tokens_bs), step_key(config, stage).micro_batches), begin(config, NO_BASE)
     losses = []
@@ -208,11 +194,6 @@ def timed(work: Callable[[], None], repeats: int) -> list[float]:
     return seconds[1:]
 
 
-def memory_limit(device: Any) -> int:
-    """Bytes that XLA may take of `device`; of a CPU, what the machine has free."""
-    return (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().available
-
-
 def peak_memory(device: Any, program: Any) -> dict[str, Any]:
     """The most bytes there were at a time as `device` counts them, else what `program` takes, and who says so."""
     counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
@@ -221,16 +202,16 @@ def peak_memory(device: Any, program: Any) -> dict[str, Any]:
     return {"peak_bytes": counted, "peak_bytes_by": "the device"}
 
 
-def check_memory(config: Config, needed: int, limit: int, needed_by: Callable[[Config], int]) -> None:
+def check_memory(config: Config, needed: int, limit: int | None, needed_by: Callable[[Config], int]) -> None:
     """Raise `InputError`, naming a depth that fits, where `needed` bytes are more than the `limit`.
 
     Args:
       config: what needs so much.
       needed: bytes.
-      limit: bytes.
+      limit: bytes; None if it is unknown.
       needed_by: bytes that another configuration needs: by those of half the depth, each layer takes the same.
     """
-    if needed <= limit:
+    if limit is None or needed <= limit:
         return
     layers, period = config.model.num_layers, len(config.model.period)
     told = f"A step of {layers} layers takes {needed / _GB:.1f} GB, but this device gives {limit / _GB:.1f} GB"

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, rounded, write_result
-from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
+from zaya_jax.machine.subprocesses import interleave, restored_environment, run_in_subprocess
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
@@ -79,7 +79,7 @@ def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: 
       sizes: what is measured; `CPU` or `GPU` where None.
       repeats: timed passes of each case, interleaved over the cases of a length.
       output: a JSON file.
-      png: a picture of the memory over the number of devices, for the longest sequence.
+      png: a plot of the memory over the number of devices, for the longest sequence.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each case's process has the devices
     simulated = jax.device_count() < 2
@@ -95,12 +95,12 @@ def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: 
     result["hardware"]["device"] = f"{devices} × {kind}{', simulated' if simulated else ''}"
     result["results"], result["scaling"] = [], {}
     for length in sizes.lengths:
-        found = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
-        result["results"] += [_row(case, *measured) for case, measured in found.items()]
-        curves = _curves({case: memory.compiled for case, (memory, _) in found.items()})
+        measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
+        result["results"] += [_row(case, memory, seconds) for case, (memory, seconds) in measured.items()]
+        curves = _curves({case: memory.compiled for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
-        _print(length, found, result["scaling"][str(length)])
-        if png:  # the last one stays
+        _print(length, measured, result["scaling"][str(length)])
+        if png:  # the last one remains
             _draw(Path(png), length, curves)
     write_result(result, output)
     return result
@@ -111,29 +111,18 @@ def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
     # On one device nothing is gathered or passed on, so that the kinds do not differ.
     cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
     with contextlib.ExitStack() as stack:
-        steps = {}
-        with _simulated() if simulated else contextlib.nullcontext():
-            for case in cases:
-                steps[case] = stack.enter_context(run_in_subprocess(context_pass, sizes, case))
-        passes = interleave({_name(case): step for case, step in steps.items()}, repeats)
+        with restored_environment():
+            if simulated:
+                simulate_devices()
+            steps = {_name(case): stack.enter_context(run_in_subprocess(context_pass, sizes, case)) for case in cases}
+        passes = interleave(steps, repeats)
     return {case: (passes[_name(case)].results[-1], passes[_name(case)].seconds) for case in cases}
 
 
-@contextlib.contextmanager
-def _simulated() -> Iterator[None]:
-    """Processes that start meanwhile have `SIMULATED` devices of the CPU, no others, and keep memory low."""
+def simulate_devices() -> None:
+    """Give processes that start from now on `SIMULATED` CPU devices, no others, and low memory use."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {MEMORY_FIRST}".strip()
-    changes = {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+    os.environ |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
@@ -208,8 +197,8 @@ def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
     return {"exponent": round(float(fitted), 3), "last": round(float(last), 3)}
 
 
-def _print(length: int, found: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
-    for case, (memory, seconds) in found.items():
+def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
+    for case, (memory, seconds) in measured.items():
         peak = "" if memory.peak is None else f", at its peak {memory.peak / 2**20:,.1f}"
         where = "one device" if case.devices == 1 else f"{case.devices} devices, {case.attention}"
         print(f"{length:,} tokens, {where}: {memory.compiled / 2**20:,.1f} MiB a device{peak}, "

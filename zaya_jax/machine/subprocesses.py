@@ -6,6 +6,7 @@ on a CPU, and each side's idle threads wait for work on the other's cores.
 
 import contextlib
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -59,6 +60,17 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
     finally:
         ours.close()
         process.join()
+
+
+@contextlib.contextmanager
+def restored_environment() -> Iterator[None]:
+    """Changes of `os.environ` inside the block are for the processes that start there, and end with it."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def interleave(steps: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Passes]:

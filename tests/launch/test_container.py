@@ -1,20 +1,13 @@
-"""The extra `rocm` and its container: the versions agree, and pip can install them."""
+"""The extra `rocm` and its container: the versions agree. `.ci/run` resolves the extra with pip."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
-import pytest
+from tests.train_helpers import ROOT
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 CONSTRAINTS = (ROOT / "constraints.txt").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "containers" / "rocm.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
-PIP = ("-m", "pip", "--disable-pip-version-check", "--no-input")
 VERSIONS = {"3.11": "0.10.2", "3.12": "0.12.0"}  # of jax and its plugin, by Python
 
 
@@ -56,46 +49,3 @@ def test_the_builder_is_sent_what_the_container_copies_and_no_more():
     assert rules[0] == "*"
     sent = {rule.removeprefix("!") for rule in rules if rule.startswith("!")}
     assert sent == {source for line in instructions("COPY") for source in line.split()[:-1]}
-
-
-def interpreter(version: str) -> tuple[str, dict[str, str]] | None:
-    """A Python of `version` and the environment it answers in; under pyenv it answers when its version is named."""
-    if sys.version_info[:2] == tuple(map(int, version.split("."))):
-        return sys.executable, dict(os.environ)
-    names = [os.environ.get("PYENV_VERSION", "")]
-    if shutil.which("pyenv"):
-        listed = subprocess.run(["pyenv", "versions", "--bare"], text=True, capture_output=True, check=False).stdout
-        names += [name for name in listed.split() if name.startswith(f"{version}.")]
-    for name in names:
-        environment = {**os.environ, **({"PYENV_VERSION": name} if name else {})}
-        try:
-            done = subprocess.run(
-                [f"python{version}", *PIP, "--version"], env=environment, capture_output=True, check=False
-            )
-        except FileNotFoundError:
-            return None
-        if done.returncode == 0:
-            return f"python{version}", environment
-    return None
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("version", VERSIONS)
-def test_pip_resolves_the_extra(version, tmp_path):
-    """Some indexes serve no metadata apart from the wheels, and those of ROCm and jaxlib are 240 MB."""
-    found = interpreter(version)
-    if found is None:
-        pytest.skip(f"There is no Python {version} with pip here.")
-    python, environment = found
-
-    def pip(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([python, *PIP, *arguments], env=environment, cwd=ROOT, text=True, capture_output=True,
-                              timeout=1200, check=False)  # fmt: skip
-
-    if pip("download", "--retries=0", "--no-deps", "--dest", str(tmp_path), "iniconfig").returncode:
-        pytest.skip("No package index can be reached.")
-    done = pip("install", "--dry-run", "--ignore-installed", ".[rocm]", "-c", "constraints.txt")
-    assert done.returncode == 0, done.stderr[-2000:]
-    (would,) = re.findall(r"^Would install (.*)$", done.stdout, re.MULTILINE)
-    packages = [f"{name}-{VERSIONS[version]}" for name in ("jax", "jaxlib", "jax-rocm7-plugin", "jax-rocm7-pjrt")]
-    assert set(packages) <= set(would.split())
