@@ -19,11 +19,16 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("names", ["zaya_jax", "zaya_jax.config", "zaya_jax, zaya_jax.config, zaya_jax.errors"])
-def test_importing_the_light_modules_leaves_jax_and_numpy_unimported(names: str):
-    done = run(
-        sys.executable, "-c", f"import sys, {names}; print(sorted({{'jax', 'jaxlib', 'numpy'}} & set(sys.modules)))"
-    )
+GROUND = ["zaya_jax", "zaya_jax.errors", *(
+    f"zaya_jax.{'.'.join(module.with_suffix('').parts)}" for module in MODULES
+    if module.parts[0] in ("config", "hardware", "run") and module.name != "__init__.py"
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("names", ["zaya_jax", ", ".join(GROUND)])
+def test_importing_the_ground_floor_leaves_jax_and_numpy_unimported(names: str):
+    heavy = "{'jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax', 'grain'}"
+    done = run(sys.executable, "-c", f"import sys, {names}; print(sorted({heavy} & set(sys.modules)))")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
 

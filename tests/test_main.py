@@ -15,7 +15,7 @@ from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.main import main
-from zaya_jax.run.folder import CHECKPOINTS, claim_run, open_run
+from zaya_jax.run.folder import CHECKPOINTS, claim_run, lock_run
 from zaya_jax.train import loop
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_shard(tmp_path, capsys, damage):
 def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
     path = write_run(tmp_path)
     config = load_config(path)
-    with open_run(config) as folder, CheckpointStore(folder / CHECKPOINTS, CheckpointConfig()) as store:
+    with lock_run(config) as folder, CheckpointStore(folder / CHECKPOINTS, CheckpointConfig()) as store:
         claim_run(folder, config)
         tree = to_dict(config)
         other = {**tree, "model": {**tree["model"], "hidden_size": 8}}
@@ -126,10 +126,10 @@ def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
 
 def test_a_folder_of_another_run(tmp_path, capsys):
     path = write_run(tmp_path)
-    with open_run(load_config(path)) as folder:
+    with lock_run(load_config(path)) as folder:
         claim_run(folder, load_config(path))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-        assert "Another process is training in" in refused(capsys, tmp_path, "--config", path)
+        assert "is in use: another process" in refused(capsys, tmp_path, "--config", path)
     found = refused(capsys, tmp_path, "--config", path, "seed=3")
     assert "holds a run of another configuration: seed was 0 and is now 3" in found
     (folder / "config.yaml").unlink()

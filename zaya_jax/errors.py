@@ -1,18 +1,29 @@
-"""The errors that end a command with a full sentence, and its exit status."""
+"""The errors that end a command with a full sentence, and the exit codes of commands."""
 
+import enum
 import errno
+
+
+class ExitCode(enum.IntEnum):
+    """The exit status of every command of this package."""
+
+    OK = 0
+    STOPPED = 1  # a run had to stop, or something is damaged or differs
+    BAD_INPUT = 2
+    INTERRUPTED = 130  # Ctrl-C, as shells have it: 128 + SIGINT
+    TERMINATED = 143  # 128 + SIGTERM
 
 
 class InputError(ValueError):
     """Something given to the program is wrong: a key, a file, a folder or a value.
 
     The message is a full sentence that names what is wrong and says what is allowed. Commands print it
-    and exit with status 2; nothing has been compiled or overwritten by then.
+    and exit with `ExitCode.BAD_INPUT`; nothing has been compiled or overwritten by then.
     """
 
 
 class RunStopped(RuntimeError):
-    """A run that cannot go on: what happened and what can be done, in a full sentence."""
+    """A run that cannot continue: what happened and what can be done, in a full sentence."""
 
 
 class WorkerLost(RunStopped):
@@ -30,12 +41,14 @@ class Preempted(RuntimeError):
 def last_words(error: BaseException) -> tuple[str, int]:
     """What a command says that ends with `error`, and its exit status."""
     if isinstance(error, KeyboardInterrupt):
-        return "Stopped by Ctrl-C.", 130
+        return "Stopped by Ctrl-C.", ExitCode.INTERRUPTED
     if isinstance(error, Preempted):
         return str(error), error.status
     if is_disk_full(error):
-        return f"Stopped: {error}. Free some space, then rerun the command.", 1
-    return (f"Error: {error}", 2) if isinstance(error, InputError) else (f"Stopped: {error}", 1)
+        return f"Stopped: {error}. Free some space, then rerun the command.", ExitCode.STOPPED
+    if isinstance(error, InputError):
+        return f"Error: {error}", ExitCode.BAD_INPUT
+    return f"Stopped: {error}", ExitCode.STOPPED
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zaya_jax.config import Config, load_config, to_yaml
-from zaya_jax.errors import InputError, Preempted, RunStopped, is_disk_full, last_words
+from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, is_disk_full, last_words
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command.
 
-    The exit status is 0, 2 for bad input, 1 for a run that had to stop, 130 for Ctrl-C, 143 for SIGTERM.
+    Returns:
+      The exit status, see `ExitCode`.
     """
     given, watch, run_dir = _parser().parse_intermixed_args(arguments), None, ""
 
@@ -44,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = _checked(given)
         if given.print_config:
             print(to_yaml(config), end="")
-            return 0
+            return ExitCode.OK
         if given.dry_run:
             _prepare_jax(config, "cpu")
             from zaya_jax.machine.dry_run.report import dry_run
 
             print(dry_run(config, given.devices, given.hardware, given.json))
-            return 0
+            return ExitCode.OK
         run_dir = config.run_dir
         preset = _prepare_jax(config)
         from zaya_jax.parallel.multihost import is_primary, join
@@ -76,10 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             traceback.print_exc()
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
-        watch.leave(f"Stopped: {why}.{_saved(run_dir)}", 1)
+        watch.leave(f"Stopped: {why}.{_saved(run_dir)}", ExitCode.STOPPED)
     finally:
         listener.__exit__()
-    return 0
+    return ExitCode.OK
 
 
 def _end(watch: "PeerLiveness | None", error: BaseException) -> int:

@@ -14,9 +14,9 @@ from tests.train_helpers import ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.commands import list_run, size_text
-from zaya_jax.checkpoint.digest import digest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import digest
 
 
 @pytest.fixture(scope="module")
@@ -41,18 +41,18 @@ def test_ls_has_a_line_for_each(run, capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
     assert "1.5000" in lines[2]
     assert lines[2].endswith("pinned")
-    assert lines[4] == "set aside: 0.corrupt-20260101T000000"
+    assert lines[4] == "quarantined: 0.corrupt-20260101T000000"
 
 
 def test_verify_names_what_is_damaged_and_ends_with_one(run, capsys):
     status, text = said(capsys, "verify", run / "checkpoints" / "1")
-    assert (status, "is what was saved (5 arrays" in text.out) == (0, True)
+    assert (status, "OK, all checksums match (5 arrays" in text.out) == (0, True)
     status, text = said(capsys, "verify", run)
     assert status == 1
     assert "checkpoints/3" in text.out
     status, text = said(capsys, "verify", "--all", run)
     assert status == 1
-    assert text.out.count("is what was saved (5 arrays") == 2
+    assert text.out.count("OK, all checksums match (5 arrays") == 2
 
 
 def test_inspect_gives_norms(run, capsys):
@@ -66,7 +66,7 @@ def test_diff_is_empty_for_equal_ones_alone(run, capsys, tmp_path):
     assert said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "1") == (0, ("They are equal.\n", ""))
     status, text = said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "2")
     assert status == 1
-    assert "step: largest difference 1," in text.out
+    assert "step: max abs diff 1," in text.out
     other = save_run(tmp_path, [1], seed=5)
     status, text = said(capsys, "diff", run / "checkpoints" / "1", other)
     assert (status, text.out) == (1, "seed: 0 and 5\n")

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.saved_helpers import drawn, save_run
-from zaya_jax.checkpoint.digest import digest
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import digest
 
 
 def test_norms_are_those_of_the_arrays(tmp_path):

@@ -10,7 +10,7 @@ from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import ABOUT, abstract_state, check, make_state, newest, open_store
 from tests.train_helpers import differing
 from zaya_jax.checkpoint import restore
-from zaya_jax.run.checkpoints import describe_saved, saved_steps
+from zaya_jax.run.checkpoints import saved_steps, usable_checkpoints
 
 WIDTH = 300
 
@@ -136,7 +136,7 @@ def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
         store.take_over(2)
         store.save(3, make_state(3, WIDTH), ABOUT)
     assert saved_steps(tmp_path / "run") == [1, 3]
-    assert [one.verified for one in describe_saved(tmp_path / "run")] == [True, False]
+    assert [one.is_verified for one in usable_checkpoints(tmp_path / "run")] == [True, False]
 
 
 def check_wide(folder, step):

@@ -9,10 +9,10 @@ import tensorstore
 from zaya_jax.checkpoint.digest import PIECE
 from zaya_jax.checkpoint.orbax_save import OrbaxSave, _hide_closed_loops, _in_chunks, _Quiet
 from zaya_jax.checkpoint.reader import CheckpointReader
-from zaya_jax.checkpoint.small_arrays import BUNDLE
+from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS
 from zaya_jax.run.manifest import STATE
 
-ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), BUNDLE: np.arange(10, dtype=np.uint8)}
+ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), SMALL_ARRAYS: np.arange(10, dtype=np.uint8)}
 
 
 @pytest.fixture(scope="module")

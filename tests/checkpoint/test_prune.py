@@ -31,7 +31,7 @@ def test_the_newest_whole_one_stays_though_newer_ones_are_damaged(tmp_path):
     flip(run / "checkpoints" / "3")
     flip(run / "checkpoints" / "4")
     text = prune(run, CheckpointConfig(keep=1))
-    assert "left for you to look at: 3, 4" in text
+    assert "Kept, though damaged: 3, 4" in text
     assert saved_steps(run / "checkpoints") == [2, 3, 4]
 
 

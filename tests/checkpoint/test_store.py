@@ -250,5 +250,5 @@ def test_who_was_given_up_for_dead_saves_nothing(tmp_path):
             newer.save(2, make_state(2), ABOUT)
         stale.save(3, make_state(3), ABOUT)
         assert not stale.settle()
-    assert "Other processes have gone on with this run since: its generation is 2, and here it is 1" in said[0]
+    assert "its fencing token is 2, here it is 1" in said[0]
     check(tmp_path, 2)

@@ -16,7 +16,7 @@ import yaml
 from jax._src.clusters import ClusterEnv
 
 from tests.train_helpers import ROOT
-from zaya_jax.parallel.multihost import launcher
+from zaya_jax.run.launcher import detect_launcher
 
 LAUNCH = ROOT / "launch"
 SBATCH = (LAUNCH / "zaya.sbatch").read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def test_what_slurm_tells_a_task_is_what_jax_takes(monkeypatch):
              "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank - per_node)}  # fmt: skip
     for name, value in tasks.items():
         monkeypatch.setenv(name, value)
-    assert launcher() == "Slurm"
+    assert detect_launcher(os.environ) == "Slurm"
     found = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 1)
     assert found == ("gpu07:61441", 2 * per_node, rank, [rank - per_node])  # and so one GPU, by its number on the node
 
@@ -225,7 +225,7 @@ def test_open_mpi_tells_jax_who_is_who(monkeypatch):
                         "OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
                         "OMPI_VERSION": "4.1.6"}.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    assert launcher() == "Open MPI"
+    assert detect_launcher(os.environ) == "Open MPI"
     address, *rest = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 1)
     assert address is not None
     assert address.startswith("10.96.0.1:")

@@ -14,7 +14,7 @@ from tests.parallel.processes_helpers import Link, finish_job, free_port, start_
 from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.parallel.multihost import join, launcher, lost
+from zaya_jax.parallel.multihost import join, lost
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.loop import run_training
@@ -242,21 +242,6 @@ def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_pat
 def test_flags_that_cannot_be_are_refused(flags, said):
     with pytest.raises(InputError, match=said):
         join(*flags, join_seconds=1, peer_timeout=1)
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, None),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, "Slurm"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
-        (POD, "Kubernetes"),
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
-    ],
-)
-def test_launchers_are_known_by_what_they_set(environment, found):
-    assert launcher(environment) == found
 
 
 def test_a_pod_that_cannot_find_the_others_is_not_left_to_train_alone(monkeypatch):

@@ -87,7 +87,7 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
     [
         ("{run}@two", "but the phases of .* that are done are: one"),
         ("{run}/nowhere", "must be the folder of a run that has a checkpoint"),
-        ("{run}/nowhere@one", "is no run whose phases are known"),
+        ("{run}/nowhere@one", "that are done are: none"),
         ("{run}/checkpoints", "must be the folder of a run"),
         ("{run}/checkpoints/7", "must be the folder of a run"),
     ],

@@ -7,45 +7,45 @@ from hypothesis import strategies as st
 from tests.checkpoint.test_store import ABOUT, check, make_state, newest, open_store, save_all
 from zaya_jax.checkpoint import store
 from zaya_jax.run.checkpoints import quarantine, saved_steps
-from zaya_jax.run.fencing import Fence, read_fence, take_fence
+from zaya_jax.run.fencing import FencingToken, read_token, take_token
 
-GENERATIONS = st.dictionaries(st.integers(1, 50), st.integers(1, 9), max_size=4)
+TOKENS = st.dictionaries(st.integers(1, 50), st.integers(1, 9), max_size=4)
 
 
 def test_a_folder_without_one_has_none(tmp_path):
-    assert read_fence(tmp_path) is None
-    assert take_fence(tmp_path, {}) == Fence(1, {}) == read_fence(tmp_path)
+    assert read_token(tmp_path) is None
+    assert take_token(tmp_path, {}) == FencingToken(1, {}) == read_token(tmp_path)
 
 
-@given(GENERATIONS, st.lists(GENERATIONS, max_size=3))
+@given(TOKENS, st.lists(TOKENS, max_size=3))
 def test_each_generation_is_newer_than_all_before(tmp_path_factory, first, later):
-    folder = tmp_path_factory.mktemp("fence")
+    folder = tmp_path_factory.mktemp("token")
     seen = set(first.values())
     for accepted in [first, *later]:
-        fence = take_fence(folder, accepted)
-        assert fence == read_fence(folder)
-        assert fence.generation > max(seen, default=0)
-        seen |= {fence.generation, *accepted.values()}
+        token = take_token(folder, accepted)
+        assert token == read_token(folder)
+        assert token.number > max(seen, default=0)
+        seen |= {token.number, *accepted.values()}
         for step, generation in accepted.items():
-            assert fence.lets_pass(step, generation)
-            assert fence.lets_pass(step + 100, fence.generation)
-            assert not fence.lets_pass(step + 100, generation)
-            assert not fence.lets_pass(step, generation + 100)
+            assert token.accepts(step, generation)
+            assert token.accepts(step + 100, token.number)
+            assert not token.accepts(step + 100, generation)
+            assert not token.accepts(step, generation + 100)
 
 
 @settings(max_examples=100)
 @given(st.data())
 def test_whatever_is_damaged_of_it_makes_no_other_one(tmp_path_factory, data):
-    folder = tmp_path_factory.mktemp("fence")
-    take_fence(folder, {})
-    fence = take_fence(folder, {100: 1, 200: 1})
+    folder = tmp_path_factory.mktemp("token")
+    take_token(folder, {})
+    token = take_token(folder, {100: 1, 200: 1})
     path = folder / "GENERATION"
     content = bytearray(path.read_bytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
-    assert read_fence(folder) in (None, fence)
-    taken = take_fence(folder, {100: 1})
-    assert taken.generation > fence.generation  # though the file said nothing of it any more
+    assert read_token(folder) in (None, token)
+    taken = take_token(folder, {100: 1})
+    assert taken.number > token.number  # though the file said nothing of it any more
 
 
 def test_a_run_goes_on_where_its_file_is_damaged_or_gone(tmp_path):
@@ -82,7 +82,7 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
         work.rmdir()
         newer.save(3, make_state(3), ABOUT)
     assert saved_steps(tmp_path) == [1, 2, 3]
-    assert "its generation is 2, and here it is 1" in said[0]
+    assert "its fencing token is 2, here it is 1" in said[0]
 
 
 def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
@@ -94,7 +94,7 @@ def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
             patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
             stale.save(2, make_state(2), ABOUT)
             assert not stale.settle()
-    assert "its generation is 2, and here it is 1" in said[0]
+    assert "its fencing token is 2, here it is 1" in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
 
 
@@ -112,7 +112,7 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     said = []
     stale, newer = stale_pair(tmp_path, said)
     with stale, monkeypatch.context() as patch:
-        patch.setattr(store, "superseded_by", lambda *_: "")  # it looked a moment before the newer one began
+        patch.setattr(store, "why_superseded", lambda *_: "")  # it looked a moment before the newer one began
         stale.save(3, make_state(9), ABOUT)
         assert stale.settle()
     assert (tmp_path / "3").exists()
@@ -129,7 +129,7 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
 
 
 def test_the_file_says_what_it_holds(tmp_path):
-    take_fence(tmp_path, {100: 1})
+    take_token(tmp_path, {100: 1})
     tree = json.loads((tmp_path / "GENERATION").read_text())
     assert tree["generation"] > 1
     assert tree["accepted"] == {"100": 1}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zaya_jax.checkpoint.digest import digest
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import (
     FORMAT,
     Damaged,

@@ -11,12 +11,12 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
-from zaya_jax.run.checkpoints import describe_saved, remove, saved_steps
-from zaya_jax.run.retention import Saved, steps_to_keep
+from zaya_jax.run.checkpoints import Checkpoint, remove, saved_steps, usable_checkpoints
+from zaya_jax.run.retention import steps_to_keep
 
 LOSSES = st.none() | st.floats(allow_nan=True, width=16)
 SAVED = st.lists(
-    st.builds(Saved, st.integers(0, 60), LOSSES, st.booleans(), st.booleans()),
+    st.builds(Checkpoint, st.integers(0, 60), LOSSES, st.booleans(), st.booleans()),
     max_size=12,
     unique_by=lambda one: one.step,
 )
@@ -31,11 +31,12 @@ def test_what_must_stay_stays_and_no_more(saved, config, read):
     kept = steps_to_keep(saved, config, read)
     steps = sorted(one.step for one in saved)
     assert kept <= set(steps)
-    verified = [one.step for one in saved if one.verified or one.step in read]
+    verified = [one.step for one in saved if one.is_verified or one.step in read]
     assert not verified or max(verified) in kept
     assert set(steps[-config.keep :]) <= kept
-    assert {one.step for one in saved if one.pinned} <= kept
-    rest = kept - set(steps[-config.keep :]) - {one.step for one in saved if one.pinned} - {max(verified, default=None)}
+    pinned = {one.step for one in saved if one.is_pinned}
+    assert pinned <= kept
+    rest = kept - set(steps[-config.keep :]) - pinned - {max(verified, default=None)}
     if config.keep_every:
         assert {step for step in steps if step % config.keep_every == 0} <= kept
         rest -= {step for step in steps if step % config.keep_every == 0}
@@ -52,17 +53,18 @@ def test_what_must_stay_stays_and_no_more(saved, config, read):
 
 @given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5), st.integers(61, 99))
 def test_one_more_that_was_not_read_never_costs_the_last_verified_one(saved, config, read, new):
-    verified = [one.step for one in saved if one.verified or one.step in read]
+    verified = [one.step for one in saved if one.is_verified or one.step in read]
     while saved and verified:
         saved = [one for one in saved if one.step in steps_to_keep(saved, config, read)]
         assert max(verified) in [one.step for one in saved]
-        saved, new = [*saved, Saved(new)], new + 1
+        saved, new = [*saved, Checkpoint(new)], new + 1
         if new > 120:
             break
 
 
 def test_the_best_are_those_of_lowest_loss_and_of_equals_the_newer():
-    saved = [Saved(1, 2.0), Saved(2, 1.0), Saved(3, 1.0), Saved(4, 3.0), Saved(5, math.nan), Saved(6)]
+    losses = {1: 2.0, 2: 1.0, 3: 1.0, 4: 3.0, 5: math.nan, 6: None}
+    saved = [Checkpoint(step, loss) for step, loss in losses.items()]
     assert steps_to_keep(saved, CheckpointConfig(keep=1, keep_best=1)) == {3, 6}
     assert steps_to_keep(saved, CheckpointConfig(keep=1, keep_best=3)) == {1, 2, 3, 6}
 
@@ -106,7 +108,7 @@ class History:
 
     def prune(self, _):
         """As another process does, by command."""
-        saved = describe_saved(self.folder)
+        saved = usable_checkpoints(self.folder)
         for one in {one.step for one in saved} - steps_to_keep(saved, CheckpointConfig(**self.config)):
             remove(self.folder, one)
 
@@ -162,7 +164,7 @@ def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):
                 assert restored(store) is not None
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [1, 4]
-    assert [one.verified for one in describe_saved(tmp_path)] == [True, False]
+    assert [one.is_verified for one in usable_checkpoints(tmp_path)] == [True, False]
 
 
 def test_what_cannot_be_read_or_does_not_count_is_not_counted(tmp_path):
@@ -170,6 +172,6 @@ def test_what_cannot_be_read_or_does_not_count_is_not_counted(tmp_path):
         for step in (1, 2, 3):
             store.save(step, make_state(step), {**ABOUT, "heldout_loss": float(step)})
     flip(next((tmp_path / "2").glob("manifest-*")), 30)
-    assert describe_saved(tmp_path) == [Saved(1, 1.0), Saved(3, 3.0)]
+    assert usable_checkpoints(tmp_path) == [Checkpoint(1, 1.0), Checkpoint(3, 3.0)]
     (tmp_path / "1" / "PINNED").touch()
-    assert describe_saved(tmp_path)[0] == Saved(1, 1.0, pinned=True)
+    assert usable_checkpoints(tmp_path)[0] == Checkpoint(1, 1.0, is_pinned=True)

@@ -201,7 +201,7 @@ def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
     ("name", "match"),
     [
         ("{}@four", r"init_from is .*@four', but the phases of .* that are done are: one, two, three\."),
-        ("{}/nothing@one", r"nothing is no run whose phases are known"),
+        ("{}/nothing@one", r"nothing that are done are: none"),
         ("{}/nothing", r"init_from is .*, but must be the folder of a run that has a checkpoint"),
     ],
 )

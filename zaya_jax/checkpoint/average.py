@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Part, read_slice
+from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.inspection import open_checkpoint, slices_of
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
@@ -25,8 +25,9 @@ from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.run.digests import read_slice
 from zaya_jax.run.manifest import Damaged, Manifest
-from zaya_jax.run.tokenizer_folder import copy_tokenizer, run_tokenizer
+from zaya_jax.run.tokenizer import copy_tokenizer, run_tokenizer
 
 Opened = tuple[Manifest, CheckpointReader]
 _AVERAGED = ("params.", "balance.")

@@ -5,80 +5,70 @@ from pathlib import Path
 
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import FOLDER, PINNED, checkpoint_folder, counts, named_steps
-from zaya_jax.run.manifest import Damaged, read_manifest
+from zaya_jax.config.checks import shown
+from zaya_jax.run.checkpoints import FOLDER, Checkpoint, checkpoint_folder
+from zaya_jax.run.manifest import read_manifest
+from zaya_jax.run.run import open_run
 
 
-def checkpoints_of(run: Path) -> Path:
-    """The folder of a run's checkpoints; InputError where it has none."""
-    folder = run.expanduser() / FOLDER
-    if not folder.is_dir():
-        raise InputError(f"{run} is no run folder: it has no {FOLDER}/.")
-    return folder
-
-
-def list_run(run: Path) -> str:
-    """A line for each checkpoint of a run, and for each that was set aside."""
-    folder = checkpoints_of(run)
-    lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes"]
-    for step in named_steps(folder):
-        path = folder / str(step)
-        try:
-            manifest = read_manifest(path)
-        except Damaged as error:
-            lines.append(f"{step:>9}  damaged: {error}")
-            continue
-        notes = [note for note, holds in (
-            ("pinned", (path / PINNED).exists()),
-            ("read back", manifest.read_back),
-            ("no digests", not manifest.digests),
-            ("stale: it does not count", not counts(folder, step, manifest.generation)),
-        ) if holds]  # fmt: skip
-        about, loss = manifest.about, manifest.about.get("heldout_loss")
-        lines.append(
-            f"{step:>9}  {about.get('phase', '-'):<14}{about.get('tokens_seen', 0):>16,}  "
-            f"{'-' if loss is None else f'{loss:.4f}':>9}  {size_text(sum(manifest.files.values())):>10}  "
-            f"{', '.join(notes)}".rstrip()
-        )
-    lines += [f"set aside: {path.name}" for path in quarantine(folder)]
+def list_run(path: Path) -> str:
+    """A line for each checkpoint of a run, each that was quarantined, and the run's status."""
+    run = open_run(path)
+    lines = [
+        f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
+        *map(_line, run.checkpoints),
+    ]
+    lines += [f"quarantined: {folder.name}" for folder in run.quarantined]
+    if (status := run.status) is not None:
+        end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
+        message = f": {status.message}" if status.message else ""
+        lines.append(f"{status.state}{end} (process {status.pid} on {status.host}, {status.time}){message}")
     return "\n".join(lines)
 
 
-def quarantine(folder: Path) -> list[Path]:
-    """What was saved and does not count: damaged, or of processes given up for dead."""
-    return sorted(path for kind in ("corrupt", "stale") for path in folder.glob(f"*.{kind}-*"))
+def _line(checkpoint: Checkpoint) -> str:
+    if checkpoint.manifest is None:
+        return f"{checkpoint.step:>9}  damaged: {checkpoint.problem}"
+    notes = [note for note, holds in (
+        ("pinned", checkpoint.is_pinned),
+        ("verified", checkpoint.is_verified),
+        ("no checksums", not checkpoint.manifest.digests),
+        ("superseded: never restored", checkpoint.is_superseded),
+    ) if holds]  # fmt: skip
+    loss = "-" if checkpoint.heldout_loss is None else f"{checkpoint.heldout_loss:.4f}"
+    return (f"{checkpoint.step:>9}  {checkpoint.phase:<14}{checkpoint.tokens:>16,}  {loss:>9}  "
+            f"{size_text(checkpoint.size):>10}  {', '.join(notes)}").rstrip()  # fmt: skip
 
 
 def verify(path: str, every: bool) -> tuple[str, bool]:
-    """What is wrong with a checkpoint, or with all of a run, and whether nothing is."""
+    """What is damaged in a checkpoint, or in all of a run, and whether nothing is."""
     if every:
-        folder = checkpoints_of(Path(path))
-        folders = [folder / str(step) for step in named_steps(folder)]
+        run = open_run(path)
+        folders = [run.folder / FOLDER / str(checkpoint.step) for checkpoint in run.checkpoints]
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
-    found = {folder: verify_checkpoint(folder) for folder in folders}
-    lines = [line for folder, wrong in found.items()
-             for line in (wrong or [f"{folder} is what was saved ({_content(folder)})."])]  # fmt: skip
-    return "\n".join(lines) or f"{path} has no checkpoint.", not any(found.values())
+    damage = {folder: verify_checkpoint(folder) for folder in folders}
+    lines = [line for folder, sentences in damage.items() for line in (sentences or [f"{folder}: {_content(folder)}"])]
+    return "\n".join(lines) or f"{path} has no checkpoint.", not any(damage.values())
 
 
 def _content(folder: Path) -> str:
     manifest = read_manifest(folder)
-    unknown = "" if manifest.digests else "; it has no digests, so that its files' sizes alone were compared"
-    return f"{len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))}{unknown}"
+    checked = "all checksums match" if manifest.digests else "file sizes match, it has no checksums"
+    return f"OK, {checked} ({len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))})"
 
 
 def inspect(path: str) -> Iterator[str]:
     """What a checkpoint says of itself, then a line for each array."""
     folder = checkpoint_folder(path, "CHECKPOINT")
     manifest, _ = open_checkpoint(folder)
-    about = manifest.about
-    yield f"{folder}: step {manifest.step}, phase {about.get('phase', '-')}, {about.get('tokens_seen', 0):,} tokens"
+    metadata = manifest.about
+    yield (f"{folder}: step {manifest.step}, phase {metadata.get('phase', '-')}, "
+           f"{metadata.get('tokens_seen', 0):,} tokens")  # fmt: skip
     for key in ("environment", "versions"):
-        yield f"{key}: {', '.join(f'{name} {value}' for name, value in about.get(key, {}).items())}"
+        yield f"{key}: {', '.join(f'{name} {value}' for name, value in metadata.get(key, {}).items())}"
     width = 2 + max(map(len, manifest.leaves), default=0)
-    yield f"{'array':<{width}}{'dtype':<10}{'shape':<24}{'norm':>13}{'largest':>13}"
+    yield f"{'array':<{width}}{'dtype':<10}{'shape':<24}{'norm':>13}{'max abs':>13}"
     for leaf in inspect_checkpoint(folder):
         shape = "×".join(map(str, leaf.shape)) or "scalar"
         odd = "" if leaf.finite else "  not finite"
@@ -87,12 +77,12 @@ def inspect(path: str) -> Iterator[str]:
 
 def diff(first: str, second: str) -> Iterator[str]:
     """A line for each array and each key of the configuration in which two checkpoints differ."""
-    one, other = (checkpoint_folder(path, "CHECKPOINT") for path in (first, second))
-    for key, here, there in configurations(open_checkpoint(one)[0], open_checkpoint(other)[0]):
-        yield f"{key}: {here!r} and {there!r}"
-    for found in compare_checkpoints(one, other):
-        yield f"{found.name}: " + (
-            found.note or f"largest difference {found.largest:.6g}, {found.relative:.3g} of the first's norm"
+    folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
+    for key, here, there in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
+        yield f"{key}: {shown(here)} and {shown(there)}"
+    for distance in compare_checkpoints(*folders):
+        yield f"{distance.name}: " + (
+            distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"
         )
 
 

@@ -1,21 +1,19 @@
-"""What a checkpoint's content is told by: one digest for each part of an array that one device holds.
+"""Digests of arrays: one for each part of an array that one device holds.
 
-A part is known by the slice of the whole array that it is, so that a digest says what must be read back whatever
-devices read it. Digests are taken of host memory: a digest of a file would bless what was written wrongly.
+They are taken of host memory: a digest of a file would bless what was written wrongly.
 """
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import xxhash
+
+from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
 
 PIECE = 2**28  # bytes of an array that are read, written and digested as one, at most
 _THREADS = 8
-Digests = dict[str, dict[str, str]]  # name of an array → slice → digest
 
 
 class Part(NamedTuple):
@@ -26,22 +24,9 @@ class Part(NamedTuple):
     data: np.ndarray
 
 
-def digest(data: np.ndarray | bytes) -> str:
-    """XXH3-128 of the bytes, in C order, as 32 hexadecimal digits."""
-    held = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
-    return xxhash.xxh3_128_hexdigest(held)
-
-
-def slice_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """A slice of an array of `shape` in words that JSON keeps: '0:2,0:8'; empty for a scalar."""
-    bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
-    return ",".join(f"{start}:{stop}" for start, stop, _ in bounds)
-
-
-def read_slice(text: str) -> tuple[slice, ...]:
-    """The inverse of `slice_text`; ValueError where it is none."""
-    pairs = (part.split(":") for part in text.split(",")) if text else ()
-    return tuple(slice(int(start), int(stop)) for start, stop in pairs)
+def array_digest(array: np.ndarray) -> str:
+    """The digest of an array's bytes in C order."""
+    return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
@@ -79,34 +64,11 @@ def pieces(part: Part) -> Iterator[Part]:
 def digests(parts: Iterable[Part]) -> Digests:
     """The digest of each part, several at a time."""
     parts = list(parts)
-    found: Digests = {}
+    taken: Digests = {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
-        for part, text in zip(parts, pool.map(lambda part: digest(part.data), parts), strict=True):
-            found.setdefault(part.name, {})[part.where] = text
-    return found
-
-
-def joined(of_processes: Iterable[Digests]) -> Digests:
-    """The digests of several processes as one."""
-    found: Digests = {}
-    for one in of_processes:
-        for name, parts in one.items():
-            found.setdefault(name, {}).update(parts)
-    return found
-
-
-def uncovered(found: Digests, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """The arrays of `shapes` of which parts have no digest."""
-
-    def elements(where: str) -> int:
-        return math.prod(one.stop - one.start for one in read_slice(where))
-
-    return [name for name, shape in shapes.items() if sum(map(elements, found.get(name, ()))) != math.prod(shape)]
-
-
-def leaf_digest(parts: Mapping[str, str]) -> str:
-    """One digest for an array, of those of its parts and of how it is cut into them."""
-    return digest("\n".join(f"{where} {parts[where]}" for where in sorted(parts)).encode())
+        for part, text in zip(parts, pool.map(lambda part: array_digest(part.data), parts), strict=True):
+            taken.setdefault(part.name, {})[part.where] = text
+    return taken
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
@@ -132,7 +94,7 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
                 inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(wanted, home, strict=True))
                 jobs.append((name, where, held[home][inner]))
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
-        same = pool.map(lambda job: digest(job[2]) == expected[job[0]][job[1]], jobs)
+        same = pool.map(lambda job: array_digest(job[2]) == expected[job[0]][job[1]], jobs)
         wrong = dict.fromkeys(job[0] for job, good in zip(jobs, same, strict=True) if not good)
     return list(wrong), elsewhere
 

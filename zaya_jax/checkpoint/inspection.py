@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zaya_jax.checkpoint.digest import read_slice
 from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import read_slice
 from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
 

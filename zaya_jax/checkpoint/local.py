@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Digests, digest, read_slice, slice_text
+from zaya_jax.checkpoint.digest import array_digest
+from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
 from zaya_jax.run.files import read_json
 
 _INDEX = "index.json"
@@ -106,7 +107,7 @@ def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests:
             if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
                 raise ValueError(f"{path} has another size than {name}[{where}].")
             data = np.fromfile(path, leaf.dtype)
-            if digest(data) != digests[where]:
+            if array_digest(data) != digests[where]:
                 raise ValueError(f"{name}[{where}] is not what was saved.")
             found[where] = data.reshape(shape)
         return found[where]

@@ -1,61 +1,62 @@
 """Removing checkpoints by hand."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
-from zaya_jax.checkpoint.commands import checkpoints_of, quarantine, size_text
+from zaya_jax.checkpoint.commands import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import describe_saved, ends_of_phases, remove
-from zaya_jax.run.files import locked
+from zaya_jax.run.checkpoints import FOLDER, remove, usable_checkpoints
+from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.retention import steps_to_keep
+from zaya_jax.run.run import Run, open_run
 
 
-def prune(run: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
-    """Remove the checkpoints of a run that need not be kept, and say which.
+def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
+    """Remove the checkpoints of a run but those to keep, and say which.
 
-    The ends of phases stay. Checkpoints are read, from the newest down, until one is what was saved: that one stays
-    whatever is asked for, and those above it, which are not, do not count as kept.
+    The last one of each phase stays. Checkpoints are verified from the newest down until one is intact: that one is
+    never removed, and damaged ones above it stay but do not count as kept.
 
     Args:
-      run: the run's folder, in which no process may be training.
+      path: of the run's folder; no process may be training in it.
       config: which are kept.
       quarantined: remove quarantined checkpoints as well.
       dry_run: only say it.
 
     Raises:
-      InputError: a number is out of range, a process trains in the run, or no checkpoint is what was saved.
+      InputError: a number is out of range, a process trains in the run, or no checkpoint is intact.
     """
     config.check()
-    checkpoints_of(run)
-    with locked(run.expanduser() / ".lock", "The run", wait=False):
+    run = open_run(path)
+    with lock_folder(run.folder):
         return _prune(run, config, quarantined, dry_run)
 
 
-def _prune(run: Path, config: CheckpointConfig, quarantined: bool, dry_run: bool) -> str:
-    folder = checkpoints_of(run)
-    saved = describe_saved(folder)
-    damaged = []
-    for one in reversed(saved):
-        if not verify_checkpoint(folder / str(one.step)):
+def _prune(run: Run, config: CheckpointConfig, quarantined: bool, dry_run: bool) -> str:
+    folder = run.folder / FOLDER
+    usable = usable_checkpoints(folder)
+    damaged = set()
+    for checkpoint in reversed(usable):
+        if not verify_checkpoint(folder / str(checkpoint.step)):
             break
-        damaged.append(one.step)
+        damaged.add(checkpoint.step)
     else:
-        raise InputError(f"None of the {len(saved)} checkpoints in {folder} is what was saved: none is removed.")
-    whole = [one for one in saved if one.step not in damaged]
-    kept = steps_to_keep(whole, config, [whole[-1].step]) | set(damaged) | ends_of_phases(folder.parent)
-    gone = [folder / str(one.step) for one in saved if one.step not in kept] + (
-        quarantine(folder) if quarantined else []
-    )
-    size = sum(path.stat().st_size for one in gone for path in one.rglob("*") if path.is_file())
+        raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact: none is removed.")
+    intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
+    kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
+    with contextlib.suppress(InputError):  # phases.json is damaged
+        kept |= set(run.phases.values())
+    gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
+    gone += run.quarantined if quarantined else []
+    size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())
     for path in gone if not dry_run else ():
         if path.name.isdecimal():
             remove(folder, int(path.name))
         else:
             shutil.rmtree(path)
     names = ", ".join(path.name for path in gone) or "nothing"
-    wrong = (
-        f" Not what was saved, and left for you to look at: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
-    )
-    return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{wrong}"
+    left = f" Kept, though damaged: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
+    return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from zaya_jax.checkpoint.digest import Digests, digest, read_slice
-from zaya_jax.checkpoint.small_arrays import BUNDLE, unbundle
+from zaya_jax.checkpoint.digest import array_digest
+from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
+from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
 _THREADS = 4  # each with a piece of an array
@@ -25,7 +26,7 @@ class CheckpointReader:
     def __init__(self, folder: Path, leaves: Mapping[str, Mapping[str, Any]]) -> None:
         self.folder = folder
         self._leaves = leaves
-        self._bundle: np.ndarray | None = None
+        self._small: np.ndarray | None = None
         self._lock = threading.Lock()
         self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
         self._open: dict[str, Any] = {}
@@ -42,7 +43,7 @@ class CheckpointReader:
         try:
             leaf = self._leaves.get(name, {})
             if "at" in leaf:
-                return unbundle(self._bundled(), leaf)[where]
+                return unpack_array(self._small_arrays(), leaf)[where]
             return self._array(name, where)
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             why = " ".join(str(error).split())[:200]
@@ -59,11 +60,11 @@ class CheckpointReader:
             self._open[name] = tensorstore.open(spec, open=True, read=True, context=self._context).result()
         return np.asarray(self._open[name][where].read().result())
 
-    def _bundled(self) -> np.ndarray:
+    def _small_arrays(self) -> np.ndarray:
         with self._lock:  # the first of several threads reads it for all
-            if self._bundle is None:
-                self._bundle = self._array(BUNDLE)
-            return self._bundle
+            if self._small is None:
+                self._small = self._array(SMALL_ARRAYS)
+            return self._small
 
 
 def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
@@ -72,7 +73,7 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
     def check(job: tuple[str, str, str]) -> str | None:
         name, where, text = job
         try:
-            found = digest(reader.read(name, read_slice(where)))
+            found = array_digest(reader.read(name, read_slice(where)))
         except Damaged as error:
             return str(error)
         return None if found == text else f"The array {name}[{where}] in {reader.folder} is not what was saved."

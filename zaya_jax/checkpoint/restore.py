@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Digests, differing, slice_text
+from zaya_jax.checkpoint.digest import differing
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
+from zaya_jax.run.digests import Digests, slice_text
+from zaya_jax.run.fencing import is_current
 from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
 _PATIENCE = 3600  # seconds that the slowest process may need to read its part
@@ -107,7 +109,7 @@ def _manifest(folder: Path, step: int) -> Manifest:
         manifest = read_manifest(folder / str(step))
         if manifest.step != step:
             problem = f"{folder / str(step)} holds the checkpoint of step {manifest.step}."
-        elif not names.counts(folder, step, manifest.generation):
+        elif not is_current(folder, step, manifest.generation):
             problem = f"{folder / str(step)} was saved by processes that had been given up for dead."
     except Damaged as error:
         problem = str(error)

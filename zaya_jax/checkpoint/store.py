@@ -18,17 +18,18 @@ from typing import Any, Self
 
 import jax
 
-from zaya_jax.checkpoint.digest import Digests, Part, digests, joined, leaf_digest, uncovered
+from zaya_jax.checkpoint.digest import Part, digests
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
 from zaya_jax.checkpoint.orbax_save import OrbaxSave
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
-from zaya_jax.checkpoint.small_arrays import Bundled, bundle
+from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
 from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary
 from zaya_jax.run import checkpoints as names
-from zaya_jax.run.fencing import superseded_by, take_fence
+from zaya_jax.run.digests import Digests, joined, leaf_digest, uncovered
+from zaya_jax.run.fencing import is_current, take_token, why_superseded
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, digests_of, files_of, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
@@ -54,7 +55,7 @@ class _Saving:
     work: Path  # its folder before it has its name
     about: dict[str, Any]
     parts: list[Part] = dataclasses.field(default_factory=list)
-    bundled: Bundled | None = None
+    packed: PackedArrays | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
     writing: OrbaxSave | None = None
     problem: str = ""  # that kept it from beginning in this process
@@ -79,7 +80,7 @@ class CheckpointStore:
         self.ready: Callable[[], str] = str
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
-        self._generation = 0
+        self._token = 0
         self._newest: int | None = None  # the step these processes went on from
         self._under_way: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
@@ -114,49 +115,49 @@ class CheckpointStore:
         self._verified.add(step)
 
     def take_over(self, step: int | None = None) -> None:
-        """Begin a generation of processes that save: what others of this run save from now on does not count.
+        """Take the next fencing token: what other processes of this run save from now on is superseded.
 
-        What unfinished saves have left is removed, and what was saved by processes given up for dead set aside.
+        What unfinished saves have left is removed, and superseded checkpoints are quarantined.
         So that processes which end too soon do not pile them up, checkpoints that need not be kept are removed too.
 
         Args:
-          step: that these processes go on from; what others have saved of later ones since is set aside too.
+          step: that these processes go on from; later ones that others have saved since are quarantined too.
         """
         self._newest = step
         if problem := self._take_over():
             self._tell(f"{problem} Training continues; the next save tries again.")
 
     def _take_over(self) -> str:
-        problem, generation = "", 0
+        problem, token = "", 0
         if is_primary():
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
-                generation = take_fence(self.folder, self._generations(self._newest)).generation
+                token = take_token(self.folder, self._tokens(self._newest)).number
                 for one in self._verified.intersection(self.steps()):
                     names.mark_verified(self.folder, one)
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
         problem = broadcast_text(problem)
-        generation = int(broadcast_text(str(generation)))
-        self._generation = 0 if problem else generation
+        token = int(broadcast_text(str(token)))
+        self._token = 0 if problem else token
         return problem
 
-    def _generations(self, newest: int | None) -> dict[int, int]:
-        """Of the checkpoints that count; the others are set aside."""
-        found = {}
+    def _tokens(self, newest: int | None) -> dict[int, int]:
+        """The fencing token of each current checkpoint; the others are quarantined."""
+        tokens = {}
         for step in self.steps():
             manifest = try_read(self.folder / str(step))
             if manifest is None:
                 continue  # which restoring would tell
-            if names.counts(self.folder, step, manifest.generation) and (newest is None or step <= newest):
-                found[step] = manifest.generation
+            if is_current(self.folder, step, manifest.generation) and (newest is None or step <= newest):
+                tokens[step] = manifest.generation
             else:
                 quarantined = names.quarantine(self.folder, step, "stale")
                 self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
                          f"now {quarantined.name}.")  # fmt: skip
-        return found
+        return tokens
 
     def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated to the next step at once.
@@ -174,8 +175,8 @@ class CheckpointStore:
         """
         self.settle()
         arrays = named(state)
-        problem = "" if self._generation else self._take_over()
-        work = self.folder / names.unfinished_name(step, self._generation)
+        problem = "" if self._token else self._take_over()
+        work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # said once, since every word of process 0's is a moment that training waits
             size = sum(x.nbytes for x in arrays.values())
             problem = broadcast_text(self._before(step, work, size) if is_primary() else "")
@@ -187,11 +188,11 @@ class CheckpointStore:
         else:
             saving = _Saving(step, next(_turns), work, dict(about))
             try:
-                bundled = bundle(arrays)
-                saving.parts = bundled.large_parts() if self._config.verify != "none" else []
+                packed = pack_arrays(arrays)
+                saving.parts = packed.large_parts() if self._config.verify != "none" else []
                 self.local.stage(arrays)
-                saving.writing = OrbaxSave(work, bundled.arrays)
-                saving.bundled = bundled._replace(arrays={})  # which the next step is given
+                saving.writing = OrbaxSave(work, packed.arrays)
+                saving.packed = packed._replace(arrays={})  # which the next step is given
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
                 saving.problem = _sentence(error)
             future = self._pool.submit(self._finish, saving)
@@ -206,10 +207,10 @@ class CheckpointStore:
         return self.ready() or self._room(size) or self._make_way(work)
 
     def _is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint of `step`; what has its name and is none is set aside."""
+        """Whether there is a checkpoint of `step`; what has its name and is none is quarantined."""
         path = self.folder / str(step)
         manifest = try_read(path)
-        if manifest is not None and names.counts(self.folder, step, manifest.generation):
+        if manifest is not None and is_current(self.folder, step, manifest.generation):
             return True
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
@@ -301,7 +302,7 @@ class CheckpointStore:
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if problem := superseded_by(self.folder, self._generation):
+            if problem := why_superseded(self.folder, self._token):
                 return problem
             if shutil.disk_usage(self.folder).free < need:
                 names.clean(self.folder)
@@ -328,11 +329,11 @@ class CheckpointStore:
         """The rest of a save, in a thread of each process."""
         problem, key = saving.problem, f"{saving.turn}"
         try:
-            if saving.writing is None or saving.bundled is None:
+            if saving.writing is None or saving.packed is None:
                 raise SaveFailed(problem)
-            saving.leaves = saving.bundled.leaves()
+            saving.leaves = saving.packed.leaves()
             if self._config.verify != "none":
-                saving.parts += saving.bundled.small_parts()
+                saving.parts += saving.packed.small_parts()
             mine = digests(saving.parts)
             saving.writing.wait()
             self._write_digests(saving.work, mine)
@@ -344,7 +345,7 @@ class CheckpointStore:
         said = [one for one in all_gather_text(f"saved/{key}", problem, _PATIENCE) if one]
         verdict = ""
         if is_primary():
-            verdict = (superseded_by(self.folder, self._generation) or said[0]) if said else self._commit(saving)
+            verdict = (why_superseded(self.folder, self._token) or said[0]) if said else self._commit(saving)
         verdict = all_gather_text(f"kept/{key}", verdict, _PATIENCE)[0]
         if verdict:
             self.local.drop()
@@ -377,10 +378,10 @@ class CheckpointStore:
             leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
-                saving.step, self._generation, saving.about, leaves, files_of(saving.work),
+                saving.step, self._token, saving.about, leaves, files_of(saving.work),
                 digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
-            if problem := superseded_by(self.folder, self._generation):
+            if problem := why_superseded(self.folder, self._token):
                 return problem
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
@@ -391,11 +392,11 @@ class CheckpointStore:
     def _retain(self) -> None:
         """Remove what need not be kept; in process 0. What cannot be removed stays: a full disk will be told."""
         with contextlib.suppress(OSError):
-            saved = names.describe_saved(self.folder)
-            kept = steps_to_keep(saved, self._config, self._verified) | self._pinned
-            for one in saved:
-                if one.step not in kept:
-                    names.remove(self.folder, one.step)
+            usable = names.usable_checkpoints(self.folder)
+            kept = steps_to_keep(usable, self._config, self._verified) | self._pinned
+            for checkpoint in usable:
+                if checkpoint.step not in kept:
+                    names.remove(self.folder, checkpoint.step)
 
 
 def _sentence(error: Exception) -> str:

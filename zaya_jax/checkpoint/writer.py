@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from zaya_jax.checkpoint.digest import Digests, Part, digest, leaf_digest, read_slice
+from zaya_jax.checkpoint.digest import Part, array_digest
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
 
@@ -70,7 +71,7 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[Part]) 
         for part in parts:
             if part.name not in arrays:
                 arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
-            found.setdefault(part.name, {})[part.where] = digest(part.data)
+            found.setdefault(part.name, {})[part.where] = array_digest(part.data)
             if before is not None:
                 before.result()
             array, where = arrays[part.name], read_slice(part.where)

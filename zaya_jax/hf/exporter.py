@@ -20,7 +20,7 @@ from zaya_jax.hf.legacy_config import to_legacy
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.hf.tensors import Tensor, is_bias, tensors
 from zaya_jax.run.files import sync_folder
-from zaya_jax.run.tokenizer_folder import TOKENIZER_FILES, special_ids, tokenizer_files
+from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
 
 Layout = Literal["hf", "legacy"]
 LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {

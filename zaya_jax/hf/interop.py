@@ -21,7 +21,7 @@ from zaya_jax.hf.folder import Folder, open_folder
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.router import INERT
 from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
-from zaya_jax.run.tokenizer_folder import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
+from zaya_jax.run.tokenizer import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
 
 PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
 

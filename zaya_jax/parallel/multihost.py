@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -16,6 +16,7 @@ from zaya_jax.errors import InputError, last_words
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.relay import relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
+from zaya_jax.run.launcher import detect_launcher
 
 T = TypeVar("T")
 
@@ -23,21 +24,6 @@ _LATER = 30  # seconds that jax's heartbeats are given beyond our own
 # In jax's errors, what tells one of the others from one of our own.
 _OF_OTHERS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
 _turns = itertools.count()
-# A variable that only a launched task has, and the number of tasks: a job of one task needs no coordinator.
-_LAUNCHERS = {
-    "Slurm": ("SLURM_PROCID", "SLURM_NTASKS"),
-    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-}
-
-
-def launcher(environment: Mapping[str, str] | None = None) -> str | None:
-    """The launcher that started this process with others; None where it is alone."""
-    environment = os.environ if environment is None else environment
-    for name, (rank, size) in _LAUNCHERS.items():
-        if rank in environment and int(environment.get(size, "1")) > 1:
-            return name
-    # An indexed job; how many pods it has, only the API says.
-    return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
 
 
 def join(
@@ -58,7 +44,7 @@ def join(
     given = (coordinator, processes, process)
     if any(one is not None for one in given) and None in given:
         raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
-    name = launcher()
+    name = detect_launcher(os.environ)
     if coordinator is None and name is None:
         return None
     if coordinator is None and name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:

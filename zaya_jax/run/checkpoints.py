@@ -1,21 +1,21 @@
 """The folder `checkpoints/` of a run: what lies in it, by name.
 
-`100` is the checkpoint of step 100. `100.g3` is one that generation 3 has not finished, `100.g3.orbax-checkpoint-tmp…`
-one that Orbax has not; `100.corrupt-…` is one that was not what had been saved, `100.stale-…` one that processes given
-up for dead have saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from being removed,
-a file `VERIFIED` says that it was read and found whole.
+`100` is the checkpoint of step 100. `100.g3` is one that the holder of the fencing token 3 has not finished,
+`100.g3.orbax-checkpoint-tmp…` one that Orbax has not; `100.corrupt-…` is one that was found damaged, `100.stale-…` one
+that a superseded process has saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from
+being removed, a file `VERIFIED` says that it was read and that all its checksums matched.
 """
 
+import dataclasses
 import re
 import shutil
 import time
 from pathlib import Path
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.fencing import read_fence
+from zaya_jax.run.fencing import read_token
 from zaya_jax.run.files import read_json
-from zaya_jax.run.manifest import has_manifest, try_read
-from zaya_jax.run.retention import Saved
+from zaya_jax.run.manifest import Damaged, Manifest, has_manifest, read_manifest
 
 FOLDER = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
@@ -24,41 +24,96 @@ VERIFIED = "VERIFIED"
 _LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted|\.partial)|GENERATION\..*\.partial")
 
 
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a checkpoint without reading its arrays.
+
+    Attributes:
+      step: of the run.
+      heldout_loss: nats/token after the step, where it was evaluated.
+      is_pinned: it is never removed.
+      is_verified: it was read, and all its checksums matched.
+      is_superseded: it was saved by processes that others had replaced by then, and is never restored.
+      manifest: None where it is damaged or cannot be read.
+      problem: why there is no manifest, in a sentence.
+    """
+
+    step: int
+    heldout_loss: float | None = None
+    is_pinned: bool = False
+    is_verified: bool = False
+    is_superseded: bool = False
+    manifest: Manifest | None = dataclasses.field(default=None, compare=False, repr=False)
+    problem: str = ""
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can be restored, as far as that is known."""
+        return self.manifest is not None and not self.is_superseded
+
+    @property
+    def phase(self) -> str:
+        """The phase of the run that it ends or interrupts."""
+        return "-" if self.manifest is None else self.manifest.about.get("phase", "-")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens the run has seen by then."""
+        return 0 if self.manifest is None else self.manifest.about.get("tokens_seen", 0)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all its files."""
+        return 0 if self.manifest is None else sum(self.manifest.files.values())
+
+
+def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoint]:
+    """The checkpoints by step, also those that are damaged; `check_files` compares names and sizes of their files."""
+    token = read_token(folder)
+
+    def describe(step: int) -> Checkpoint:
+        path = folder / str(step)
+        try:
+            manifest = read_manifest(path, check_files=check_files)
+        except (Damaged, InputError) as error:
+            return Checkpoint(step, problem=str(error))
+        return Checkpoint(
+            step, manifest.about.get("heldout_loss"), (path / PINNED).exists(),
+            manifest.read_back or (path / VERIFIED).exists(),
+            token is not None and not token.accepts(step, manifest.generation), manifest,
+        )  # fmt: skip
+
+    return [describe(step) for step in named_steps(folder)]
+
+
+def usable_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Those that can be restored, as far as manifests say; retention removes no others."""
+    return [one for one in list_checkpoints(folder, check_files=False) if one.is_usable]
+
+
 def has_checkpoint(folder: Path) -> bool:
     """Whether there is a checkpoint, or what once was one, in the folder `checkpoints/` of a run."""
-    return any(one.name.isdecimal() or ".corrupt-" in one.name for one in folder.glob("*"))
+    return any(path.name.isdecimal() or ".corrupt-" in path.name for path in folder.glob("*"))
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps there are finished checkpoints of; whether they are whole, reading them says."""
-    return sorted(int(one.name) for one in folder.glob("*") if one.name.isdecimal() and has_manifest(one))
-
-
-def describe_saved(folder: Path) -> list[Saved]:
-    """The finished checkpoints that count, for retention; what cannot be read is none of them, and so never removed."""
-    found = []
-    for step in saved_steps(folder):
-        one = folder / str(step)
-        manifest = try_read(one)
-        if manifest is not None and counts(folder, step, manifest.generation):
-            verified = manifest.read_back or (one / VERIFIED).exists()
-            found.append(Saved(step, manifest.about.get("heldout_loss"), (one / PINNED).exists(), verified))
-    return found
-
-
-def mark_verified(folder: Path, step: int) -> None:
-    """Note with a checkpoint that it was read and found whole, for those that go on with the run."""
-    (folder / str(step) / VERIFIED).touch()
+    """The steps of finished checkpoints, whether or not they are intact."""
+    return [step for step in named_steps(folder) if has_manifest(folder / str(step))]
 
 
 def named_steps(folder: Path) -> list[int]:
-    """The steps there are checkpoints of by name: one is given its name when it is finished, whatever became of it."""
-    return sorted(int(one.name) for one in folder.glob("*") if one.name.isdecimal())
+    """The steps there are checkpoints of by name, which a checkpoint gets when it is finished."""
+    return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
-def unfinished_name(step: int, generation: int) -> str:
-    """Of a checkpoint that is being saved."""
-    return f"{step}.g{generation}"
+def mark_verified(folder: Path, step: int) -> None:
+    """Record that a checkpoint was read and all its checksums matched."""
+    (folder / str(step) / VERIFIED).touch()
+
+
+def unfinished_name(step: int, token: int) -> str:
+    """The name of a checkpoint that the holder of a fencing token is saving."""
+    return f"{step}.g{token}"
 
 
 def clean(folder: Path) -> None:
@@ -81,33 +136,25 @@ def remove(folder: Path, step: int) -> None:
 
 
 def quarantine(folder: Path, step: int, why: str) -> Path:
-    """Keep a checkpoint that is not to be used under another name, and give it."""
+    """Rename a checkpoint that is not to be used, and return its new path; `why` is 'corrupt' or 'stale'."""
     base = f"{step}.{why}-{time.strftime('%Y%m%dT%H%M%S')}"
-    quarantined = next(one for one in (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
-                 if not one.exists())  # fmt: skip
-    (folder / str(step)).rename(quarantined)
-    return quarantined
+    paths = (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
+    target = next(path for path in paths if not path.exists())
+    (folder / str(step)).rename(target)
+    return target
 
 
-def counts(folder: Path, step: int, generation: int) -> bool:
-    """Whether a checkpoint of that generation is not of processes that were given up for dead."""
-    fence = read_fence(folder)
-    return fence is None or fence.lets_pass(step, generation)
+def quarantined(folder: Path) -> list[Path]:
+    """The checkpoints that `quarantine` has renamed."""
+    return sorted(path for why in ("corrupt", "stale") for path in folder.glob(f"*.{why}-*"))
 
 
-def ends_of_phases(run: Path) -> set[int]:
-    """The steps of a run after which a phase was done."""
-    try:
-        return set(_phase_ends(run).values())
-    except ValueError:
-        return set()
-
-
-def _phase_ends(run: Path) -> dict[str, int]:
-    """The last step of each phase that is done, by name; ValueError where that is not known."""
-    ends = read_json(run / PHASES)
+def phase_ends(run: Path) -> dict[str, int]:
+    """The last step of each phase of a run that is done, by name; InputError where that is not known."""
+    path = run / PHASES
+    ends = read_json(path) if path.exists() else {}
     if not isinstance(ends, dict) or not all(type(step) is int for step in ends.values()):
-        raise ValueError(f"{run / PHASES} holds something else than steps by name.")
+        raise InputError(f"{path} is not a JSON object of steps by phase.")
     return ends
 
 
@@ -124,18 +171,14 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
     """
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
     folder = Path(run if at else path).expanduser().resolve()
-    steps = [one.step for one in describe_saved(folder / FOLDER)]
     if at:
-        try:
-            ends = _phase_ends(folder)
-        except ValueError as error:
-            raise InputError(f"{what} is {path!r}, but {folder} is no run whose phases are known.") from error
+        ends = phase_ends(folder)
         if phase not in ends:
             raise InputError(f"{what} is {path!r}, but the phases of {folder} that are done are: "
                              f"{', '.join(ends) or 'none'}.")  # fmt: skip
         folder = folder / FOLDER / str(ends[phase])
-    elif steps:
-        return folder / FOLDER / str(steps[-1])
+    elif usable := usable_checkpoints(folder / FOLDER):
+        return folder / FOLDER / str(usable[-1].step)
     if folder.parent.name == FOLDER and folder.name.isdecimal() and has_manifest(folder):
         return folder
     raise InputError(f"{what} is {path!r}, but must be the folder of a run that has a checkpoint, one of its "

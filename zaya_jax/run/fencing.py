@@ -1,7 +1,8 @@
-"""Generations of a run: processes that were given up for dead, and still live, cannot save over their successors.
+"""Fencing tokens: processes of a run that were replaced, and still live, cannot save over their successors.
 
-Who goes on with a run takes the next generation and notes which checkpoints there were. A checkpoint counts only
-where it is of the newest generation, or was there when a newer one began.
+Processes that start or resume a run take the next token, a number, and record which checkpoints there were. A
+checkpoint is current only if it was saved with the newest token, or was there when a newer one was taken. On disk, in
+the file `GENERATION` and in manifests, the number is called `generation`.
 """
 
 import json
@@ -9,56 +10,61 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from zaya_jax.checkpoint.digest import digest
+from zaya_jax.run.digests import digest
 from zaya_jax.run.files import read_json, write_atomically
 
 _FILE = "GENERATION"
-_LEAP = 1000  # more generations than save nothing in a row
+_LEAP = 1000  # more tokens than are taken in a row without a checkpoint
 
 
-class Fence(NamedTuple):
-    """The newest generation in a folder of checkpoints, and that of each checkpoint it began with, by step."""
+class FencingToken(NamedTuple):
+    """The newest token in a folder of checkpoints, and that of each checkpoint there was when it was taken, by step."""
 
-    generation: int
+    number: int
     accepted: Mapping[int, int]
 
-    def lets_pass(self, step: int, generation: int) -> bool:
-        """Whether a checkpoint counts."""
-        return generation == self.generation or self.accepted.get(step) == generation
+    def accepts(self, step: int, number: int) -> bool:
+        """Whether the checkpoint of `step`, saved with the token `number`, is current."""
+        return number == self.number or self.accepted.get(step) == number
 
 
-def read_fence(folder: Path) -> Fence | None:
-    """The newest generation; None where none was taken, as in a copy of checkpoints, or it cannot be read."""
+def read_token(folder: Path) -> FencingToken | None:
+    """The newest token; None where none was taken, as in a copy of checkpoints, or it cannot be read."""
     try:
         tree = read_json(folder / _FILE)
         if digest(_text(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
             return None
-        fence = Fence(tree["generation"], {int(step): one for step, one in tree["accepted"].items()})
-        return fence if all(type(one) is int for one in (fence.generation, *fence.accepted.values())) else None
+        token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()})
+        return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
-def take_fence(folder: Path, generations: Mapping[int, int]) -> Fence:
-    """Begin the next generation with the checkpoints there are, whose `generations` are given by step."""
-    before = read_fence(folder)
-    newest = max(generations.values(), default=0)
-    # Generations that have saved nothing yet are known by the file alone: where it is gone, they are leapt over.
-    last = max(before.generation, newest) if before else newest + _LEAP * bool(generations)
-    fence = Fence(last + 1, dict(generations))
-    text = _text(fence.generation, {str(step): one for step, one in fence.accepted.items()})
+def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
+    """Take the next token; `checkpoints` are those to accept, step → token they were saved with."""
+    before = read_token(folder)
+    newest = max(checkpoints.values(), default=0)
+    # Tokens with which nothing was saved yet are known by the file alone: where it is gone, they are leapt over.
+    last = max(before.number, newest) if before else newest + _LEAP * bool(checkpoints)
+    token = FencingToken(last + 1, dict(checkpoints))
+    text = _text(token.number, {str(step): number for step, number in token.accepted.items()})
     write_atomically(folder / _FILE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
-    return fence
+    return token
 
 
-def superseded_by(folder: Path, generation: int) -> str:
-    """What stands against a generation writing to a folder: others that have gone on with the run since."""
-    fence = read_fence(folder)
-    if fence is None:
-        return f"It is not to be read in {folder} which processes may save there: start the run again."
-    if fence.generation != generation:
-        return (f"Other processes have gone on with this run since: its generation is {fence.generation}, and here it "
-                f"is {generation}.")  # fmt: skip
+def is_current(folder: Path, step: int, number: int) -> bool:
+    """Whether the checkpoint of `step` in `folder`, saved with the token `number`, is of no replaced process."""
+    token = read_token(folder)
+    return token is None or token.accepts(step, number)
+
+
+def why_superseded(folder: Path, number: int) -> str:
+    """Why the holder of the token `number` may not write to `folder`; empty where it may."""
+    token = read_token(folder)
+    if token is None:
+        return f"The fencing token of {folder} cannot be read: start the run again."
+    if token.number != number:
+        return f"Other processes have resumed this run: its fencing token is {token.number}, here it is {number}."
     return ""
 
 

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,8 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
     Raises:
       InputError: the folder cannot be written, or another process holds the lock.
     """
+    if path.parent.is_file():
+        raise InputError(f"{what} ({path.parent}) is a file, but must be a folder.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path, wait)
@@ -82,12 +85,24 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
         yield
 
 
+def is_file_locked(path: Path) -> bool:
+    """Whether a process holds the lock of the file `path`."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at once
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no such locks
+        pass
+    return False
+
+
 def _locked_file(path: Path, wait: bool) -> IO[str]:
     """The open file at `path`, locked, which is still the one at `path`: its last owner may have removed it."""
     while True:
         file = path.open("a")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file, wait)
             if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file
         except FileNotFoundError:
@@ -96,6 +111,20 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
             file.close()
             raise
         file.close()
+
+
+def _lock(file: IO[str], wait: bool) -> None:
+    if wait:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        return
+    for pause in (0.01, 0.05, 0.2):  # `is_file_locked` of another process may hold it for a moment
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(pause)
+        else:
+            return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def sync_folder(folder: Path) -> None:

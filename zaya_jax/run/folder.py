@@ -1,35 +1,31 @@
-"""The folder of a run: whose it is, and that one process at a time writes to it."""
+"""The folder of a run: its files, its one lock, and the configuration that it belongs to."""
 
-import fcntl
 import json
-import os
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import yaml
 
-from zaya_jax.config import Config, PhaseConfig, to_dict, to_yaml
+from zaya_jax.config import Config, to_dict, to_yaml
 from zaya_jax.config.checks import shown
-from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, stages, tokens_before
+from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
-from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.run.checkpoints import FOLDER as CHECKPOINTS
 from zaya_jax.run.checkpoints import PHASES
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.files import is_file_locked, locked, write_atomically
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 TIMINGS = "timings.jsonl"
 SUMMARY = "summary.json"
-
 CHANGES = "changes.jsonl"
+STATUS = "status.json"
+_LOCK = ".lock"
 
-# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. `check_past`
-# sees to phases.
+# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. Phases may
+# differ as far as `train.run_checks` lets them.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
 # The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every",
@@ -41,8 +37,22 @@ def run_folder(config: Config) -> Path:
     return Path(config.run_dir).expanduser()
 
 
+def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:
+    """Hold the lock of a run, which is made where there is none: one process at a time trains it or removes from it.
+
+    Raises:
+      InputError: another process holds it, or the folder cannot be written; `what` names it.
+    """
+    return locked(folder / _LOCK, what, wait=False)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine, or of any whose locks the file system shares, holds the lock of a run."""
+    return is_file_locked(folder / _LOCK)
+
+
 @contextmanager
-def open_run(config: Config) -> Iterator[Path]:
+def lock_run(config: Config) -> Iterator[Path]:
     """The folder `config.run_dir`, made where there is none, locked until the block ends.
 
     Raises:
@@ -50,24 +60,9 @@ def open_run(config: Config) -> Iterator[Path]:
         without a configuration; nothing in it is touched then.
     """
     folder = run_folder(config)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"run_dir is {config.run_dir!r}, which is a file, but must be a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_CREAT | os.O_RDWR)
-    except OSError as error:
-        raise InputError(f"run_dir is {config.run_dir!r}, which cannot be written to: {error.strerror}.") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise InputError(f"Another process is training in {folder}; choose another run_dir or wait.") from error
-        except OSError as error:
-            raise InputError(f"run_dir is {config.run_dir!r}, which cannot be locked: {error.strerror}.") from error
+    with lock_folder(folder, "run_dir"):
         _compare(folder, config)
         yield folder
-    finally:
-        os.close(lock)
 
 
 def claim_run(folder: Path, config: Config) -> None:
@@ -77,7 +72,7 @@ def claim_run(folder: Path, config: Config) -> None:
     try:
         write_atomically(folder / CONFIG, to_yaml(config))
     except OSError as error:
-        raise InputError(f"run_dir is {config.run_dir!r}, which cannot be written to: {error.strerror}.") from error
+        raise InputError(f"run_dir ({folder}) cannot be written: {error.strerror}.") from error
 
 
 def record_changes(folder: Path, config: Config, step: int) -> None:
@@ -109,86 +104,6 @@ def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
     path = folder / PHASES
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         write_atomically(path, text)
-
-
-def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
-    """Raise `InputError` where `new` has other batches or rates than `old` in the first `step` steps.
-
-    Args:
-      old: of the run so far.
-      new: to resume with. A phase may be as long as it likes once what is done fits into it.
-      step: steps done.
-      rates: whether learning rates must have been the same, too.
-    """
-    begun = sum(first < step for first, _ in phase_steps(old))
-    for index, phase in enumerate(old.phases[:begun]):
-        where = f"phases.{phase.name}"
-        if index >= len(new.phases):
-            raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
-                             "run_dir.")  # fmt: skip
-        before, now = _fixed(phase), _fixed(new.phases[index])
-        if index < begun - 1:
-            before["tokens"], now["tokens"] = phase.tokens, new.phases[index].tokens
-        for key, value in before.items():
-            if value != now[key]:
-                raise InputError(
-                    f"{where}.{key} was {shown(value)} and is now {shown(now[key])}, but the run has started that "
-                    "phase. Restore the old value to resume that run, or choose another run_dir."
-                )
-    if _steps_done(old, step) != _steps_done(new, step):
-        where, budget = f"phases.{old.phases[begun - 1].name}", new.phases[begun - 1].tokens
-        done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[begun - 1][0])
-        if budget < done:
-            raise InputError(f"{where}.tokens is {budget:,}, but {done:,} tokens of that phase are done; take at least "
-                             "as many.")  # fmt: skip
-        raise InputError(f"The batch (train.batch) or the context (data.context) was another in the {step} steps that "
-                         "are done. Restore the old values; a new phase may have others.")  # fmt: skip
-    if rates:
-        _check_rates(old, new, step, begun)
-
-
-def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
-    """Raise `InputError` where the learning rate of a step that is done would have been another."""
-    spans, now = schedule_spans(old)[:begun], schedule_spans(new)[:begun]
-    if spans == now:
-        return
-    differing = np.flatnonzero(_factors(old, step) != _factors(new, step))
-    if not differing.size:
-        return
-    first = int(differing[0])
-    phase = stage_at(old, first).phase
-    was, becomes = spans[phase], now[phase]
-    what = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
-    if was.schedule != becomes.schedule:
-        before, after = to_dict(was.schedule), to_dict(becomes.schedule)
-        what = " and ".join(f"had {key} {shown(value)} and now has {shown(after[key])}"
-                            for key, value in before.items() if value != after[key])  # fmt: skip
-    raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so steps {first + 1} to {step}, "
-        "which are done, would have had other learning rates. Restore the old values and append a phase with a "
-        f"schedule of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to "
-        f"step {first} both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
-    )
-
-
-def _factors(config: Config, steps: int) -> np.ndarray:
-    """The learning-rate factor of each of the first `steps` steps."""
-    return jax.device_get(jax.jit(jax.vmap(learning_rate_factor(config)))(np.arange(steps, dtype=np.int32)))
-
-
-def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
-    """Phase, first step, end, context and sequences of each stage in the first `step` steps."""
-    return [(one.phase, one.first_step, min(one.end, step), one.context, one.sequences)
-            for one in stages(config) if one.first_step < step]  # fmt: skip
-
-
-def _fixed(phase: PhaseConfig) -> dict[str, Any]:
-    """What of a phase may not change once it is begun; that lengths and rates fit is seen from the steps themselves."""
-    free = ("parallel", "remat", "tokens", "schedule")
-    found = {key: value for key, value in to_dict(phase).items() if key not in free}
-    if found["batch"] is not None:
-        found["batch"] = {key: value for key, value in found["batch"].items() if key != "micro"}
-    return found
 
 
 def _compare(folder: Path, config: Config) -> None:

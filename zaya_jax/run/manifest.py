@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint.digest import Digests, digest, joined, read_slice
 from zaya_jax.errors import InputError
+from zaya_jax.run.digests import Digests, digest, joined, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 
 FORMAT = 1  # of checkpoints; a newer one is refused
@@ -25,7 +25,7 @@ class Damaged(Exception):
 
 
 class Unreadable(InputError):
-    """It is not to be known what a checkpoint is: the machine does not read it, which says nothing against it."""
+    """The checkpoint could not be read, which does not mean that it is damaged."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Manifest:
 
     Attributes:
       step: of the run.
-      generation: of the processes that saved it, see `fence`.
+      generation: the fencing token of the processes that saved it, see `fencing`.
       about: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`, `heldout_loss`.
-      leaves: dtype, shape and digest of each array by name, and where in the bundle a small one begins (`at`, bytes).
+      leaves: dtype, shape and digest of each array by name, and the offset of a small one among those (`at`, bytes).
       files: size in bytes of each file, by path within the checkpoint; this one is not among them.
       digests: of each file that holds no array: those in the folder `digests/`, which have the digest of each part of
         each array, and Orbax's own, by which it finds the arrays; none where they were not asked for.
@@ -66,21 +66,23 @@ def has_manifest(folder: Path) -> bool:
 
 
 def try_read(folder: Path) -> Manifest | None:
-    """The manifest of the checkpoint in `folder`, its files not looked at; None where it is not what was written."""
+    """The manifest of the checkpoint in `folder`, without a look at its files; None where it cannot be used."""
     try:
-        return _read(folder)
+        return read_manifest(folder, check_files=False)
     except (Damaged, InputError):
         return None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`, its files compared by name and size, its digests by content.
+def read_manifest(folder: Path, *, check_files: bool = True) -> Manifest:
+    """The manifest of the checkpoint in `folder`, and its files compared by name and size, its digests by content.
 
     Raises:
       Damaged: there is none, or it is not what was written, or a file is missing or of another size.
-      InputError: it is of a newer format.
+      InputError: it is of a newer format, or cannot be read.
     """
     manifest = _read(folder)
+    if not check_files:
+        return manifest
     for name, size in manifest.files.items():
         path = folder / name
         if not path.is_file():
@@ -144,14 +146,14 @@ def read_digests(folder: Path, manifest: Manifest, reader: int = 0, readers: int
     """
     try:
         files = sorted((name for name in manifest.digests if name.startswith(f"{DIGESTS}/")), key=_process)
-        found = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
-        for where in (where for parts in found.values() for where in parts):
+        digests = joined(json.loads(_bytes(folder / name)) for name in files if _process(name) % readers == reader)
+        for where in (where for parts in digests.values() for where in parts):
             read_slice(where)
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
         raise Damaged(f"{folder / DIGESTS} holds no digests of a checkpoint: {str(error)[:200]}.") from error
-    return found
+    return digests
 
 
 def _process(name: str) -> int:
@@ -178,4 +180,4 @@ def _bytes(path: Path) -> bytes:
     except FileNotFoundError as error:
         raise Damaged(f"{path} is missing.") from error
     except OSError as error:
-        raise Unreadable(f"{path} cannot be read: {error.strerror}. Nothing is known against it.") from error
+        raise Unreadable(f"{path} cannot be read: {error.strerror}. That does not mean that it is damaged.") from error

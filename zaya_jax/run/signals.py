@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn, Self
 
+from zaya_jax.errors import ExitCode
+
 NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
-def exit_status(number: int) -> int:
-    """Of a process that a signal ends, as shells have it: 130 for Ctrl-C, 143 for SIGTERM."""
-    return 128 + number
+def exit_status(number: int) -> ExitCode:
+    """The exit status of a process that a signal of `NAMES` ends, as shells have it."""
+    return ExitCode(128 + number)
 
 
 class Listener:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.checkpoint.digest import digest
 from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
@@ -20,7 +19,7 @@ from zaya_jax.hf.interop import PARAMETERS_ALONE
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
-from zaya_jax.run.folder import check_past
+from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.base import Base
 from zaya_jax.train.compiled import abstract_state
@@ -32,6 +31,7 @@ from zaya_jax.train.given import (
     parameters_alone,
     warn_about_positions,
 )
+from zaya_jax.train.run_checks import check_past
 from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint, mesh_of
 

@@ -35,8 +35,8 @@ from zaya_jax.run.folder import (
     PHASES,
     TIMINGS,
     claim_run,
+    lock_run,
     name_phases,
-    open_run,
     record_changes,
     run_folder,
 )
@@ -106,7 +106,7 @@ def run_training(config: Config) -> TrainResult:
     boundaries = [end for _, end in phase_steps(config)]
     with contextlib.ExitStack() as stack:
         stack.enter_context(out_of_memory("Training", TRAINING_REMEDY))
-        folder = primary_first(lambda: stack.enter_context(open_run(config)) if is_primary() else run_folder(config))
+        folder = primary_first(lambda: stack.enter_context(lock_run(config)) if is_primary() else run_folder(config))
         prepared = primary_first(lambda: open_sources(config))
         if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)

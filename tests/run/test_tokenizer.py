@@ -3,7 +3,7 @@ import json
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.tokenizer_folder import copy_tokenizer, run_tokenizer, special_ids
+from zaya_jax.run.tokenizer import copy_tokenizer, run_tokenizer, special_ids
 
 
 def test_files_and_ids_are_copied_into_a_run_and_nothing_where_there_are_none(tmp_path):

@@ -1,0 +1,150 @@
+"""The tokenizer and generation files of a run (`RUN_DIR/tokenizer/`) or of a folder of `transformers`.
+
+They are what `transformers` needs beside the weights, so that an export of the run is complete.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_json, write_atomically
+
+TOKENIZER_FOLDER = "tokenizer"  # of a run
+GENERATION = "generation_config.json"
+# What stands beside the weights: tokenizer, chat template, generation.
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", GENERATION,
+                   "vocab*", "merges.txt")  # fmt: skip
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in config.json and generation_config.json
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a folder that belong to its tokenizer or to generation."""
+    return sorted(path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file())
+
+
+def special_ids(folder: Path) -> dict[str, Any]:
+    """The ids of special tokens by `config.json` and, where that has none, `generation_config.json`."""
+    ids: dict[str, Any] = {}
+    for path in (folder / GENERATION, folder / "config.json"):
+        tree = read_json(path) if path.exists() else {}
+        if not isinstance(tree, dict):
+            raise InputError(f"{path} holds no JSON object.")
+        ids.update({key: tree[key] for key in _IDS if key in tree})
+    return ids
+
+
+def run_tokenizer(checkpoint: Path) -> Path | None:
+    """The tokenizer folder of the run that a checkpoint is of; None where it has none."""
+    folder = checkpoint.parent.parent / TOKENIZER_FOLDER
+    return folder if folder.is_dir() else None
+
+
+def copy_tokenizer(source: Path, run: Path) -> None:
+    """Copy the tokenizer and generation files of a folder into a run, if there are any."""
+    files, target = tokenizer_files(source), run / TOKENIZER_FOLDER
+    ids = special_ids(source)
+    if not files and not ids:
+        return
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            shutil.copyfile(path, target / path.name)
+        if ids and not (target / GENERATION).exists():
+            write_atomically(target / GENERATION, json.dumps(ids, indent=2) + "\n")
+    except OSError as error:
+        raise InputError(f"{target} cannot be written: {error.strerror}.") from error
+
+
+class TrainedTokenizer(NamedTuple):
+    """The tokenizer of a run's data, and how the run uses it."""
+
+    folder: Path  # of prepared data, whose tokenizer files are copied
+    file: str  # the tokenizer's own there
+    token_id: Callable[[str], int | None]  # of a token's text
+    bos: str | None  # begins a document
+    eos: str  # what `transformers` takes for the end
+    stops: Sequence[str]  # what ends a text in training; the first ends a document, and pads
+    template: str | None  # the chat template of the run, where it reads conversations
+    origin: Path | None  # a folder whose tokenizer files are copied too, where its tokenizer is the same
+
+
+def write_tokenizer(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str], object] = print) -> None:
+    """Write the files that the run folder lacks, and the chat template where the configuration changed it.
+
+    Where that fails, as on a full disk, `say` gets a sentence and the run continues: `export-hf --carry` adds a
+    tokenizer, too, and so does the next start.
+    """
+    target = run / TOKENIZER_FOLDER
+    try:
+        target.mkdir(exist_ok=True)
+        for name, text in _contents(tokenizer).items():
+            path = target / name
+            if not path.exists() or (name == _TEMPLATE and path.read_bytes() != text.encode()):
+                write_atomically(path, text)
+    except (OSError, ValueError, RecursionError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
+        say(f"Warning: the tokenizer could not be written to {target}: {why}. Training continues; export-hf --carry "
+            "adds a tokenizer, too.")  # fmt: skip
+
+
+def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
+    """The files by name: the data's own, then those of `origin` if its tokenizer is the same, then made ones."""
+    raw = (tokenizer.folder / tokenizer.file).read_bytes()
+    files = _texts(tokenizer.folder)
+    files[_TOKENIZER] = raw.decode("utf-8")
+    ids: dict[str, Any] = {}
+    origin = tokenizer.origin
+    if origin is not None and (origin / _TOKENIZER).is_file() and (origin / _TOKENIZER).read_bytes() == raw:
+        files, ids = _texts(origin) | files, special_ids(origin)
+    generation = _object(files, GENERATION) if GENERATION in files else ids
+    files |= _settings(tokenizer, files)
+    files[GENERATION] = _json(_generation(tokenizer, generation))
+    return files
+
+
+def _settings(tokenizer: TrainedTokenizer, files: Mapping[str, str]) -> dict[str, str]:
+    """`tokenizer_config.json`, and the chat template that the model was trained with, whatever the tokenizer's own."""
+    template = tokenizer.template
+    if _CONFIG in files and template is None:
+        return {}
+    settings = _object(files, _CONFIG) if _CONFIG in files else {
+        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+        "bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.stops[0],
+    }  # fmt: skip
+    if template is None:
+        return {_CONFIG: _json(settings)}
+    return {_TEMPLATE: template, _CONFIG: _json({key: settings[key] for key in settings if key != "chat_template"})}
+
+
+def _generation(tokenizer: TrainedTokenizer, known: Mapping[str, Any]) -> dict[str, Any]:
+    """`generation_config.json`: what is `known`, and what else ends a text."""
+    stops = known.get("eos_token_id") or []
+    stops = list(stops) if isinstance(stops, list) else [stops]
+    for text in tokenizer.stops:
+        if (stop := tokenizer.token_id(text)) not in (None, *stops):
+            stops.append(stop)
+    bos = None if tokenizer.bos is None else tokenizer.token_id(tokenizer.bos)
+    made = {"bos_token_id": bos, "pad_token_id": tokenizer.token_id(tokenizer.stops[0])}
+    tree = {**made, **known, "eos_token_id": stops[0] if len(stops) == 1 else stops}
+    return {key: value for key, value in tree.items() if value is not None}
+
+
+def _json(tree: Mapping[str, Any]) -> str:
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
+
+
+def _object(files: Mapping[str, str], name: str) -> dict[str, Any]:
+    tree = json.loads(files[name])
+    if not isinstance(tree, dict):
+        raise InputError(f"{name} of the tokenizer holds no JSON object.")
+    return tree
+
+
+def _texts(folder: Path) -> dict[str, str]:
+    """The tokenizer's files of a folder that are text; a `tokenizer.model` is of a library that needs no other here."""
+    return {path.name: path.read_bytes().decode("utf-8") for path in tokenizer_files(folder)
+            if path.suffix in (".json", ".jinja", ".txt")}  # fmt: skip
