@@ -54,3 +54,11 @@ def last_words(error: BaseException) -> tuple[str, int]:
 def is_disk_full(error: BaseException) -> bool:
     """Whether a file could not be written for want of space, or of the user's quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def as_sentence(error: BaseException) -> str:
+    """What an error says, on one line that ends with a full stop."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'A file'}: {error.strerror}."
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return text if text.endswith(".") else f"{text}."

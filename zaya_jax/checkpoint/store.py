@@ -25,7 +25,7 @@ from zaya_jax.checkpoint.orbax_save import OrbaxSave
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.errors import RunStopped
+from zaya_jax.errors import RunStopped, as_sentence
 from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, joined, leaf_digest, uncovered
@@ -194,7 +194,7 @@ class CheckpointStore:
                 saving.writing = OrbaxSave(work, packed.arrays)
                 saving.packed = packed._replace(arrays={})  # which the next step is given
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
-                saving.problem = _sentence(error)
+                saving.problem = as_sentence(error)
             future = self._pool.submit(self._finish, saving)
         self._under_way = (step, future)
         if problem:
@@ -341,7 +341,7 @@ class CheckpointStore:
             if self._config.verify == "readback":
                 problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
         except Exception as error:  # whatever it is, training goes on
-            problem = _sentence(error)
+            problem = as_sentence(error)
         said = [one for one in all_gather_text(f"saved/{key}", problem, _PATIENCE) if one]
         verdict = ""
         if is_primary():
@@ -386,7 +386,7 @@ class CheckpointStore:
             os.rename(saving.work, self.folder / str(saving.step))
             sync_folder(self.folder)
         except (OSError, ValueError) as error:
-            return _sentence(error)
+            return as_sentence(error)
         return ""
 
     def _retain(self) -> None:
@@ -397,10 +397,3 @@ class CheckpointStore:
             for checkpoint in usable:
                 if checkpoint.step not in kept:
                     names.remove(self.folder, checkpoint.step)
-
-
-def _sentence(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'A file'}: {error.strerror}."
-    text = " ".join(str(error).split())[:300] or type(error).__name__
-    return text if text.endswith(".") else f"{text}."

@@ -1,0 +1,140 @@
+"""What other tools learn of a run without jax: `open_run`, the status file, exit codes, the launcher."""
+
+import errno
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.checkpoint.saved_helpers import save_run
+from tests.train_helpers import ROOT, small_run
+from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, last_words
+from zaya_jax.run.folder import claim_run, is_locked, lock_folder
+from zaya_jax.run.launcher import detect_launcher
+from zaya_jax.run.run import Run, open_run
+from zaya_jax.run.signals import NAMES, exit_status
+from zaya_jax.run.status import track_status
+
+PROPERTIES = [name for name, value in vars(Run).items() if isinstance(value, property)]
+
+
+def test_all_of_a_run_is_read_without_jax(tmp_path):
+    config, folder = small_run(tmp_path), save_run(tmp_path / "run", [1, 2, 3], {2: 1.5})
+    claim_run(folder, config)
+    (folder / "phases.json").write_text('{"one": 2}')
+    (folder / "changes.jsonl").write_text('{"step": 1, "changes": {"evaluation.every": [1, 2]}}\n')
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    (folder / "timings.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
+    (folder / "tokenizer").mkdir()
+    checkpoints = folder / "checkpoints"
+    (checkpoints / "2" / "PINNED").touch()
+    (checkpoints / "2" / "VERIFIED").touch()
+    lost = max((checkpoints / "3").rglob("d/*"), key=lambda path: path.stat().st_size)
+    lost.unlink()
+    (checkpoints / "0.corrupt-20260101T000000").mkdir()
+
+    run = open_run(str(folder))
+    assert (run.config, run.phases, run.status) == (config, {"one": 2}, None)
+    assert run.changes == [{"step": 1, "changes": {"evaluation.every": [1, 2]}}]
+    assert (run.metrics, run.timings) == ([{"step": 1, "loss": 2.0}], [{"step": 1, "seconds": 0.5}])
+    assert (run.tokenizer, run.quarantined) == (folder / "tokenizer", [checkpoints / "0.corrupt-20260101T000000"])
+    first, second, third = run.checkpoints
+    assert (second.step, second.phase, second.tokens, second.heldout_loss) == (2, "one", 200, 1.5)
+    assert (first.is_pinned, first.is_verified, second.is_pinned, second.is_verified) == (False, False, True, True)
+    assert [checkpoint.is_usable for checkpoint in run.checkpoints] == [True, True, False]
+    assert third.problem == f"{lost} is missing."
+
+    code = (f"import sys; from zaya_jax.run.run import open_run; run = open_run({str(folder)!r})\n"
+            f"print([getattr(run, name) for name in {PROPERTIES}])\n"
+            "assert not {'jax', 'numpy'} & set(sys.modules)")  # fmt: skip
+    read = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert read.stdout.strip() == str([getattr(run, name) for name in PROPERTIES])
+
+
+def test_a_folder_without_a_run_and_a_run_without_files_are_told_apart(tmp_path):
+    with pytest.raises(InputError, match=r"nowhere is no run folder"):
+        open_run(tmp_path / "nowhere")
+    (tmp_path / "checkpoints").mkdir()
+    run = open_run(tmp_path)  # as import-hf leaves it
+    assert [getattr(run, name) for name in PROPERTIES if name != "config"] == [[], {}, None, [], [], [], [], None, None]
+    with pytest.raises(InputError, match=r"config\.yaml"):
+        _ = run.config
+
+
+TRAINED = """
+import os, sys, time
+from pathlib import Path
+from zaya_jax.run.folder import lock_folder
+from zaya_jax.run.status import track_status
+with lock_folder(Path(sys.argv[1])), track_status(Path(sys.argv[1])):
+    print("begun", flush=True)
+    time.sleep(60)
+"""
+
+
+def status(folder):
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    found = open_run(folder).status
+    assert found is not None
+    return found
+
+
+def test_the_status_of_a_process_that_runs_and_then_is_killed(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", TRAINED, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert (status(tmp_path).state, status(tmp_path).pid) == ("running", process.pid)
+        assert is_locked(tmp_path)
+        process.kill()
+    assert (status(tmp_path).state, status(tmp_path).exit_status) == ("killed", None)
+    with lock_folder(tmp_path), track_status(tmp_path):
+        assert status(tmp_path).state == "running"
+    assert (status(tmp_path).state, status(tmp_path).exit_status) == ("finished", ExitCode.OK)
+    (tmp_path / "status.json").write_text('{"state": "run')
+    assert open_run(tmp_path).status is None
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InputError("no"), ExitCode.BAD_INPUT),
+        (RunStopped("no"), ExitCode.STOPPED),
+        (OSError(errno.ENOSPC, "no"), ExitCode.STOPPED),
+        (ZeroDivisionError("no"), ExitCode.STOPPED),
+        (Preempted("no", exit_status(signal.SIGTERM)), ExitCode.TERMINATED),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+    ],
+)
+def test_the_status_of_a_process_that_stopped_is_its_exit_status_and_sentence(tmp_path, error, code):
+    with pytest.raises(type(error)), track_status(tmp_path):
+        raise error
+    found = status(tmp_path)
+    assert (found.state, found.exit_status) == ("stopped", code)
+    assert found.message == last_words(error)[0]
+
+
+def test_a_status_that_cannot_be_written_costs_nothing(tmp_path):
+    with track_status(tmp_path / "nowhere"):
+        pass
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_exit_codes_are_those_of_shells():
+    assert [exit_status(number) for number in NAMES] == [ExitCode.INTERRUPTED, ExitCode.TERMINATED]
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, "Slurm"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, None),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "Open MPI"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}, "Kubernetes"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # a pod of its own
+    ],
+)
+def test_launchers_are_known_by_what_they_set(environment, launcher):
+    assert detect_launcher(environment) == launcher
