@@ -1,12 +1,21 @@
 """Checkpoints of small states, saved as a run does, and what folders of `transformers` hold."""
 
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file
 
+from tests.train_helpers import ROOT
+from zaya_jax.checkpoint.environment import cpu_name
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.hf.safetensors import read_header
@@ -59,3 +68,14 @@ def bits(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Every tensor of a folder of `transformers`: dtype, shape and bytes."""
     return {name: (x.dtype.name, x.shape, x.tobytes())
             for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}  # fmt: skip
+
+
+def write_soak(name: str, what: str, begun: float, counts: Mapping[str, Any]) -> None:
+    """Write down in `benchmarks/` what a test that began at `begun` (monotonic seconds) has counted."""
+    record = {
+        "what": what, "command": "make soak", **counts, "seconds": round(time.monotonic() - begun),
+        "versions": {"python": platform.python_version(),
+                     **{name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "xxhash")}},
+        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
+    }  # fmt: skip
+    (ROOT / "benchmarks" / f"soak_{name}.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")

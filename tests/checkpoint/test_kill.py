@@ -1,18 +1,13 @@
 """A save that is killed anywhere costs no checkpoint and leaves nothing behind."""
 
-import json
-import os
-import platform
 import random
 import time
 from collections import Counter
-from importlib.metadata import version
 
 import pytest
 
 from tests.checkpoint.kill_helpers import check_kills_of_saves
-from tests.train_helpers import ROOT
-from zaya_jax.checkpoint.environment import cpu_name
+from tests.checkpoint.saved_helpers import write_soak
 
 
 def test_kills_anywhere_in_a_save_or_a_removal(tmp_path):
@@ -26,14 +21,8 @@ def test_fifty_kills(tmp_path):
     begun, seed = time.monotonic(), random.SystemRandom().randrange(2**32)
     found = check_kills_of_saves(tmp_path / "run", kills=50, seed=seed)
     events = Counter(f"{one.event}{', of a removal' if '.deleted' in one.of else ''}" for one in found)
-    record = {
-        "what": "a process that saves again and again, killed with SIGKILL at a random file event of a save, or of the "
-                "removal of an older checkpoint, and started again, 50 times: each start restores the newest finished "
-                "checkpoint bitwise, and nothing else is left in the folder",
-        "command": "make soak", "kills": len(found), "killed at": dict(sorted(events.items())),
-        "checkpoints saved between": found[-1].newest, "lost": 0, "seconds": round(time.monotonic() - begun),
-        "versions": {"python": platform.python_version(),
-                     **{name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")}},
-        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
-    }  # fmt: skip
-    (ROOT / "benchmarks" / "soak_save_kill.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    what = ("a process that saves again and again, killed with SIGKILL at a random file event of a save, or of the "
+            "removal of an older checkpoint, and started again, 50 times: each start restores the newest finished "
+            "checkpoint bitwise, and nothing else is left in the folder")  # fmt: skip
+    write_soak("save_kill", what, begun, {"kills": len(found), "killed at": dict(sorted(events.items())),
+                                          "checkpoints saved between": found[-1].newest, "lost": 0})  # fmt: skip

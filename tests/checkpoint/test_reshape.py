@@ -1,17 +1,13 @@
 """What jobs of one shape have saved, jobs of any other restore bitwise, and go on with as they would have."""
 
-import json
-import os
-import platform
 import time
-from importlib.metadata import version
 
 import numpy as np
 import pytest
 
 from tests.checkpoint.reshape_helpers import SHAPES, run_job
-from tests.train_helpers import ROOT, on_devices
-from zaya_jax.checkpoint.environment import cpu_name
+from tests.checkpoint.saved_helpers import write_soak
+from tests.train_helpers import on_devices
 
 
 def test_one_layout_restores_what_another_has_saved(tmp_path):
@@ -25,10 +21,10 @@ def test_every_shape_restores_what_every_shape_has_saved(tmp_path):
     for name in SHAPES:
         run_job(tmp_path, "save", name)
     found = {name: run_job(tmp_path, "restore", name) for name in SHAPES}
-    record(found, time.monotonic() - begun)
+    record(found, begun)
 
 
-def record(found, seconds):
+def record(found, begun):
     """Check and write down by restoring shape what it has found of each saving one."""
     losses = np.array([[found[restorer][saver] for saver in SHAPES] for restorer in SHAPES])
     # Of a step's gradient on two processes of two devices each, jax 0.10.2 on CPU now and then gets a few values wrong,
@@ -38,10 +34,9 @@ def record(found, seconds):
     ]
     apart = [float(np.ptp(losses[..., 0])), float(np.ptp(losses[steady][..., 1]))]
     assert max(apart) < 1e-12
-    tree = {
-        "what": "a state of noise saved by jobs of each shape and restored by jobs of each other: every array bitwise "
-                "that of the files, every sharding that of the job, and the losses of two steps that follow, in fp64",
-        "command": "make soak",
+    what = ("a state of noise saved by jobs of each shape and restored by jobs of each other: every array bitwise "
+            "that of the files, every sharding that of the job, and the losses of two steps that follow, in fp64")
+    write_soak("reshape", what, begun, {
         "shapes": {name: {"processes": shape.processes, "devices": shape.devices,
                           "parallel": {key: value for key, value in vars(shape.parallel).items() if value != 1}}
                    for name, shape in SHAPES.items()},
@@ -49,9 +44,4 @@ def record(found, seconds):
         "losses": losses[0, 0].tolist(), "first loss at most apart": apart[0],
         "second loss at most apart": apart[1],
         "second loss, also on two processes of two devices each, whose step varies": float(np.ptp(losses[..., 1])),
-        "seconds": round(seconds),
-        "versions": {"python": platform.python_version(),
-                     **{name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore")}},
-        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
-    }  # fmt: skip
-    (ROOT / "benchmarks" / "soak_reshape.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    })  # fmt: skip

@@ -1,19 +1,15 @@
-import json
-import os
-import platform
 import random
 import shutil
 import time
-from importlib.metadata import version
 from pathlib import Path
 
 import jax
 import pytest
 
 from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
+from tests.checkpoint.saved_helpers import write_soak
 from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, save_all
-from tests.train_helpers import ROOT, differing
-from zaya_jax.checkpoint.environment import cpu_name
+from tests.train_helpers import differing
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
@@ -48,20 +44,12 @@ def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
     found = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32), all_files=True)
     assert all_counts(found, "silent") == 0
     assert capfd.readouterr().err == ""
-    record = {
-        "what": "two checkpoints of a run, the newest damaged at random; then the run is restored. 'found': told, set "
-                "aside, and the older one restored bitwise; 'harmless': the values are bitwise those saved; 'silent': "
-                "anything else that restored",
-        "command": "make soak",
-        "silent": all_counts(found, "silent"), "found": all_counts(found, "found"),
-        "harmless": all_counts(found, "harmless"),
-        "by kind and place": {name: dict(one) for name, one in sorted(found.items())},
-        "stderr": "nothing", "seconds": round(time.monotonic() - begun),
-        "versions": {"python": platform.python_version(),
-                     **{name: version(name) for name in ("jax", "orbax-checkpoint", "tensorstore", "xxhash")}},
-        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
-    }  # fmt: skip
-    (ROOT / "benchmarks" / "soak_damage.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    what = ("two checkpoints of a run, the newest damaged at random; then the run is restored. 'found': reported, "
+            "quarantined, and the older one restored bitwise; 'harmless': the values are those saved; 'silent': "
+            "anything else that restored")  # fmt: skip
+    endings = {ending: all_counts(found, ending) for ending in ("silent", "found", "harmless")}
+    places = {name: dict(one) for name, one in sorted(found.items())}
+    write_soak("damage", what, begun, {**endings, "by kind and place": places, "stderr": "nothing"})
 
 
 def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):

@@ -63,14 +63,10 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         write_atomically(path, "x" * 100_000 + "\ud800")
     assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_file_that_cannot_take_its_place_leaves_no_partial_one(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(OSError, match="folder"):
         write_atomically(tmp_path / "folder", "text")
-    assert list(tmp_path.iterdir()) == [tmp_path / "folder"]
+    assert sorted(tmp_path.iterdir()) == [path, tmp_path / "folder"]
 
 
 def test_json_that_cannot_be_read_is_named(tmp_path):
@@ -184,14 +180,6 @@ def test_a_lock_whose_file_its_owner_removed_is_taken_anew(tmp_path):
         path.unlink()
     thread.join()
     assert seen == [True]
-
-
-def test_a_lock_leaves_what_the_file_holds(tmp_path):
-    path = tmp_path / "file"
-    path.write_text("text")
-    with locked(path):
-        assert path.read_text() == "text"
-    assert path.read_text() == "text"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -49,28 +49,20 @@ def test_it_is_read_as_it_was_written(tmp_path):
 
 
 @given(st.data())
-def test_with_any_bit_changed_it_is_refused(tmp_path_factory, data):
+def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("manifest") / "1"
     make(folder)
     path = next(folder.glob("manifest-*"))
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
-    content[at] ^= 1 << data.draw(st.integers(0, 7))
+    if data.draw(st.booleans()):
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[at:]
     path.write_bytes(content)
     with pytest.raises(Damaged, match="is not what was written"):
         read_manifest(folder)
     assert try_read(folder) is None
-
-
-@given(st.integers(0, 10_000))
-def test_cut_anywhere_it_is_refused(tmp_path_factory, at):
-    folder = tmp_path_factory.mktemp("manifest") / "1"
-    make(folder)
-    path = next(folder.glob("manifest-*"))
-    content = path.read_bytes()
-    path.write_bytes(content[: at % len(content)])
-    with pytest.raises(Damaged):
-        read_manifest(folder)
 
 
 @pytest.mark.parametrize(
@@ -94,13 +86,6 @@ def test_each_file_is_looked_at(tmp_path, file, content, said):
     assert try_read(tmp_path / "1") is not None  # which looks at none
 
 
-def test_two_are_one_too_many(tmp_path):
-    make(tmp_path / "1")
-    (tmp_path / "1" / f"manifest-{digest(b'{}')}.json").write_text("{}")
-    with pytest.raises(Damaged, match="holds 2 manifests, where a checkpoint has one"):
-        read_manifest(tmp_path / "1")
-
-
 def test_a_newer_format_is_refused_not_called_damaged(tmp_path):
     make(tmp_path / "1", format=FORMAT + 1)
     with pytest.raises(InputError, match=rf"is a checkpoint of format {FORMAT + 1}, but .* up to {FORMAT}"):
@@ -108,9 +93,13 @@ def test_a_newer_format_is_refused_not_called_damaged(tmp_path):
     assert try_read(tmp_path / "1") is None
 
 
-def test_without_a_manifest_it_is_no_checkpoint(tmp_path):
+def test_without_a_manifest_or_with_two_it_is_no_checkpoint(tmp_path):
     with pytest.raises(Damaged, match="holds 0 manifests"):
         read_manifest(tmp_path)
+    make(tmp_path / "1")
+    (tmp_path / "1" / f"manifest-{digest(b'{}')}.json").write_text("{}")
+    with pytest.raises(Damaged, match="holds 2 manifests"):
+        read_manifest(tmp_path / "1")
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3, 5])
