@@ -54,7 +54,7 @@ def saved_when_due(store, step):
     while not store.due():
         step += 1
     store.save(step, make_large(step), ABOUT)
-    return step if store.settle() else None
+    return step if store.wait() else None
 
 
 def full_and_freed(root):
@@ -62,10 +62,10 @@ def full_and_freed(root):
     folder, ballast, said = root / "run", root / "ballast", []
     with open_store(folder, said, keep=1) as store:
         store.save(1, make_large(1), ABOUT)
-        assert store.settle()
+        assert store.wait()
         fill(ballast, SIZE // 2)  # what is known before anything is written
         store.save(2, make_large(2), ABOUT)
-        assert not store.settle()
+        assert not store.wait()
         assert names(folder) == ["1", "GENERATION"]
         assert restored(folder) == 1
         look, CheckpointStore._room = CheckpointStore._room, lambda *_: ""  # what fills while it is written
@@ -90,10 +90,10 @@ def read_only_for_a_while(root):
     with open_store(folder, said, keep=2) as store:
         for step in (1, 2):
             store.save(step, make_large(step), ABOUT)
-        assert store.settle()
+        assert store.wait()
         remount(root, "ro")
         store.save(3, make_large(3), ABOUT)
-        assert not store.settle()
+        assert not store.wait()
         assert restored(folder) == 2
         remount(root, "rw")
         again = saved_when_due(store, 10)

@@ -158,10 +158,10 @@ def test_a_copy_that_cannot_be_written_is_reported_once_and_not_used(tmp_path):
     with open_store(tmp_path / "run", said, local_dir=str(tmp_path / "node")) as store:
         for step in (1, 2):
             store.save(step, make_state(step, WIDTH), ABOUT)
-            assert store.settle()
+            assert store.wait()
         (tmp_path / "node").unlink()  # from then on it can, so that a next failure is news
         store.save(3, make_state(3, WIDTH), ABOUT)
-        assert store.settle()
+        assert store.wait()
         assert copy_of(tmp_path, 3)
         shutil.rmtree(tmp_path / "node")
         (tmp_path / "node").write_text("in the way")
@@ -176,10 +176,10 @@ def test_what_is_staged_is_let_go_of(tmp_path):
     (tmp_path / "run").write_text("in the way")
     with open_store(tmp_path / "run", [], local_dir=str(tmp_path / "node")) as store:
         store.save(1, make_state(1), ABOUT)
-        assert not store.settle()
+        assert not store.wait()
         (tmp_path / "run").unlink()
         store.save(1, make_state(1), ABOUT)
-        assert store.settle()
+        assert store.wait()
         assert store.local._staged == {}
     check(tmp_path / "run", 1)
 

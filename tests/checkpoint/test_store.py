@@ -127,11 +127,11 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
     said = []
     with open_store(tmp_path / "run", said) as store:
         store.save(1, make_state(1), ABOUT)
-        store.settle()
+        store.wait()
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
         store.save(2, make_state(2), ABOUT)
-        assert not store.settle()
+        assert not store.wait()
         assert "The checkpoint of step 2 could not be saved" in said[0]
         assert "Training continues" in said[0]
         assert not store.due()  # not yet
@@ -140,7 +140,7 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 11)
         assert store.due()
         store.save(3, make_state(3), ABOUT)
-        assert store.settle()
+        assert store.wait()
         assert not store.due()
     assert said[1:] == ["The checkpoint of step 3 is saved."]
     check(tmp_path / "run", 3)
@@ -160,7 +160,7 @@ def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
     said = []
     with open_store(tmp_path / "run", said, loss_window=0.3) as store:
         store.save(1, make_state(1), ABOUT)
-        assert store.settle()
+        assert store.wait()
         time.sleep(0.4)  # as between two saves of a run that saves rarely
         os.rename(tmp_path / "run", tmp_path / "away")
         (tmp_path / "run").write_text("in the way")
@@ -174,7 +174,7 @@ def test_a_state_that_cannot_be_read_is_told_and_leaves_nothing(tmp_path):
         gone = make_state(1)
         gone["step"].delete()
         store.save(1, gone, ABOUT)
-        assert not store.settle()
+        assert not store.wait()
         assert [path.name for path in tmp_path.iterdir()] == ["GENERATION"]
         store.save(2, make_state(2), ABOUT)
     assert "Array has been deleted" in said[0]

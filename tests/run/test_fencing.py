@@ -66,9 +66,9 @@ def stale_pair(folder, said):
     """A store that was given up for dead after checkpoint 1, and one that has gone on and saved 2 since."""
     stale, newer = open_store(folder, said, keep=1), open_store(folder, keep=5)
     stale.save(1, make_state(1), ABOUT)
-    assert stale.settle()
+    assert stale.wait()
     newer.save(2, make_state(2), ABOUT)
-    assert newer.settle()
+    assert newer.wait()
     return stale, newer
 
 
@@ -79,7 +79,7 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
     work.mkdir()
     with stale, newer:
         stale.save(3, make_state(3), ABOUT)
-        assert not stale.settle()
+        assert not stale.wait()
         assert work.exists()
         assert saved_steps(tmp_path) == [1, 2]
         work.rmdir()
@@ -92,11 +92,11 @@ def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
     said, digests = [], store.digests
     with open_store(tmp_path, said) as stale:
         stale.save(1, make_state(1), ABOUT)
-        assert stale.settle()
+        assert stale.wait()
         with monkeypatch.context() as patch:
             patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
             stale.save(2, make_state(2), ABOUT)
-            assert not stale.settle()
+            assert not stale.wait()
     assert "its fencing token is 2, here it is 1" in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
 
@@ -107,7 +107,7 @@ def test_on_a_full_disk_it_removes_nothing_of_others_either(tmp_path, monkeypatc
     (tmp_path / "3.g2").mkdir()
     with stale, newer:
         stale.save(3, make_state(3), ABOUT)
-        assert not stale.settle()
+        assert not stale.wait()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3.g2", "GENERATION"]
 
 
@@ -117,7 +117,7 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     with stale, monkeypatch.context() as patch:
         patch.setattr(store, "why_superseded", lambda *_: "")  # it looked a moment before the newer one began
         stale.save(3, make_state(9), ABOUT)
-        assert stale.settle()
+        assert stale.wait()
     assert (tmp_path / "3").exists()
     with newer:
         newer.save(3, make_state(3), ABOUT)  # nor does it take the place of the newer one's

@@ -84,7 +84,7 @@ class History:
     def save(self, _):
         self.step += 1
         self.store.save(self.step, make_state(self.step), ABOUT)
-        assert self.store.settle()
+        assert self.store.wait()
         self.damaged.discard(self.step)
         if self.config["verify"] == "readback":
             self.verified.add(self.step)

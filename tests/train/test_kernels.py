@@ -28,9 +28,9 @@ def test_what_is_used_is_said_once(all_right, capsys):
 
 
 def test_what_is_wrong_on_one_process_is_left_out_on_all(all_right, monkeypatch, capsys):
-    others = '{"symmetric": "it is 2 off, but may be 0.001."}'
+    others = {"symmetric": "it is 2 off, but may be 0.001."}
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(room, "all_gather_text", lambda key, text, seconds: [text, others])
+    monkeypatch.setattr(room, "all_gather", lambda topic, value, seconds: [value, others])
     choice = choose_kernels(CONFIG, Target("cuda", "NVIDIA H200"))
     assert choice.reasons["symmetric"] == "it is 2 off, but may be 0.001."
     assert "symmetric" in choice.target.without

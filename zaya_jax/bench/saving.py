@@ -29,7 +29,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.parallel.multihost import all_gather_text, join
+from zaya_jax.parallel.multihost import all_gather, join
 from zaya_jax.run.files import sync_folder
 
 LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
@@ -152,7 +152,7 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
     store = CheckpointStore(folder, CheckpointConfig(keep=1, verify=verify))
 
     def finish() -> None:
-        if not store.settle():
+        if not store.wait():
             raise RuntimeError("The state could not be saved.")
 
     def restore() -> Any:
@@ -242,11 +242,11 @@ def drop_cached(folder: Path) -> None:
 
 
 def _together(key: str) -> None:
-    all_gather_text(f"bench/{key}", "", 600)
+    all_gather(f"bench/{key}", None, 600)
 
 
 def _each(value: float) -> list[float]:
-    return [float(text) for text in all_gather_text(f"bench/value/{next(_turns)}", repr(value), 600)]
+    return all_gather("bench/value", value, 600)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Restoring: the newest checkpoint that is what was saved, onto any layout, and never one that is not."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,7 +13,7 @@ from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary, primary_first
+from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, slice_text
 from zaya_jax.run.fencing import is_current
@@ -22,7 +21,6 @@ from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
 _PATIENCE = 3600  # seconds that the slowest process may need to read its part
 _THREADS = 8
-_turns = itertools.count()
 
 
 class Restored(NamedTuple):
@@ -50,7 +48,7 @@ def restore_newest(
       RunStopped: none of the checkpoints is what was saved.
     """
     folder, quarantined = store.folder, ""
-    while steps := _steps(folder):
+    while steps := broadcast(names.named_steps(folder)):
         step = steps[-1]
         try:
             manifest = _manifest(folder, step)
@@ -61,7 +59,7 @@ def restore_newest(
                 say(f"{error} It is kept as {quarantined}, and an older checkpoint is taken where there is one.")
             continue
         return restored
-    if quarantined or broadcast_text(str(names.has_checkpoint(folder))) == str(True):
+    if quarantined or broadcast(names.has_checkpoint(folder)):
         raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
                          "with another run_dir.")  # fmt: skip
     return None
@@ -83,11 +81,6 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
         return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
         raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.FOLDER}/STEP.") from error
-
-
-def _steps(folder: Path) -> list[int]:
-    text = broadcast_text(" ".join(map(str, names.named_steps(folder))))
-    return [int(step) for step in text.split()]
 
 
 def _set_aside(folder: Path, step: int, why: str) -> str:
@@ -124,9 +117,8 @@ def _manifest(folder: Path, step: int) -> Manifest:
 
 def _agree(problem: str, kind: type[Exception]) -> None:
     """Raise in every process where one has a problem."""
-    said = all_gather_text(f"restore/{next(_turns)}", problem, _PATIENCE)
-    if found := next(filter(None, said), ""):
-        raise kind(found)
+    if first := next(filter(None, all_gather("restore", problem, _PATIENCE)), ""):
+        raise kind(first)
 
 
 def _restore(
@@ -144,8 +136,7 @@ def _restore(
         problem = str(error)
     _agree(problem, Damaged)
     # All from their own copies, or none: what Orbax reads, all processes read together.
-    copied = all_gather_text(f"restore/{next(_turns)}", "no" if arrays is None else "yes", _PATIENCE)
-    if arrays is None or "no" in copied:
+    if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
         arrays = {}
         try:
             arrays = _load(CheckpointReader(folder, manifest.leaves), wanted)

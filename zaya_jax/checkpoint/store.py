@@ -6,7 +6,6 @@ comes last, and only then does the checkpoint get the name that makes it one.
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -26,7 +25,7 @@ from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped, as_sentence
-from zaya_jax.parallel.multihost import all_gather_text, broadcast_text, is_primary
+from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import is_current, take_token, why_superseded
@@ -34,11 +33,9 @@ from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, digests_of, files_of, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
 
-_turns = itertools.count()  # of saves, the same in all processes
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
 _FAREWELL = 60  # seconds for the save under way, where something else has gone wrong
 _RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
-_SAVED = "saved"  # of a step there is a checkpoint of
 _SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
 
 
@@ -51,9 +48,8 @@ class _Saving:
     """A save under way."""
 
     step: int
-    turn: int
     work: Path  # its folder before it has its name
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     parts: list[Part] = dataclasses.field(default_factory=list)
     packed: PackedArrays | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
@@ -96,7 +92,7 @@ class CheckpointStore:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait for the save that is under way; where this process ends alone, without asking the others."""
         if kind is None:
-            self.settle()
+            self.wait()
         elif self._under_way is not None:
             with contextlib.suppress(Exception):
                 self._under_way[1].result(_FAREWELL)
@@ -139,8 +135,7 @@ class CheckpointStore:
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
-        problem = broadcast_text(problem)
-        token = int(broadcast_text(str(token)))
+        problem, token = broadcast((problem, token))
         self._token = 0 if problem else token
         return problem
 
@@ -159,7 +154,7 @@ class CheckpointStore:
                          f"now {quarantined.name}.")  # fmt: skip
         return tokens
 
-    def save(self, step: int, state: Any, about: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
         """Start saving; the arrays may be donated to the next step at once.
 
         One save is in flight at a time: where another is, it is waited for. A save that fails is reported, and should
@@ -168,25 +163,25 @@ class CheckpointStore:
         Args:
           step: of the run; a checkpoint of it that there already is stays.
           state: a pytree of arrays.
-          about: of the checkpoint, see `Manifest`; JSON.
+          metadata: of the checkpoint, see `Manifest.about`; JSON.
 
         Raises:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
         """
-        self.settle()
+        self.wait()
         arrays = named(state)
         problem = "" if self._token else self._take_over()
         work = self.folder / names.unfinished_name(step, self._token)
-        if not problem:  # said once, since every word of process 0's is a moment that training waits
+        if not problem:  # one message, since training waits for each
             size = sum(x.nbytes for x in arrays.values())
-            problem = broadcast_text(self._before(step, work, size) if is_primary() else "")
-        if problem == _SAVED:
-            return
+            saved, problem = broadcast(self._before(step, work, size) if is_primary() else (False, ""))
+            if saved:
+                return
         future: Future[None] = Future()
         if problem:
             future.set_exception(SaveFailed(problem))
         else:
-            saving = _Saving(step, next(_turns), work, dict(about))
+            saving = _Saving(step, work, dict(metadata))
             try:
                 packed = pack_arrays(arrays)
                 saving.parts = packed.large_parts() if self._config.verify != "none" else []
@@ -198,13 +193,13 @@ class CheckpointStore:
             future = self._pool.submit(self._finish, saving)
         self._under_way = (step, future)
         if problem:
-            self.settle()
+            self.wait()
 
-    def _before(self, step: int, work: Path, size: int) -> str:
-        """In process 0: `_SAVED`, or what stands against saving `size` bytes of `step` as `work`, or nothing."""
+    def _before(self, step: int, work: Path, size: int) -> tuple[bool, str]:
+        """In process 0: whether `step` is saved, and what stands against saving `size` bytes of it as `work`."""
         if self._is_saved(step):
-            return _SAVED
-        return self.ready() or self._room(size) or self._make_way(work)
+            return True, ""
+        return False, self.ready() or self._room(size) or self._make_way(work)
 
     def _is_saved(self, step: int) -> bool:
         """Whether there is a checkpoint of `step`; what has its name and is none is quarantined."""
@@ -225,15 +220,15 @@ class CheckpointStore:
         """
         if self._under_way is None and not self._problem:
             return False
-        view = broadcast_text(self._view())
+        view = broadcast(self._view())
         if view == "wait":
             return False
-        self.settle()
+        self.wait()
         return view == "again"
 
     def backing_off(self) -> bool:
         """Whether a save has failed and its next try is not due; the same in all processes."""
-        return bool(self._problem) and broadcast_text(self._view()) == "wait"
+        return bool(self._problem) and broadcast(self._view()) == "wait"
 
     def finish(self, save: Callable[[], None], ending: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
@@ -241,23 +236,23 @@ class CheckpointStore:
         Returns:
           Whether it has.
         """
-        self.settle()
-        while broadcast_text(self._problem and "failed") and not ending():
+        self.wait()
+        while broadcast(bool(self._problem)) and not ending():
             time.sleep(1)
             if self.due():
                 save()
-                self.settle()
+                self.wait()
         return not self._problem
 
     def _view(self) -> str:
-        """Process 0's: 'wait', 'settled' or 'again'."""
+        """Process 0's: 'wait', 'done' or 'again'."""
         if self._under_way is not None:
             if not self._under_way[1].done():
                 return "wait"
-            return "settled"
+            return "done"
         return "again" if time.monotonic() >= self._again_at else "wait"
 
-    def settle(self) -> bool:
+    def wait(self) -> bool:
         """Wait for the save under way; whether the last one succeeded.
 
         Raises:
@@ -284,7 +279,7 @@ class CheckpointStore:
         lost = now - self._failing_since
         newest = self.latest()
         since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        if broadcast_text(str(lost > self._config.loss_window)) == str(True):
+        if broadcast(lost > self._config.loss_window):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
                              f"{since}.")  # fmt: skip
@@ -327,7 +322,7 @@ class CheckpointStore:
 
     def _finish(self, saving: _Saving) -> None:
         """The rest of a save, in a thread of each process."""
-        problem, key = saving.problem, f"{saving.turn}"
+        problem = saving.problem
         try:
             if saving.writing is None or saving.packed is None:
                 raise SaveFailed(problem)
@@ -342,11 +337,12 @@ class CheckpointStore:
                 problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
         except Exception as error:  # whatever it is, training goes on
             problem = as_sentence(error)
-        said = [one for one in all_gather_text(f"saved/{key}", problem, _PATIENCE) if one]
+        problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
         verdict = ""
         if is_primary():
-            verdict = (why_superseded(self.folder, self._token) or said[0]) if said else self._commit(saving)
-        verdict = all_gather_text(f"kept/{key}", verdict, _PATIENCE)[0]
+            superseded = why_superseded(self.folder, self._token) if problems else ""
+            verdict = superseded or problems[0] if problems else self._commit(saving)
+        verdict = all_gather("kept", verdict, _PATIENCE)[0]
         if verdict:
             self.local.drop()
             if is_primary():
@@ -378,7 +374,7 @@ class CheckpointStore:
             leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
-                saving.step, self._token, saving.about, leaves, files_of(saving.work),
+                saving.step, self._token, saving.metadata, leaves, files_of(saving.work),
                 digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
             if problem := why_superseded(self.folder, self._token):

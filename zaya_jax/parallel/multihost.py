@@ -3,10 +3,12 @@
 import hashlib
 import importlib.util
 import itertools
+import json
 import math
 import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -23,7 +25,9 @@ T = TypeVar("T")
 _LATER = 30  # seconds that jax's heartbeats are given beyond our own
 # In jax's errors, what tells one of the others from one of our own.
 _OF_OTHERS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
-_turns = itertools.count()
+_PATIENCE = 600  # seconds for the processes, which have met, to load their configuration
+# Of each topic, the messages sent so far: the same in all processes, which send them in the same order.
+_turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(
@@ -41,8 +45,8 @@ def join(
     Raises:
       InputError: only some of the three are given, or cannot be; or the processes do not meet, see `meet`.
     """
-    given = (coordinator, processes, process)
-    if any(one is not None for one in given) and None in given:
+    flags = (coordinator, processes, process)
+    if flags != (None, None, None) and None in flags:
         raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
     name = detect_launcher(os.environ)
     if coordinator is None and name is None:
@@ -98,93 +102,81 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def check_alike(text: str) -> None:
-    """Raise `InputError` in every process unless all were given the same configuration `text`."""
+def broadcast(value: T) -> T:
+    """The `value` of process 0, JSON, in every process, however long it takes to be sent.
+
+    By the coordinator's store: a collective would give up while process 0 prepares data.
+    """
     if jax.process_count() == 1:
-        return
-    key, mine, said = _next_key(), hashlib.sha256(text.encode()).hexdigest(), ""
-    _store().key_value_set(f"{key}/{jax.process_index()}", mine)
+        return value
+    key = f"zaya_jax/broadcast/{next(_turns['broadcast'])}"
     if is_primary():
-        others = [str(one) for one in range(1, jax.process_count()) if _wait_for(f"{key}/{one}") != mine]
-        if others:
-            said = (f"Process {', '.join(others)} of {jax.process_count()} was given another configuration than "
-                    "process 0: start all with the same files and overrides.")  # fmt: skip
-    if said := broadcast_text(said):
-        raise InputError(said)
+        _store().key_value_set(key, json.dumps(value))
+        return value
+    while True:  # `PeerLiveness` ends this process where process 0 is lost
+        try:
+            return json.loads(_store().blocking_key_value_get(key, 10_000))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+
+
+def all_gather(topic: str, value: T, seconds: float) -> list[T]:
+    """The `value` of each process, JSON, in the order of processes.
+
+    Args:
+      topic: tells messages of one thread from those of others, which may be sent in another order.
+      value: of this process.
+      seconds: to wait for the others.
+
+    Raises:
+      TimeoutError: another process did not send its value in time; it is named.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    key, deadline = f"zaya_jax/{topic}/{next(_turns[topic])}", time.monotonic() + seconds
+    _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    values = []
+    for process in range(jax.process_count()):
+        left = max(1, round(1000 * (deadline - time.monotonic())))
+        try:
+            values.append(json.loads(_store().blocking_key_value_get(f"{key}/{process}", left)))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(f"Process {process} was not heard for {seconds:g} s.") from error
+    return values
 
 
 def primary_first(action: Callable[[], T]) -> T:
-    """`action` in process 0, then in the others, who so find what it has made.
+    """`action` in process 0, then in the others, which see what it has made.
 
     Raises:
       InputError: that of process 0, in every process.
     """
     if jax.process_count() == 1:
         return action()
-    failed: Exception | None = None
+    failure: Exception | None = None
     result: list[T] = []
     if is_primary():
         try:
             result.append(action())
         except Exception as error:
-            failed = error
-    said = broadcast_text(str(failed) or type(failed).__name__ if failed is not None else "")
-    if failed is not None:
-        raise failed
-    if said:
-        raise InputError(said)
+            failure = error
+    problem = broadcast(None if failure is None else str(failure) or type(failure).__name__)
+    if failure is not None:
+        raise failure
+    if problem is not None:
+        raise InputError(problem)
     return result[0] if result else action()
 
 
-def broadcast_text(text: str) -> str:
-    """The `text` of process 0, in every process, however long it takes to be said.
-
-    By the coordinator's store: a collective would give up while process 0 prepares data.
-    """
-    if jax.process_count() == 1:
-        return text
-    key = _next_key()
-    if is_primary():
-        _store().key_value_set(key, f"={text}")  # the store takes no empty text
-        return text
-    return _wait_for(key)[1:]
-
-
-def all_gather_text(key: str, text: str, seconds: float) -> list[str]:
-    """What each process says under `key`, which is used once, in the order of processes; for any thread.
-
-    Raises:
-      TimeoutError: one has not said it in time; it is named.
-    """
-    if jax.process_count() == 1:
-        return [text]
-    key, deadline = f"zaya_jax/each/{key}", time.monotonic() + seconds
-    _store().key_value_set(f"{key}/{jax.process_index()}", f"={text}")
-    found = []
-    for one in range(jax.process_count()):
-        left = max(1, round(1000 * (deadline - time.monotonic())))
-        try:
-            found.append(_store().blocking_key_value_get(f"{key}/{one}", left)[1:])
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            raise TimeoutError(f"Process {one} was not heard for {seconds:g} s.") from error
-    return found
-
-
-def _wait_for(key: str) -> str:
-    """What another process sets; `PeerLiveness` ends this one where the other is lost."""
-    while True:
-        try:
-            return _store().blocking_key_value_get(key, 10_000)
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-
-
-def _next_key() -> str:
-    """The same in all processes, since they do the same things in the same order."""
-    return f"zaya_jax/{next(_turns)}"
+def check_alike(text: str) -> None:
+    """Raise `InputError` in every process unless all were given the same configuration `text`."""
+    digests = all_gather("config", hashlib.sha256(text.encode()).hexdigest(), _PATIENCE)
+    if others := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
+        raise InputError(f"Process {', '.join(others)} of {len(digests)} was given another configuration than process "
+                         "0: start all with the same files and overrides.")  # fmt: skip
 
 
 def _store() -> Any:

@@ -1,13 +1,11 @@
 """The kernels a run uses: chosen once at its start, tried, and the same in all processes."""
 
-import json
-
 import jax
 
 from zaya_jax.config import Config
 from zaya_jax.ops.registry import KernelSelection, choose, validate_kernels
 from zaya_jax.ops.target import Target, current_target
-from zaya_jax.parallel.multihost import all_gather_text, is_primary
+from zaya_jax.parallel.multihost import all_gather, is_primary
 
 _PATIENCE = 600  # seconds that a process is waited for, while it compiles what it tries
 
@@ -30,8 +28,8 @@ def choose_kernels(config: Config, target: Target | None = None) -> KernelSelect
     choice = choose(target, config.model, dtype)
     choice = validate_kernels(choice, config.model, dtype)
     if jax.process_count() > 1:
-        said = all_gather_text("kernels", json.dumps(choice.reasons), _PATIENCE)
-        choice = choice.without({name: why for one in reversed(said) for name, why in json.loads(one).items()})
+        reasons = all_gather("kernels", dict(choice.reasons), _PATIENCE)
+        choice = choice.without({name: why for process in reversed(reasons) for name, why in process.items()})
     if is_primary() and (choice.kernels or choice.reasons):
         print(choice)
     return choice
