@@ -40,7 +40,7 @@ from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import make_mesh, replicated
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
-from zaya_jax.train import beginning, compiled, loop
+from zaya_jax.train import beginning, compiled, trainer
 from zaya_jax.train.state import PhaseSpec, TrainState, init_state, make_blueprint, mesh_of
 from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
 
@@ -204,7 +204,7 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "make_evaluation_step", _evaluation_step)
     monkeypatch.setattr(beginning, "abstract_state", lambda config, phase: _abstract(_same_step(config), phase))
     monkeypatch.setattr(beginning, "init_state", lambda config, _: _start(_same_start(config)))
-    monkeypatch.setattr(loop, "plot_run", _plot_run)
+    monkeypatch.setattr(trainer, "plot_run", _plot_run)
 
 
 _cached_jit = functools.cache(fast_jit)
@@ -266,7 +266,7 @@ def _start(config: Config) -> TrainState:
 
 
 _abstract = functools.cache(compiled.abstract_state)
-_plot = loop.plot_run
+_plot = trainer.plot_run
 _pictures: dict[str, bytes] = {}
 
 

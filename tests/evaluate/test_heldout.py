@@ -1,5 +1,3 @@
-import math
-
 import jax
 import numpy as np
 import pytest
@@ -7,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.test_step import mean_loss
-from tests.train_helpers import CONFIG, change, fast_jit, make_batch, setup
-from zaya_jax.evaluate.heldout import HeldoutLoss, evaluate, evaluate_each, together
+from tests.train_helpers import CONFIG, fast_jit, make_batch, setup
+from zaya_jax.evaluate import heldout
+from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss, heldout_loss
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train.state import layout_of
 from zaya_jax.train.step import make_evaluation_step
@@ -16,23 +16,22 @@ from zaya_jax.train.step import make_evaluation_step
 
 @given(nats=st.floats(0, 1e9), tokens=st.integers(1, 10**9), text_bytes=st.integers(1, 10**9))
 def test_a_loss_is_spread_over_tokens_or_bytes(nats, tokens, text_bytes):
-    held = HeldoutLoss(nats, tokens)
-    assert held.nats_per_token * tokens == pytest.approx(nats)
-    assert held.bits_per_byte(text_bytes) * text_bytes * math.log(2) == pytest.approx(nats)
+    loss = HeldoutLoss(nats, tokens)
+    assert loss.nats_per_token * tokens == pytest.approx(nats)
+    assert loss.bits_per_byte(text_bytes) * text_bytes * np.log(2) == pytest.approx(nats)
+    assert HeldoutLoss(0.0, 0).nats_per_token == HeldoutLoss(0.0, 0).bits_per_byte(0) == 0
 
 
-def test_nothing_held_out_is_no_division_by_zero():
-    assert HeldoutLoss(0.0, 0).nats_per_token == 0
-    assert HeldoutLoss(0.0, 0).bits_per_byte(0) == 0
-
-
-def one_device():
-    return layout_of(CONFIG, setup().blueprint, make_mesh(devices=jax.devices()[:1]))
+def snapshot(loss_sums):
+    state = setup().state
+    placement = layout_of(CONFIG, setup().blueprint, make_mesh(devices=jax.devices()[:1]))
+    return ModelSnapshot(state.params, state.balance, {}, placement, loss_sums)
 
 
 @pytest.fixture(scope="module")
-def step():
-    return fast_jit(make_evaluation_step(CONFIG, setup().blueprint, one_device().mesh))
+def model():
+    mesh = make_mesh(devices=jax.devices()[:1])
+    return snapshot(fast_jit(make_evaluation_step(CONFIG, setup().blueprint, mesh)))
 
 
 def batch(seed):
@@ -40,13 +39,25 @@ def batch(seed):
     return jax.tree.map(lambda a: a[0], make_batch(seed=seed))
 
 
-def test_batches_add_up_to_the_mean_over_all_their_tokens(step):
-    batches, state = [batch(0), batch(1)], setup().state
-    held = evaluate(step, state, iter(batches), one_device())
+def test_batches_add_up_to_the_mean_over_all_their_tokens(model):
+    batches = [batch(0), batch(1)]
+    loss = heldout_loss(model, iter(batches))
     joined = {name: np.concatenate([b[name] for b in batches])[None] for name in batches[0]}
-    assert held.tokens == joined["loss_mask"].sum()
-    expected = fast_jit(mean_loss)(state.params, state.balance, joined)
-    assert held.nats_per_token == pytest.approx(float(expected), rel=1e-5)
+    assert loss.tokens == joined["loss_mask"].sum()
+    expected = fast_jit(mean_loss)(model.params, model.balance, joined)
+    assert loss.nats_per_token == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_rows_of_padding_add_nothing(model):
+    padded, other = batch(0), batch(0)
+    for array in padded.values():
+        array[2:] = 0
+    loss = heldout_loss(model, [padded])
+    other["tokens"] = np.where(np.arange(4)[:, None] < 2, other["tokens"], 7)
+    other["segment_ids"], other["loss_mask"] = padded["segment_ids"], padded["loss_mask"]
+    assert heldout_loss(model, [other]) == loss
+    assert loss.tokens == padded["loss_mask"].sum()
+    assert heldout_loss(model, []) == HeldoutLoss(0.0, 0)
 
 
 class Running:
@@ -64,44 +75,19 @@ class Running:
 
 
 def test_devices_are_given_few_batches_at_once():
-    def step(params, balance, batch):
-        return {"loss": Running(), "tokens": np.float32(2)}
-
-    held = evaluate(step, setup().state, [batch(0)] * 9, one_device())
-    assert held == HeldoutLoss(9.0, 18)
-    assert Running.now == 0
-    assert Running.most == 3
+    model = snapshot(lambda *_, **__: {"loss": Running(), "tokens": np.float32(2)})
+    assert heldout_loss(model, [batch(0)] * 9) == HeldoutLoss(9.0, 18)
+    assert (Running.now, Running.most) == (0, 3)
 
 
-def test_rows_of_padding_add_nothing(step):
-    some = batch(0)
-    for array in some.values():
-        array[2:] = 0
-    held = evaluate(step, setup().state, [some], one_device())
-    other = batch(0)
-    other["tokens"] = np.where(np.arange(4)[:, None] < 2, other["tokens"], 7)
-    other["segment_ids"], other["loss_mask"] = some["segment_ids"], some["loss_mask"]
-    assert evaluate(step, setup().state, [other], one_device()) == held
-    assert held.tokens == some["loss_mask"].sum()
-    assert evaluate(step, setup().state, [], one_device()) == HeldoutLoss(0.0, 0)
-
-
-def test_the_state_is_read_alone(step):
-    state = setup().state
-    later = change(state, {"step": state.step + 50})
-    layout = one_device()
-    assert evaluate(step, later, [batch(0)], layout) == evaluate(step, state, [batch(0)], layout)
-
-
-def test_each_source_has_a_loss_of_its_own_and_all_have_one_together(step):
-    state, layout = setup().state, one_device()
+def test_each_source_has_a_loss_of_its_own_and_all_have_one_together(model, monkeypatch):
     empty = {name: np.zeros_like(array) for name, array in batch(0).items()}
-    batches = {"some": [batch(0), empty], "unread": [], "more": iter([batch(1)]), "padding": [empty]}
-    losses = evaluate_each(step, state, batches, layout)
-    assert list(losses) == ["some", "more"]
-    assert losses["some"] == evaluate(step, state, [batch(0)], layout)
-    assert losses["more"] == evaluate(step, state, [batch(1)], layout)
-    whole = together(losses)
-    assert whole.tokens == losses["some"].tokens + losses["more"].tokens
-    assert whole.nats == pytest.approx(evaluate(step, state, [batch(0), batch(1)], layout).nats, rel=1e-9)
-    assert together({}) == HeldoutLoss(0.0, 0)
+    batches = {"some": [batch(0), empty], "unread": [], "more": [batch(1)], "padding": [empty]}
+    monkeypatch.setattr(heldout, "heldout_batches", lambda config, prepared, name, limit: batches[name])
+    evaluator = HeldoutEvaluator(CONFIG, type("Prepared", (), {"sources": batches}))
+    scores = evaluator.evaluate(model)
+    expected = {name: heldout_loss(model, batches[name]) for name in ("some", "more")}
+    assert evaluator.losses == expected
+    assert evaluator.total == HeldoutLoss(*map(sum, zip(*expected.values(), strict=True)))
+    by_source = {name: loss.nats_per_token for name, loss in expected.items()}
+    assert scores == {"heldout_loss": evaluator.total.nats_per_token, "heldout_loss_by_source": by_source}

@@ -100,14 +100,15 @@ def test_bad_input_is_told_by_all(tmp_path, override, said):
 @pytest.mark.soak
 def test_what_one_process_alone_is_told_ends_all(tmp_path):
     alone = """
-import os, zaya_jax.train.loop as loop
+import jax
 from zaya_jax.errors import InputError
-place = loop.Layout.place
-def damaged(layout, batch, count=None, *more):
-    if count and loop.jax.process_index() == 1:
+from zaya_jax.train.trainer import Trainer
+step = Trainer.step
+def damaged(trainer):
+    if jax.process_index() == 1:
         raise InputError("A document is damaged.")
-    return place(layout, batch, count, *more)
-loop.Layout.place = damaged
+    step(trainer)
+Trainer.step = damaged
 """
     job = start_job(tmp_path, [command(tmp_path, "run")] * 2, code=alone)
     for text in ended(finish_job(tmp_path, job), 2):

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import math
@@ -11,18 +12,23 @@ from hypothesis import strategies as st
 
 from zaya_jax.errors import InputError
 from zaya_jax.run import metrics as module
-from zaya_jax.run.metrics import DiskGuard, JsonlTracker, read_rows
+from zaya_jax.run.metrics import DiskGuard, JsonlFile, read_rows
 
 
 def row(step):
     return {"step": step, "loss": 1 / step, "load_entropy": [0.5, step / 7]}
 
 
+def opened(path, step, **options):
+    """A file in which every step has a row, closed at the end of a `with` block."""
+    return contextlib.closing(JsonlFile(path, step, complete=True, **options))
+
+
 def run(path, start, end):
-    """A process that goes on from `start` and ends, for whatever reason, after `end`."""
-    with JsonlTracker(path, start) as tracker:
+    """A process that resumes from `start` and ends, for whatever reason, after `end`."""
+    with opened(path, start) as file:
         for step in range(start + 1, end + 1):
-            tracker.log(row(step))
+            file.append(row(step))
 
 
 def test_rows_come_back_as_they_went(tmp_path):
@@ -38,10 +44,10 @@ def test_no_file_is_no_rows(tmp_path):
 
 def test_a_row_outlives_its_process_from_when_it_is_logged(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with JsonlTracker(path, 0) as tracker:
-        tracker.log(row(1))
+    with opened(path, 0) as file:
+        file.append(row(1))
         assert read_rows(path) == [row(1)]
-        tracker.sync()
+        file.sync()
 
 
 @st.composite
@@ -93,9 +99,9 @@ def test_whole_rows_are_read_before_any_damage(cut, rest):
 
 def test_numbers_survive_to_the_last_bit_and_those_that_are_none_become_null(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    with JsonlTracker(path, 0) as tracker:
-        tracker.log({"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]})
-        tracker.log({"step": 2, "loss": math.nan, "load_entropy": [math.inf, 1.0]})
+    with opened(path, 0) as file:
+        file.append({"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]})
+        file.append({"step": 2, "loss": math.nan, "load_entropy": [math.inf, 1.0]})
     run(path, 2, 2)
     first, second = read_rows(path)
     assert first == {"step": 1, "loss": 0.1 + 0.2, "load_entropy": [1e-45, -0.0]}
@@ -136,13 +142,13 @@ def test_a_row_that_cannot_be_written_is_written_later(calls, syncs):
         path, said, disk = Path(folder) / "metrics.jsonl", [], Disk(calls)
         patch.setattr(module, "os", disk)
         whole = b""
-        with JsonlTracker(path, 0, disk=DiskGuard(said.append)) as tracker:
+        with opened(path, 0, disk=DiskGuard(said.append)) as file:
             for step in range(1, 7):
-                tracker.log(row(step))
+                file.append(row(step))
                 whole += (json.dumps(row(step)) + "\n").encode()
                 assert whole.startswith(path.read_bytes())
                 if step in syncs:
-                    problem = tracker.sync()
+                    problem = file.sync()
                     assert problem or path.read_bytes() == whole
                     assert not problem or "metrics.jsonl cannot be written: No space left on device." in problem
             disk.calls = []
@@ -155,8 +161,8 @@ def test_rows_that_a_run_drops_are_counted(tmp_path):
     path = tmp_path / "metrics.jsonl"
     run(path, 0, 5)
     for start, dropped in ((5, 0), (3, 2), (0, 3)):
-        with JsonlTracker(path, start) as tracker:
-            assert tracker.dropped == dropped
+        with opened(path, start) as file:
+            assert file.dropped == dropped
 
 
 @pytest.mark.parametrize(("lines", "missing"), [([], 1), ([1, 2], 3), ([2, 3], 1), ([1, 3], 2), ([1, 1, 2, 3], 2)])
@@ -165,7 +171,7 @@ def test_a_row_missing_before_the_checkpoint_is_told_and_nothing_is_dropped(tmp_
     path.write_text("".join(json.dumps(row(step)) + "\n" for step in lines))
     before = path.read_bytes()
     with pytest.raises(InputError, match=rf"{path}.*step {missing} is missing or damaged"):
-        JsonlTracker(path, 3)
+        opened(path, 3)
     assert path.read_bytes() == before
 
 
@@ -175,4 +181,4 @@ def test_a_damaged_row_before_the_checkpoint_is_told(tmp_path):
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'{"step": 2', b'{"st\xff": 2'))
     with pytest.raises(InputError, match="step 2 is missing or damaged"):
-        JsonlTracker(path, 5)
+        opened(path, 5)

@@ -30,7 +30,7 @@ def row(step, **changes):
 def test_a_line_every_few_steps_and_one_at_the_end(capsys):
     with make(steps=12) as report:
         for step in range(1, 13):
-            report.row(row(step), 0.5)
+            report.write(row(step), {"seconds": 0.5})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     assert lines[0] == (
@@ -50,7 +50,7 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys):
 )
 def test_a_known_device_gives_the_share_of_its_peak(capsys, kind, share):
     report = make(device_kind=kind, flops_per_token=lambda _: 989e12 / 200, log_every=1)
-    report.row(row(1, tokens=100.0), 0.5)
+    report.write(row(1, tokens=100.0), {"seconds": 0.5})
     assert share in capsys.readouterr().out
 
 
@@ -58,7 +58,7 @@ def test_the_operations_of_a_token_are_those_of_the_step(capsys):
     asked = []
     report = make(device_kind="new", flops_per_token=lambda step: asked.append(step) or step * 1e9, log_every=2)
     for step in range(1, 5):
-        report.row(row(step), 0.5)
+        report.write(row(step), {"seconds": 0.5})
     assert asked == [2, 4]
     assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()] == ["400.0 GFLOP/s", "800.0 GFLOP/s"]
 
@@ -66,7 +66,7 @@ def test_the_operations_of_a_token_are_those_of_the_step(capsys):
 def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys):
     report = make(log_every=2)
     for step in (1, 2):
-        report.row(row(step, tokens=25.0), 1.0)
+        report.write(row(step, tokens=25.0), {"seconds": 1.0})
     assert " 25 tokens/s " in (out := capsys.readouterr().out)
     assert out.rstrip().endswith("| ETA 0:10")
 
@@ -80,11 +80,12 @@ def test_the_speed_of_a_step_has_no_share_of_a_peak_that_is_not_known():
 
 def test_evaluations_and_skipped_steps_are_told(capsys):
     report = make(log_every=1)
-    report.row(row(1, heldout_loss=3.14159, skipped=2), 1.0)
+    report.labels = {"heldout_loss": "held-out", "accuracy": "acc"}
+    report.write(row(1, heldout_loss=3.14159, accuracy=0.5, skipped=2), {"seconds": 1.0})
     out = capsys.readouterr().out
-    assert "| held-out 3.142 |" in out
+    assert "| held-out 3.142 | acc 0.500 |" in out
     assert out.rstrip().endswith("| skipped 2 in a row")
-    report.row(row(2, loss=float("nan"), tokens=0.0), 0.0)  # neither a time nor a token passed
+    report.write(row(2, loss=float("nan"), tokens=0.0), {"seconds": 0.0})  # neither a time nor a token passed
     assert "loss nan" in capsys.readouterr().out
 
 
@@ -109,5 +110,5 @@ def test_a_run_continues_though_nobody_reads_its_output_any_more(monkeypatch):
         monkeypatch.setattr(sys, "stdout", output)
         report = make(log_every=1)
         for step in (1, 2):
-            report.row(row(step), 0.5)
+            report.write(row(step), {"seconds": 0.5})
         output.flush()  # as Python does at exit, where a failure would change the status

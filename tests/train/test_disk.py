@@ -28,15 +28,15 @@ def fill(path):
 def train_on(config, events):
     """What a run prints; `events` are called before the rows of their steps are written."""
 
-    class Tracker(loop.JsonlTracker):
-        def log(self, row):
-            events.get(row["step"], lambda: None)()
-            super().log(row)
+    class Sink(loop.JsonlSink):
+        def write(self, metrics, timings):
+            events.get(metrics["step"], lambda: None)()
+            super().write(metrics, timings)
 
     said = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         compile_once(patch)
-        patch.setattr(loop, "JsonlTracker", Tracker)
+        patch.setattr(loop, "JsonlSink", Sink)
         try:
             loop.run_training(config)
         except RunStopped as error:

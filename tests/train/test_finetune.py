@@ -17,11 +17,12 @@ from zaya_jax.data.__main__ import main as data_main
 from zaya_jax.data.pipeline import heldout_batches, train_batches
 from zaya_jax.data.sources import open_sources
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate.heldout import evaluate
+from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.evaluate.heldout import heldout_loss
 from zaya_jax.model.tree import parameters
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.metrics import JsonlSink, read_rows
 from zaya_jax.train.given import given_parameters
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.report import report
@@ -103,7 +104,7 @@ def test_a_later_start_goes_on_between_the_phases(tuned, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             compile_once(patch)
             if steps == 10:
-                patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(10))
+                patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(10))
                 with pytest.raises(KeyboardInterrupt):
                     run_training(short)
             else:
@@ -112,14 +113,12 @@ def test_a_later_start_goes_on_between_the_phases(tuned, tmp_path):
 
 
 def _stop_after(step):
-    from zaya_jax.run.metrics import JsonlTracker
+    write = JsonlSink.write
 
-    log = JsonlTracker.log
-
-    def stop(self, row):
-        if row["step"] > step:
+    def stop(self, metrics, timings):
+        if metrics["step"] > step:
             raise KeyboardInterrupt
-        log(self, row)
+        write(self, metrics, timings)
 
     return stop
 
@@ -221,9 +220,9 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     plain = dataclasses.replace(config, lora=None)
     layout = layout_of(plain, make_blueprint(plain), make_mesh(devices=jax.devices()[:1]))
     step = fast_jit(make_evaluation_step(plain, make_blueprint(plain), layout.mesh))
-    state = dataclasses.replace(result.state, params=parameters(result.model))
+    model = ModelSnapshot(parameters(result.model), result.state.balance, {}, layout, step)
     batches = heldout_batches(config, result.prepared, "talk", config.evaluation.batches)
-    assert evaluate(step, state, batches, layout) == result.heldout_by_source["talk"]
+    assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
 
 
 def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):
@@ -232,7 +231,7 @@ def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):
     config = adapters_on(folder, folder / "stopped")
     compile_once(monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(12))
+        patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(12))
         with pytest.raises(KeyboardInterrupt):
             run_training(config)
     again = run_training(config)
@@ -249,7 +248,7 @@ def test_another_base_is_refused_and_nothing_is_written(adapted, tuned, tmp_path
     shutil.copytree(folder / "run" / "checkpoints" / "10", moved / "checkpoints" / "10")
     first = adapters_on(folder, tmp_path / "run", f"init_from={moved}")
     with monkeypatch.context() as patch:
-        patch.setattr("zaya_jax.train.loop.JsonlTracker.log", _stop_after(7))
+        patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(7))
         with pytest.raises(KeyboardInterrupt):
             run_training(first)
     shutil.copytree(folder / "run" / "checkpoints" / "30", moved / "checkpoints" / "30")  # the run has gone on

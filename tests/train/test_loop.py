@@ -12,11 +12,12 @@ import pytest
 from tests.train_helpers import change, differing, restore, small_run, snapshot
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
-from zaya_jax.evaluate import heldout as evaluate
+from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.run.checkpoints import saved_steps
-from zaya_jax.train import beginning, compiled, loop
+from zaya_jax.train import beginning, compiled, loop, trainer
 from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -33,13 +34,13 @@ class Interrupted(Exception):
 def interrupt(monkeypatch, step):
     """Let the next run end with an exception when it has `step`'s metrics, before they are written."""
 
-    class Tracker(loop.JsonlTracker):
-        def log(self, row):
-            if row["step"] == step:
+    class Sink(loop.JsonlSink):
+        def write(self, metrics, timings):
+            if metrics["step"] == step:
                 raise Interrupted
-            super().log(row)
+            super().write(metrics, timings)
 
-    monkeypatch.setattr(loop, "JsonlTracker", Tracker)
+    monkeypatch.setattr(loop, "JsonlSink", Sink)
 
 
 def train_until(config, step):
@@ -105,7 +106,7 @@ def test_evaluation_and_saving_do_not_count_as_the_time_of_steps(tmp_path, monke
         return call
 
     monkeypatch.setattr("zaya_jax.train.step_logger.time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(loop, "evaluate_each", takes_long(loop.evaluate_each))
+    monkeypatch.setattr(HeldoutEvaluator, "evaluate", takes_long(HeldoutEvaluator.evaluate))
     monkeypatch.setattr(loop.CheckpointStore, "save", takes_long(loop.CheckpointStore.save))
     result = run_training(small_run(tmp_path))
     assert now[0] == 100 * (2 + 3)
@@ -153,6 +154,48 @@ def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, caps
         assert "Held-out loss over" in out
 
 
+class Norm:
+    """An evaluator: the largest master weight."""
+
+    name, label = "largest_weight", "largest"
+
+    def evaluate(self, model):
+        return {self.name: max(float(jax.numpy.abs(x).max()) for x in model.params.values())}
+
+
+class Calls(list):
+    """A sink that keeps what it is told."""
+
+    def write(self, metrics, timings):
+        self.append((metrics, timings))
+
+    def sync(self):
+        self.append("sync")
+        return ""
+
+    def close(self):
+        self.append("close")
+
+
+def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeypatch, capsys):
+    calls = Calls()
+    make_trainer, open_sinks = loop.Trainer, loop.open_sinks
+    monkeypatch.setattr(
+        loop, "Trainer", lambda evaluators, **more: make_trainer(evaluators=[*evaluators, Norm()], **more)
+    )
+    monkeypatch.setattr(loop, "open_sinks", lambda *arguments: [*open_sinks(*arguments), calls])
+    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
+    rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)
+    assert calls[-1] == "close"
+    assert [call[0] for call in calls if isinstance(call, tuple)] == rows
+    assert all(call[1]["seconds"] > 0 for call in calls if isinstance(call, tuple))
+    kept = [call if isinstance(call, str) else call[0]["step"] for call in calls]
+    assert kept[kept.index("sync") - 1] == 5  # all rows up to a checkpoint are synced before it
+    assert [row["step"] for row in rows if row.pop(Norm.name, None)] == [6, 12]
+    assert rows == others
+    assert " | largest " in capsys.readouterr().out
+
+
 def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
     config = small_run(tmp_path)
     train_until(config, 8)
@@ -166,26 +209,26 @@ def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
 def at_row(patch, step):
     """Ask when `step` has its row, which is while the next step runs or is looked at."""
 
-    class Tracker(loop.JsonlTracker):
-        def log(self, row):
-            super().log(row)
-            if row["step"] == step:
+    class Sink(loop.JsonlSink):
+        def write(self, metrics, timings):
+            super().write(metrics, timings)
+            if metrics["step"] == step:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    patch.setattr(loop, "JsonlTracker", Tracker)
+    patch.setattr(loop, "JsonlSink", Sink)
 
 
 def in_evaluation(patch, number):
     """Ask when the batch of that number is evaluated: there is one after step 6 and one after the last."""
-    seen, filled_up = [], evaluate._filled_up
+    seen, loss = [], ModelSnapshot.loss
 
-    def ask(batch, parts):
+    def ask(model, batch):
         seen.append(batch)
         if len(seen) == number:
             os.kill(os.getpid(), signal.SIGTERM)
-        return filled_up(batch, parts)
+        return loss(model, batch)
 
-    patch.setattr(evaluate, "_filled_up", ask)
+    patch.setattr(ModelSnapshot, "loss", ask)
 
 
 @pytest.mark.parametrize(
@@ -243,7 +286,7 @@ def test_a_finished_run_whose_picture_is_gone_draws_it_again(finished, tmp_path)
 
 def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(loop, "plot_run", lambda rows, _: drawn.append(len(rows)))
+    monkeypatch.setattr(trainer, "plot_run", lambda rows, _: drawn.append(len(rows)))
 
     class Store(loop.CheckpointStore):
         def save(self, step, *arguments):

@@ -12,7 +12,7 @@ from tests.train.test_loop import rows_of, train_until
 from tests.train_helpers import CONFIG, change, compile_once, differing, small_run, snapshot
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.train import loop
+from zaya_jax.train import loop, trainer
 from zaya_jax.train.given import warn_about_positions
 from zaya_jax.train.loop import run_training
 
@@ -53,7 +53,7 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path
     run_training(of_steps(config, 12))
     capsys.readouterr()
     for name in ("record_changes", "plot_run"):
-        monkeypatch.setattr(loop, name, full_at_first(getattr(loop, name)))
+        monkeypatch.setattr(trainer, name, full_at_first(getattr(trainer, name)))
     result = run_training(config)
     said = capsys.readouterr().out
     assert "Going on after step 12 of 14." in said

@@ -136,17 +136,17 @@ def run_trial(trial: Trial) -> Curve:
     """Train as a run does, through all phases, and evaluate the held-out loss now and then."""
     import jax
 
-    from zaya_jax.data.pipeline import heldout_batches, train_batches
+    from zaya_jax.data.pipeline import train_batches
     from zaya_jax.data.sources import open_sources
-    from zaya_jax.evaluate.heldout import evaluate_each, together
+    from zaya_jax.evaluate.evaluator import ModelSnapshot
+    from zaya_jax.evaluate.heldout import HeldoutEvaluator
     from zaya_jax.train.compiled import CompiledSteps, step_key
     from zaya_jax.train.state import init_state, layout_of, make_blueprint, mesh_of
 
     begun, config = time.monotonic(), trial.config
     layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
     prepared = open_sources(config)
-    watched = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
-               for name in prepared.sources}  # fmt: skip
+    evaluator = HeldoutEvaluator(config, prepared)
     state = jax.jit(lambda: init_state(config, make_blueprint(config)))()
     state = jax.device_put(state, layout.shardings(state))
     state = replace(state, params=_crowded(state.params, trial.crowd))
@@ -159,8 +159,9 @@ def run_trial(trial: Trial) -> Curve:
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
-                    losses = evaluate_each(compiled.evaluation(stage.phase), state, watched, layout)
-                    heldout.append((step, together(losses).nats_per_token))
+                    loss_sums = compiled.evaluation(stage.phase)
+                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, layout, loss_sums))
+                    heldout.append((step, evaluator.total.nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 
 

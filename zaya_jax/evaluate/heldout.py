@@ -2,16 +2,16 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from zaya_jax.parallel.layout import Layout
-from zaya_jax.parallel.mesh import batch_shards
-from zaya_jax.train.memory_errors import out_of_memory
-from zaya_jax.train.state import TrainState
+from zaya_jax.config import Config
+from zaya_jax.data.pipeline import heldout_batches
+from zaya_jax.data.sources import Prepared
+from zaya_jax.evaluate.evaluator import ModelSnapshot
 
 # Batches that devices are given before the first of them is waited for. On CPUs of several processes, with as many as
 # they can hold (32), each may wait for a collective of the other's that has not begun.
@@ -33,54 +33,52 @@ class HeldoutLoss(NamedTuple):
         """Cross-entropy spread over the `text_bytes` the tokens stand for."""
         return self.nats / math.log(2) / max(text_bytes, 1)
 
-
-def together(losses: Mapping[str, HeldoutLoss]) -> HeldoutLoss:
-    """The loss over the held-out text of all sources."""
-    return HeldoutLoss(sum(loss.nats for loss in losses.values()), sum(loss.tokens for loss in losses.values()))
-
-
-def evaluate_each(
-    step: Callable[..., dict[str, jax.Array]],
-    state: TrainState,
-    batches: Mapping[str, Iterable[dict[str, np.ndarray]]],
-    layout: Layout,
-) -> dict[str, HeldoutLoss]:
-    """`evaluate` for each source, those without a held-out token left out."""
-    losses = {}
-    jax.block_until_ready(state)  # what fails in a step is not taken for a failure of the evaluation
-    for name, some in batches.items():
-        with out_of_memory("The evaluation", "Lower evaluation.batch"):
-            found = evaluate(step, state, some, layout)
-        if found.tokens:
-            losses[name] = found
-    return losses
+    def plus(self, sums: Mapping[str, jax.Array]) -> "HeldoutLoss":
+        """With the sums of another batch, which are waited for."""
+        host = jax.device_get(sums)
+        return HeldoutLoss(self.nats + host["loss"].item(), self.tokens + round(host["tokens"].item()))
 
 
-def evaluate(
-    step: Callable[..., dict[str, jax.Array]],
-    state: TrainState,
-    batches: Iterable[dict[str, np.ndarray]],
-    layout: Layout,
-) -> HeldoutLoss:
-    """Sum the compiled evaluation `step` over `batches`."""
+class HeldoutEvaluator:
+    """The held-out loss of each source and of all together, over the same batches at each evaluation.
+
+    Attributes:
+      losses: of the last evaluation, by source; sources without a held-out token are left out.
+    """
+
+    name = "heldout_loss"
+    label = "held-out"
+
+    def __init__(self, config: Config, prepared: Prepared) -> None:
+        """Read the batches of a run's sources."""
+        self._batches = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
+                         for name in prepared.sources}  # fmt: skip
+        self.losses: dict[str, HeldoutLoss] = {}
+
+    @property
+    def total(self) -> HeldoutLoss:
+        """The loss of the last evaluation over the held-out text of all sources."""
+        losses = self.losses.values()
+        return HeldoutLoss(sum(loss.nats for loss in losses), sum(loss.tokens for loss in losses))
+
+    def evaluate(self, model: ModelSnapshot) -> dict[str, Any]:
+        """`heldout_loss` in nats/token, and where there are several sources `heldout_loss_by_source`."""
+        losses = {name: heldout_loss(model, batches) for name, batches in self._batches.items()}
+        self.losses = {name: loss for name, loss in losses.items() if loss.tokens}
+        scores: dict[str, Any] = {self.name: self.total.nats_per_token}
+        if len(self.losses) > 1:
+            scores[f"{self.name}_by_source"] = {name: loss.nats_per_token for name, loss in self.losses.items()}
+        return scores
+
+
+def heldout_loss(model: ModelSnapshot, batches: Iterable[Mapping[str, np.ndarray]]) -> HeldoutLoss:
+    """The loss summed over `batches`."""
     total = HeldoutLoss(0.0, 0)
-    parts = batch_shards(layout.mesh)
     running: deque[Any] = deque()
     for batch in batches:
-        running.append(step(state.params, state.balance, layout.place(_filled_up(batch, parts))))
+        running.append(model.loss(batch))
         if len(running) > _AHEAD:
-            total = _plus(total, running.popleft())
+            total = total.plus(running.popleft())
     for sums in running:
-        total = _plus(total, sums)
+        total = total.plus(sums)
     return total
-
-
-def _plus(total: HeldoutLoss, sums: Any) -> HeldoutLoss:
-    found = jax.device_get(sums)
-    return HeldoutLoss(total.nats + found["loss"].item(), total.tokens + round(found["tokens"].item()))
-
-
-def _filled_up(batch: dict[str, np.ndarray], parts: int) -> dict[str, np.ndarray]:
-    """The batch with rows of padding, so that its rows make `parts` equal parts."""
-    missing = -len(batch["tokens"]) % parts
-    return {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Protocol
 
 from zaya_jax.errors import InputError
 
@@ -46,22 +46,67 @@ class DiskGuard:
         return self._failed.get(path, "")
 
 
+class MetricSink(Protocol):
+    """Where the metrics of a run go. Nothing that it cannot write for now, as on a full disk, ends the run."""
+
+    def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """Take the row of a step: its numbers, and beside them what depends on time and machine load."""
+        ...
+
+    def sync(self) -> str:
+        """Bring all rows to the disk, before a checkpoint that is newer; a sentence if that fails."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left; no row follows."""
+        ...
+
+
+class JsonlSink:
+    """`metrics.jsonl` and `timings.jsonl` of a run."""
+
+    def __init__(self, metrics: "JsonlFile", timings: "JsonlFile") -> None:
+        """Write to both files, and close them."""
+        self._metrics, self._timings = metrics, timings
+
+    def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
+        """Append a row to each file."""
+        self._metrics.append(metrics)
+        self._timings.append(timings)
+
+    def sync(self) -> str:
+        """Bring all rows to the disk; a sentence if that fails for `metrics.jsonl`, which resuming needs."""
+        self._timings.sync()
+        return self._metrics.sync()
+
+    def close(self) -> None:
+        """Close both files."""
+        self._metrics.close()
+        self._timings.close()
+
+
 class JsonlFile:
     """Appends rows; a run that resumes after step n first drops the rows after n (`dropped` of them).
 
     Rows that cannot be written, or that were written but not synced, stay in memory until they are on the disk.
     """
 
-    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None) -> None:
+    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None, *,
+                 complete: bool = False) -> None:  # fmt: skip
         """Open the file `path` of a run that started after `first` steps and resumes after `step`, or create it.
 
         `disk` reports failures.
+
+        Raises:
+          InputError: the file must be `complete`, and the row of a step from `first` to `step` is missing or damaged;
+            the file is left as it is.
         """
         self._path, self._disk = path, disk or DiskGuard()
         rows = list(_parse(path.read_bytes())) if path.exists() else []
         # A run that has no checkpoint of its own starts anew, and may start after another step than the last time.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
-        self._check([row["step"] for row, _ in kept])
+        if complete:
+            self._check([row["step"] for row, _ in kept], range(first + 1, step + 1))
         self.dropped = len(rows) - len(kept)
         self._file: int | None = None
         self._synced = kept[-1][1] if kept else 0  # bytes of the file that are on the disk
@@ -69,20 +114,22 @@ class JsonlFile:
         self._written = 0  # bytes of `_rows` that the file has
         self._write()
 
-    def _check(self, steps: list[int]) -> None:
-        """Raise `InputError` unless the rows of these steps are all that must be there."""
+    def _check(self, steps: list[int], expected: range) -> None:
+        for index, step in enumerate(expected):
+            if index >= len(steps) or steps[index] != step:
+                raise InputError(
+                    f"{self._path} must have a row for each of the {len(expected)} steps of the newest checkpoint, but "
+                    f"the row of step {step} is missing or damaged. Restore the file, or choose another run_dir."
+                )
 
-    def __enter__(self) -> Self:
-        """Close at the end of a `with` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the file."""
+    def close(self) -> None:
+        """Write what is left and close the file."""
         self._write()
         if self._file is not None:
             os.close(self._file)
+            self._file = None
 
-    def log(self, row: dict[str, Any]) -> None:
+    def append(self, row: dict[str, Any]) -> None:
         """Write one row, null where a number is not finite; from here on it outlives the process."""
         self._rows += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
         self._write()
@@ -111,69 +158,6 @@ class JsonlFile:
             while self._written < len(self._rows):
                 rest = bytes(self._rows[self._written :])
                 self._written += os.pwrite(self._file, rest, self._synced + self._written)
-
-
-class JsonlTracker(JsonlFile):
-    """A file in which each step has a row."""
-
-    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None) -> None:
-        """Open the file of a run that started after `first` steps, see `JsonlFile`.
-
-        Raises:
-          InputError: the row of a step from `first` to `step` is missing or cannot be read; the file is left as it is.
-        """
-        self._expected = range(first + 1, step + 1)
-        super().__init__(path, step, first, disk)
-
-    def _check(self, steps: list[int]) -> None:
-        for index, expected in enumerate(self._expected):
-            if index >= len(steps) or steps[index] != expected:
-                raise InputError(
-                    f"{self._path} must have a row for each of the {len(self._expected)} steps of the newest "
-                    f"checkpoint, but the row of step {expected} is missing or damaged. Restore the file, or choose "
-                    "another run_dir."
-                )
-
-
-class NoTracker:
-    """Writes nothing: the rows of a job of several processes are written by process 0."""
-
-    dropped = 0
-
-    def __enter__(self) -> Self:
-        """Nothing to close."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Nothing to close."""
-
-    def log(self, row: dict[str, Any]) -> None:
-        """Leave the row to process 0."""
-
-    def sync(self) -> str:
-        """There is nothing to bring to the disk."""
-        return ""
-
-
-class StepFiles(NamedTuple):
-    """`metrics.jsonl` and `timings.jsonl` of a run."""
-
-    metrics: JsonlTracker | NoTracker
-    timings: JsonlFile | NoTracker
-
-    def __enter__(self) -> Self:
-        """Close both at the end of a `with` block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close them."""
-        for file in self:
-            file.__exit__()
-
-    def sync(self) -> str:
-        """Bring all rows to the disk; a sentence if that fails for `metrics.jsonl`, which resuming needs."""
-        self.timings.sync()
-        return self.metrics.sync()
 
 
 def finite(value: Any) -> Any:

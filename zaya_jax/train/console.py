@@ -3,22 +3,33 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
+import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from zaya_jax.config import Config
+from zaya_jax.config.stages import stage_at, tokens_before, total_steps
+from zaya_jax.data.plan import RunPlan
 from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.hardware.environment import describe_preset
+from zaya_jax.model.arithmetic import training_flops_per_token
+from zaya_jax.parallel.multihost import is_primary
 
 
 class ConsoleReport:
-    """Prints every `log_every` steps: loss, bits per byte, tokens/s, FLOP/s or MFU, load entropy, ETA."""
+    """A `MetricSink` for a person: a progress bar, and a line every `log_every` steps.
+
+    A line has loss, bits per byte, scores of evaluators, tokens/s, FLOP/s or MFU, load entropy and ETA.
+    """
 
     def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: Callable[[int], float],
                  bytes_per_token: Callable[[int], float | None], tokens_left: Callable[[int], int], devices: int,
                  device_kind: str, quiet: bool = False) -> None:  # fmt: skip
+        """Begin after step `start`."""
+        self.labels: Mapping[str, str] = {}  # by which the scores of evaluators are printed
         self._steps, self._log_every, self._phase = steps, log_every, None
         self._flops, self._bytes, self._tokens_left = flops_per_token, bytes_per_token, tokens_left
         peak = peak_flops(device_kind)
@@ -41,7 +52,7 @@ class ConsoleReport:
 
     def __exit__(self, *_: object) -> None:
         """Take the bar away."""
-        self._bar.stop()
+        self.close()
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -57,8 +68,8 @@ class ConsoleReport:
         mfu = None if self._peak is None else work / self._peak
         return {"tokens_per_second": speed, "flops_per_second": work, "mfu": mfu}
 
-    def row(self, row: dict[str, Any], seconds: float) -> None:
-        """Take the metrics of a step that took `seconds`, and print a line every `log_every` steps."""
+    def write(self, row: dict[str, Any], timings: dict[str, Any]) -> None:
+        """Take the metrics of a step, and print a line every `log_every` steps."""
         step = row["step"]
         if row["phase"] != self._phase:
             if self._phase is not None:
@@ -67,7 +78,7 @@ class ConsoleReport:
         if "skip" in row:
             self.say(f"Step {step} changed nothing: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
         self._tokens += row["tokens"]
-        self._seconds += seconds
+        self._seconds += timings["seconds"]
         self._bar.update(self._task, completed=step)
         if step % self._log_every and step != self._steps:
             return
@@ -82,14 +93,36 @@ class ConsoleReport:
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
         left = self._tokens_left(step)
         eta = left * self._seconds / max(self._left - left, 1)  # by budget, which counts padding
-        held = f" | held-out {row['heldout_loss']:.3f}" if "heldout_loss" in row else ""
+        scores = "".join(f" | {label} {row[name]:.3f}" for name, label in self.labels.items() if name in row)
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         self.say(
-            f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{held} | "
+            f"step {step}/{self._steps} | loss {row['loss']:.3f}{bits}{scores} | "
             f"{speed['tokens_per_second']:,.0f} tokens/s | {work} | load entropy {entropy:.3f} | "
             f"ETA {_clock(eta)}{skipped}"
         )
         self._tokens, self._seconds, self._left = 0.0, 0.0, left
+
+    def sync(self) -> str:
+        """There is nothing to bring to the disk."""
+        return ""
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def make_console(config: Config, plan: RunPlan, start: int) -> ConsoleReport:
+    """The console of a run that begins or resumes after step `start`; process 0 speaks for all."""
+    steps = total_steps(config)
+    return ConsoleReport(
+        steps=steps, start=start, log_every=config.train.log_every,
+        flops_per_token=lambda step: training_flops_per_token(
+            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
+        ),
+        bytes_per_token=lambda step: plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
+        tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
+        devices=jax.device_count(), device_kind=jax.devices()[0].device_kind, quiet=not is_primary(),
+    )  # fmt: skip
 
 
 def _clock(seconds: float) -> str:

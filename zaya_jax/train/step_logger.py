@@ -1,6 +1,8 @@
-"""What is recorded of each step: a row of `metrics.jsonl`, a row of `timings.jsonl`, and what a person sees."""
+"""What is recorded of each step: a row of metrics and a row of timings, for every sink."""
 
 import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -8,10 +10,10 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import rows_before, stage_at, tokens_before
 from zaya_jax.errors import RunStopped
-from zaya_jax.evaluate.heldout import HeldoutLoss, together
-from zaya_jax.run.metrics import StepFiles
-from zaya_jax.train.console import ConsoleReport
+from zaya_jax.run.metrics import MetricSink
 from zaya_jax.train.spikes import REASONS
+
+Throughput = Callable[[int, float, float], dict[str, Any]]  # of a step, its tokens and seconds
 
 # Metrics that only the rows of every `train.log_every` steps have: they are many numbers.
 _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_by_source")
@@ -20,20 +22,20 @@ _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_b
 class StepLogger:
     """Records the steps of a run, each once, in order."""
 
-    def __init__(self, config: Config, files: StepFiles, report: ConsoleReport) -> None:
-        """Write rows to `files`, and lines to `report`."""
-        self._config, self._files, self._report = config, files, report
+    def __init__(self, config: Config, sinks: Sequence[MetricSink], throughput: Throughput) -> None:
+        """Write rows to `sinks`; `throughput` gives what the timings of a step have beside its seconds."""
+        self._config, self._sinks, self._throughput = config, sinks, throughput
         self._running: tuple[int, Any, float] | None = None  # a step, its metrics, and how long it waited for data
-        self._read: tuple[int, dict[str, Any], float, float] | None = None  # a step that is done, and its seconds
+        self._done: tuple[int, dict[str, Any], float, float] | None = None  # a step that is done, and its seconds
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
         """Leave what happened since the last step (compilation, evaluation, saving) out of the next one's time."""
         self._since = time.monotonic()
 
-    def begun(self, step: int, metrics: Any, data_wait: float) -> None:
-        """Take note that `step` runs; the one before is read now, which waits for it alone."""
-        self.settle()
+    def begin(self, step: int, metrics: Any, data_wait: float) -> None:
+        """Take note that `step` runs; the one before is recorded now, which waits for it alone."""
+        self.record()
         self._running = (step, metrics, data_wait)
 
     def wait(self) -> None:
@@ -41,20 +43,20 @@ class StepLogger:
         if self._running is None:
             return
         (step, metrics, data_wait), self._running = self._running, None
-        found = jax.tree.map(lambda value: value.tolist(), jax.device_get(metrics))
+        values = jax.tree.map(lambda value: value.tolist(), jax.device_get(metrics))
         now = time.monotonic()
-        self._read, self._since = (step, found, now - self._since, data_wait), now
+        self._done, self._since = (step, values, now - self._since, data_wait), now
 
-    def settle(self, heldout: dict[str, HeldoutLoss] | None = None) -> None:
-        """Record the last step that was begun, with the held-out losses after it; waits for the step.
+    def record(self, scores: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Record the last step that was begun, with the `scores` of the model after it; waits for the step.
 
         Raises:
           RunStopped: too many steps in a row were skipped.
         """
         self.wait()
-        if self._read is None:
+        if self._done is None:
             return
-        (step, metrics, seconds, data_wait), self._read = self._read, None
+        (step, metrics, seconds, data_wait), self._done = self._done, None
         config, most = self._config, self._config.train.max_skipped_steps
         row = {"step": step, "phase": config.phases[stage_at(config, step - 1).phase].name,
                "tokens_seen": tokens_before(config, step), **self._by_source(metrics)}  # fmt: skip
@@ -63,14 +65,11 @@ class StepLogger:
         reason = REASONS[row.pop("skip")]
         if reason:
             row |= {"skip": reason, "rows": [rows_before(config, step - 1), rows_before(config, step)]}
-        if heldout is not None:
-            row["heldout_loss"] = together(heldout).nats_per_token
-            if len(heldout) > 1:
-                row["heldout_loss_by_source"] = {name: loss.nats_per_token for name, loss in heldout.items()}
-        self._files.metrics.log(row)
-        self._files.timings.log({"step": step, "seconds": seconds, "data_wait": data_wait,
-                           **self._report.throughput(step, row["tokens"], seconds)})  # fmt: skip
-        self._report.row(row, seconds)
+        row |= scores
+        timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
+                   **self._throughput(step, row["tokens"], seconds)}  # fmt: skip
+        for sink in self._sinks:
+            sink.write(row, timings)
         if row["skipped"] >= most:
             raise RunStopped(
                 f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}, and "
@@ -88,11 +87,11 @@ class StepLogger:
 
 
 def _advice(config: Config, reason: str) -> str:
-    elsewhere = (f"resume in a new run_dir with resume_from={config.run_dir} and lower learning rates or "
+    new_run = (f"resume in a new run_dir with resume_from={config.run_dir} and lower learning rates or "
                  "train.compute_dtype=float32.")  # fmt: skip
     if reason == REASONS[1]:
-        return f"To continue, {elsewhere}"
+        return f"To continue, {new_run}"
     window = config.train.spike.window
     return ("To continue in this run_dir, raise train.spike.threshold, set train.spike.window=0, or, where the loss "
             f"stays at a new level, set train.max_skipped_steps above train.spike.window: {window} skipped steps in a "
-            f"row that agree become the new baseline. Or {elsewhere}")  # fmt: skip
+            f"row that agree become the new baseline. Or {new_run}")  # fmt: skip
