@@ -33,62 +33,78 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, see `ExitCode`.
     """
-    given, watch, run_dir = _parser().parse_intermixed_args(arguments), None, ""
-
-    def stop(number: int) -> None:
-        """Answer a signal that finds nothing to save, or is the second one."""
-        sentence, status = f"Stopped by {NAMES[number]}.{_saved(run_dir)}", exit_status(number)
-        (say_and_exit if watch is None else watch.leave)(sentence, status)
-
-    listener = Listener(stop).__enter__()
-    try:
-        config = _checked(given)
-        if given.print_config:
-            print(to_yaml(config), end="")
-            return ExitCode.OK
-        if given.dry_run:
-            _prepare_jax(config, "cpu")
-            from zaya_jax.machine.dry_run.report import dry_run
-
-            print(dry_run(config, given.devices, given.hardware, given.json))
-            return ExitCode.OK
-        run_dir = config.run_dir
-        preset = _prepare_jax(config)
-        from zaya_jax.parallel.multihost import is_primary, join
-        from zaya_jax.train.loop import run_training
-        from zaya_jax.train.report import report
-
-        timeout = preset.peer_timeout if given.peer_timeout is None else given.peer_timeout
-        watch = join(given.coordinator, given.processes, given.process, preset.join_seconds, timeout)
-        text = report(config, run_training(config))
-        if is_primary():
-            print(text)
-    except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
-        return _end(watch, error)
-    except Exception as error:
-        if is_disk_full(error):
-            return _end(watch, error)
-        if watch is None:
-            raise
-        from zaya_jax.parallel.multihost import lost
-
-        if lost(error):
-            watch.wait()  # for the name of the process that is lost, with which this one then ends
-        else:
-            traceback.print_exc()
-        why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
-        watch.leave(f"Stopped: {why}.{_saved(run_dir)}", ExitCode.STOPPED)
-    finally:
-        listener.__exit__()
+    options, process = _parser().parse_intermixed_args(arguments), _Process()
+    with Listener(process.stop):
+        try:
+            config = _config(options)
+            if options.print_config:
+                print(to_yaml(config), end="")
+            elif options.dry_run:
+                _dry_run(config, options)
+            else:
+                _train(config, options, process)
+        except (InputError, Preempted, RunStopped, KeyboardInterrupt) as error:
+            return process.end(error)
+        except Exception as error:
+            if is_disk_full(error):
+                return process.end(error)
+            if process.peers is None:
+                raise
+            process.fail(error, process.peers)
     return ExitCode.OK
 
 
-def _end(watch: "PeerLiveness | None", error: BaseException) -> int:
-    sentence, status = last_words(error)
-    if watch is not None:
-        watch.leave(sentence, status)
-    warn(sentence)
-    return status
+def _train(config: Config, options: argparse.Namespace, process: "_Process") -> None:
+    process.run_dir = config.run_dir
+    preset = _prepare_jax(config)
+    from zaya_jax.parallel.multihost import is_primary, join
+    from zaya_jax.train.loop import run_training
+    from zaya_jax.train.report import report
+
+    timeout = preset.peer_timeout if options.peer_timeout is None else options.peer_timeout
+    process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout)
+    text = report(config, run_training(config))
+    if is_primary():
+        print(text)
+
+
+def _dry_run(config: Config, options: argparse.Namespace) -> None:
+    _prepare_jax(config, "cpu")
+    from zaya_jax.machine.dry_run.report import dry_run
+
+    print(dry_run(config, options.devices, options.hardware, options.json))
+
+
+class _Process:
+    """How this process ends: with one sentence, which the other processes of its job end with too."""
+
+    def __init__(self) -> None:
+        self.run_dir = ""  # of the run that is being trained
+        self.peers: PeerLiveness | None = None  # the other processes of the job
+
+    def stop(self, number: int) -> None:
+        """Answer a signal that finds nothing to save, or is the second one."""
+        leave = say_and_exit if self.peers is None else self.peers.leave
+        leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
+
+    def end(self, error: BaseException) -> int:
+        """Say why the run ends; the exit status."""
+        sentence, status = last_words(error)
+        if self.peers is not None:
+            self.peers.leave(sentence, status)
+        warn(sentence)
+        return status
+
+    def fail(self, error: Exception, peers: "PeerLiveness") -> None:
+        """End a job of several processes for an error in one of them, which may come of another that is lost."""
+        from zaya_jax.parallel.multihost import lost
+
+        if lost(error):
+            peers.wait()  # for the name of the process that is lost, with which this one then ends
+        else:
+            traceback.print_exc()
+        why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
+        peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
 
 
 def _saved(run_dir: str) -> str:
@@ -109,29 +125,27 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--config", required=True, metavar="FILE", help="a configuration, such as configs/tiny.yaml")
     add("--print-config", action="store_true", help="print the resolved configuration and stop")
-    add("--dry-run", action="store_true", help="say what each phase takes of its devices, train nothing")
-    add("--devices", type=int, metavar="N", help="of the dry run")
-    add("--hardware", metavar="NAME", help=f"of the dry run: {', '.join(HARDWARE)}")
-    add("--json", action="store_true", help="the dry run as JSON")
-    add(
-        "--coordinator", metavar="HOST:PORT", help="process 0 of a job of several; Slurm and Open MPI say it themselves"
-    )
-    add("--processes", type=int, metavar="N", help="of the job")
-    add("--process", type=int, metavar="I", help="this one's number, from 0")
+    add("--dry-run", action="store_true", help="estimate memory and step time of each phase, and train nothing")
+    add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
+    add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
+    add("--json", action="store_true", help="print the result as JSON (dry run only)")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: the launcher's)")
+    add("--processes", type=int, metavar="N", help="number of processes of the job (default: the launcher's)")
+    add("--process", type=int, metavar="I", help="number of this process, from 0 (default: the launcher's)")
     add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
         "(default: the preset's)")  # fmt: skip
     add("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
     return parser
 
 
-def _checked(given: argparse.Namespace) -> Config:
-    if given.dry_run and given.devices is None:
-        raise InputError("--dry-run wants --devices N, the number of devices of the job.")
-    if not given.dry_run and (given.devices is not None or given.hardware is not None or given.json):
-        raise InputError("--devices, --hardware and --json are of the dry run: give --dry-run too.")
-    if given.peer_timeout is not None and not 0 < given.peer_timeout < float("inf"):
-        raise InputError(f"--peer-timeout is {given.peer_timeout:g}, but must be a number of seconds above zero.")
-    return load_config(given.config, given.overrides)
+def _config(options: argparse.Namespace) -> Config:
+    if options.dry_run and options.devices is None:
+        raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
+    if not options.dry_run and (options.devices is not None or options.hardware is not None or options.json):
+        raise InputError("--devices, --hardware and --json work with --dry-run only: add it.")
+    if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
+        raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a number of seconds above zero.")
+    return load_config(options.config, options.overrides)
 
 
 def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
