@@ -10,9 +10,8 @@ import numpy as np
 
 from tests.train_helpers import fast_jit, make_batch
 from zaya_jax.config import Config
-from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_evaluation_step, make_train_step
+from zaya_jax.parallel.mesh import batch_sharding, replicated
+from zaya_jax.train.program import make_programs
 
 ITEM_SIZES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 KINDS = "all-reduce|all-gather|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute|collective-broadcast"
@@ -103,24 +102,19 @@ def product_flops(text: str) -> float:
 
 def compiled_step(config: Config) -> str:
     """HLO of the training step of the first phase, compiled for the devices of this process."""
-    mesh, blueprint = make_mesh(config.parallel), make_blueprint(config)
-    shapes = jax.eval_shape(lambda: init_state(config, blueprint))
-    shardings = layout_of(config, blueprint, mesh).shardings(shapes)
+    program = make_programs(config)[0]
+    mesh, state = program.placement.mesh, program.abstract_state
     batch = _placed(make_batch(config), batch_sharding(mesh, leading=1))
-    step = fast_jit(make_train_step(config, blueprint, mesh), out_shardings=(shardings, replicated(mesh)))
-    state = jax.tree.map(_placed, shapes, shardings)
-    return text_of(step.lower(state, batch))
+    out = program.placement.shardings(state), replicated(mesh)
+    return text_of(fast_jit(program.train_step, out_shardings=out).lower(state, batch))
 
 
 def compiled_evaluation(config: Config) -> str:
     """HLO of the evaluation step of the first phase on its first micro-batch: the forward pass alone."""
-    mesh, blueprint = make_mesh(config.parallel), make_blueprint(config)
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
-    shardings = layout_of(config, blueprint, mesh).shardings(state)
+    program = make_programs(config)[0]
+    mesh, state = program.placement.mesh, program.abstract_state
     batch = _placed({name: array[0] for name, array in make_batch(config).items()}, batch_sharding(mesh))
-    params, balance = (jax.tree.map(_placed, getattr(state, part), getattr(shardings, part))
-                       for part in ("params", "balance"))  # fmt: skip
-    return text_of(fast_jit(make_evaluation_step(config, blueprint, mesh)).lower(params, balance, batch))
+    return text_of(fast_jit(program.evaluation_step).lower(state.params, state.balance, batch))
 
 
 def text_of(lowered: jax.stages.Lowered) -> str:

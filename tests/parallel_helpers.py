@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch
+from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch, make_program
 from zaya_jax.config import BatchConfig, ParallelConfig
 from zaya_jax.config.optimizer import ComputeDtype
 from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_local_loss, make_train_step
+from zaya_jax.parallel.mesh import batch_sharding, replicated
+from zaya_jax.train.state import init_state
+from zaya_jax.train.step import make_local_loss
 
 # Every device has a sequence of each of two micro-batches, every expert rank experts, every piece a few tokens.
 WIDE = dataclasses.replace(
@@ -71,7 +71,8 @@ def start(dtype: ComputeDtype) -> Any:
     """The state that every layout begins with, on one device."""
     config = dataclasses.replace(WIDE, train=dataclasses.replace(WIDE.train, compute_dtype=dtype))
     route = uneven if dtype == "float64" else forced
-    return fast_jit(lambda: route(init_state(config, make_blueprint(config))))()
+    program = make_program(config)
+    return fast_jit(lambda: route(init_state(program)))()
 
 
 def run_layout(
@@ -85,10 +86,9 @@ def run_layout(
         train = dataclasses.replace(WIDE.train, compute_dtype=dtype)
         config = dataclasses.replace(WIDE, parallel=parallel, train=train)
         config.check()
-        mesh = make_mesh(parallel, jax.devices()[:devices])
-        blueprint = make_blueprint(config)
-        layout = layout_of(config, blueprint, mesh)
-        shardings = layout.shardings(start(dtype))
+        program = make_program(config, devices)
+        placement, mesh = program.placement, program.placement.mesh
+        shardings = placement.shardings(start(dtype))
         state = jax.device_put(start(dtype), shardings)
         order = sequence_order(parallel, config.data.context)
         batch = make_batch(config)
@@ -97,10 +97,10 @@ def run_layout(
         batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
         sums, grads = {}, {}
         if gradient:
-            region = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+            region = fast_jit(placement.gradient(make_local_loss(program)))
             sums, grads = jax.device_get(region(state.params, state.balance, batch))
         jit = jax.jit if dtype == "bfloat16" else fast_jit  # whose CPU code lacks products of bf16
-        step = jit(make_train_step(config, blueprint, mesh), out_shardings=(shardings, replicated(mesh)))
+        step = jit(program.train_step, out_shardings=(shardings, replicated(mesh)))
         found = Found([], [], [], [], [], sums, grads)
         for _ in range(3):
             state, metrics = step(state, batch)

@@ -37,12 +37,14 @@ from zaya_jax.config import (
     load_config,
 )
 from zaya_jax.config.stages import Stage, stages
-from zaya_jax.parallel.mesh import make_mesh, replicated
+from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import beginning, compiled, trainer
-from zaya_jax.train.state import PhaseSpec, TrainState, init_state, make_blueprint, mesh_of
-from zaya_jax.train.step import Batch, make_evaluation_step, make_train_step
+from zaya_jax.train import program as program_module
+from zaya_jax.train.program import PhaseProgram, Programs, make_programs
+from zaya_jax.train.state import TrainState, init_state
+from zaya_jax.train.step import Batch
 
 ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
@@ -75,9 +77,14 @@ def change(config: Any, changes: dict[str, Any]) -> Any:
 # --- one step --------------------------------------------------------------------------------------------------
 
 
+def make_program(config: Config, devices: int = 1) -> PhaseProgram:
+    """The program of the first phase on the first `devices` devices."""
+    return make_programs(config, jax.devices()[:devices])[0]
+
+
 class Setup(NamedTuple):
     config: Config
-    blueprint: PhaseSpec
+    program: PhaseProgram
     state: TrainState
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
     hlo: str
@@ -86,10 +93,10 @@ class Setup(NamedTuple):
 @functools.cache
 def setup(config: Config = CONFIG) -> Setup:
     """What one step needs, on one device; the arrays are not donated."""
-    blueprint, mesh = make_blueprint(config), make_mesh(devices=jax.devices()[:1])
-    state = fast_jit(lambda: init_state(config, blueprint), out_shardings=replicated(mesh))()
-    step = fast_jit(make_train_step(config, blueprint, mesh)).lower(state, make_batch(config)).compile()
-    return Setup(config, blueprint, state, step, step.as_text())
+    program = make_program(config)
+    state = fast_jit(lambda: init_state(program), out_shardings=replicated(program.placement.mesh))()
+    step = fast_jit(program.train_step).lower(state, make_batch(config)).compile()
+    return Setup(config, program, state, step, step.as_text())
 
 
 def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
@@ -200,10 +207,11 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(beginning, "jax", Jax())
     monkeypatch.setattr(compiled, "jax", Jax())
-    monkeypatch.setattr(compiled, "compile_step", _compiled_step)
-    monkeypatch.setattr(compiled, "make_evaluation_step", _evaluation_step)
-    monkeypatch.setattr(beginning, "abstract_state", lambda config, phase: _abstract(_same_step(config), phase))
-    monkeypatch.setattr(beginning, "init_state", lambda config, _: _start(_same_start(config)))
+    monkeypatch.setattr(program_module, "jax", Jax())
+    monkeypatch.setattr(PhaseProgram, "compile", _compiled_step)
+    monkeypatch.setattr(PhaseProgram, "evaluation_step", property(lambda program: _evaluation_step(_shared(program))))
+    monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
+    monkeypatch.setattr(beginning, "init_state", lambda program: _start(_same_start(program.config)))
     monkeypatch.setattr(trainer, "plot_run", _plot_run)
 
 
@@ -229,35 +237,36 @@ def _same_start(config: Config) -> Config:
     return dataclasses.replace(_same_step(config), seed=config.seed, start_phase=config.start_phase)
 
 
-_compile_step = compiled.compile_step
-
-
 @functools.cache
-def _cached_step(config: Config, stage: Stage) -> Callable:
-    return _compile_step(config, stage)
+def _shared_programs(config: Config) -> Programs:
+    return make_programs(config)
 
 
-def _compiled_step(config: Config, stage: Stage, _target: Any = None) -> Callable:
-    """Of the first stage that has the same key, so that a key has one function."""
-    config = _same_step(config)
-    key = compiled.step_key(config, stage)
-    first = next(one for one in stages(config) if compiled.step_key(config, one) == key)
-    return _cached_step(config, first)
+def _shared(program: PhaseProgram) -> PhaseProgram:
+    """The program that all runs of this shape use."""
+    programs, phases = _shared_programs(_same_step(program.config)), range(len(program.config.phases))
+    same = program.model.config, program.placement, program.remat
+    return next(one for one in map(programs.__getitem__, phases)
+                if (one.model.config, one.placement, one.remat) == same)  # fmt: skip
 
 
-@functools.cache
-def _cached_evaluation(config: Config, blueprint_of: int) -> Callable:
-    return make_evaluation_step(config, make_blueprint(config, blueprint_of), mesh_of(config, blueprint_of))
+_abstract_state = functools.cache(PhaseProgram.__dict__["abstract_state"].func)
+_evaluation_step = functools.cache(PhaseProgram.__dict__["evaluation_step"].func)
+_compile = PhaseProgram.compile
+_compiled: dict[Any, Callable] = {}
 
 
-def _evaluation_step(config: Config, blueprint: PhaseSpec, *_: Any) -> Callable:
-    bases = [config.model_of(phase).rope_base for phase in config.phases]
-    return _cached_evaluation(_same_step(config), bases.index(blueprint.model.config.rope_base))
+def _compiled_step(program: PhaseProgram, stage: Stage) -> Callable:
+    key = _shared(program), program.batch_shape(stage)
+    if key not in _compiled:
+        _compiled[key] = _compile(key[0], stage)
+    return _compiled[key]
 
 
 @functools.cache
 def _start_arrays(config: Config) -> TrainState:
-    return fast_jit(lambda: init_state(config, make_blueprint(config)))()
+    program = make_programs(config)[0]
+    return fast_jit(lambda: init_state(program))()
 
 
 def _start(config: Config) -> TrainState:
@@ -265,7 +274,6 @@ def _start(config: Config) -> TrainState:
         return _start_arrays(config)
 
 
-_abstract = functools.cache(compiled.abstract_state)
 _plot = trainer.plot_run
 _pictures: dict[str, bytes] = {}
 
@@ -407,8 +415,6 @@ def _while_alive(process: subprocess.Popen) -> Iterator[None]:
 
 def restore(config: Config, step: int) -> tuple[TrainState, Any]:
     """The state and the position in the data in the checkpoint of `step` of the run of `config`."""
-    abstract = jax.eval_shape(lambda: init_state(config, make_blueprint(config)))
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), abstract)
+    abstract = make_program(config).abstract_state
     found = read_checkpoint(Path(config.run_dir) / CHECKPOINTS / str(step), lambda manifest: abstract)
     return found.state, found.manifest.about["data"]

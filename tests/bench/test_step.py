@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.train_helpers import CONFIG, MODEL, ROOT, change, fast_jit
+from tests.train_helpers import CONFIG, MODEL, ROOT, change, fast_jit, make_program
 from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import peer
 from zaya_jax.bench import step as one_pass
@@ -38,7 +38,7 @@ from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.machine import subprocesses
 from zaya_jax.machine.step import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
 CONFIG = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro=2)})
@@ -184,9 +184,9 @@ def test_the_peer_trains_in_bf16_with_the_setting_that_it_chooses():
 def test_our_step_is_the_training_step_on_every_token_and_the_optimizer_is_timed_beside_it():
     tokens = random_tokens(CONFIG)
     measured = time_ours(CONFIG, tokens, 2)
-    blueprint = make_blueprint(CONFIG)
-    state = fast_jit(lambda: init_state(CONFIG, blueprint))()
-    plain = float(fast_jit(make_local_loss(CONFIG, blueprint))(state.params, state.balance, make_rows(tokens))[0])
+    program = make_program(CONFIG)
+    state = fast_jit(lambda: init_state(program))()
+    plain = float(fast_jit(make_local_loss(program))(state.params, state.balance, make_rows(tokens))[0])
     assert measured["losses"][0] == pytest.approx(plain / tokens[:, 1:].size, rel=1e-4)
     assert len(measured["losses"]) == 3  # one to warm up
     assert measured["losses"][2] < measured["losses"][1] < measured["losses"][0]
@@ -221,8 +221,8 @@ def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
         seen.append((float(params["w"]), opt_state))
         return {"w": params["w"] + 10}, opt_state + 1
 
-    programs = bench.Programs(*(Program(run=run) for run in (step, move, move)))
-    monkeypatch.setattr(bench, "compile_programs", lambda _: programs)
+    parts = bench.CompiledParts(*(Program(run=run) for run in (step, move, move)))
+    monkeypatch.setattr(bench, "compile_parts", lambda _: parts)
     monkeypatch.setattr(bench, "begin", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
     measured = time_ours(CONFIG, np.arange(4 * 33).reshape(4, 33), 2)
     assert [jax.config.read(f"jax_{platform}_visible_devices") for platform in ("cuda", "rocm")] == ["0", "0"]
@@ -286,7 +286,9 @@ def test_the_depth_that_is_named_is_the_deepest_that_fits(layers, fixed, each, l
 
 
 def test_a_step_that_does_not_fit_is_told_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(bench, "compile_programs", lambda config: SimpleNamespace(bytes=1000 * config.model.num_layers))
+    monkeypatch.setattr(
+        bench, "compile_parts", lambda programs: SimpleNamespace(bytes=1000 * programs.config.model.num_layers)
+    )
     monkeypatch.setattr(bench, "available_memory", lambda: 1500)
     monkeypatch.setattr(bench, "begin", lambda *_: pytest.fail("allocated"))
     with pytest.raises(InputError, match=r"model\.num_layers=1 would fit"):

@@ -16,17 +16,16 @@ import numpy as np
 from tests.checkpoint.test_store import ABOUT
 from tests.parallel.processes_helpers import CHEAP, free_port, wide_everywhere
 from tests.parallel_helpers import WIDE
-from tests.train_helpers import ROOT, fast_jit, make_batch
+from tests.train_helpers import ROOT, fast_jit, make_batch, make_program
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, ParallelConfig
 from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
+from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.parallel.multihost import join
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_train_step
+from zaya_jax.train.state import init_state
 
 
 class Shape(NamedTuple):
@@ -54,18 +53,12 @@ class Job:
 
     def __init__(self, shape: Shape) -> None:
         self.config = dataclasses.replace(WIDE, parallel=shape.parallel)
-        self.mesh = make_mesh(shape.parallel, jax.devices()[: shape.devices])
-        self.blueprint = make_blueprint(self.config)
-        self.layout = layout_of(self.config, self.blueprint, self.mesh)
-        shapes = jax.eval_shape(lambda: init_state(self.config, self.blueprint))
-        self.shardings = self.layout.shardings(shapes)
-        self.abstract = jax.tree.map(
-            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed), shapes, self.shardings
-        )
+        self.program = make_program(self.config, shape.devices)
+        self.mesh, self.abstract = self.program.placement.mesh, self.program.abstract_state
 
     def state(self) -> Any:
         """The same values in every shape: those of a start, and noise in all that training changes."""
-        drawn = named(fast_jit(lambda: init_state(self.config, self.blueprint))())
+        drawn = named(fast_jit(lambda: init_state(self.program))())
         placed = {name: leaf.sharding for name, leaf in named(self.abstract).items()}
         found = {}
         for name, leaf in drawn.items():
@@ -103,8 +96,8 @@ class Job:
             batch = {name: array[..., order] for name, array in batch.items()}
         placed = batch_sharding(self.mesh, leading=1)
         batch = {name: jax.make_array_from_callback(x.shape, placed, x.__getitem__) for name, x in batch.items()}
-        step = fast_jit(make_train_step(self.config, self.blueprint, self.mesh),
-                        out_shardings=(self.shardings, replicated(self.mesh)))  # fmt: skip
+        step = fast_jit(self.program.train_step, out_shardings=(
+            self.program.placement.shardings(self.abstract), replicated(self.mesh)))  # fmt: skip
 
         def after(state: Any) -> list[float]:
             found = []

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoint.test_store import abstract, make_state
-from tests.train_helpers import CONFIG, differing
+from tests.train_helpers import CONFIG, differing, make_program
 from zaya_jax.checkpoint.leaves import like, named
-from zaya_jax.train.state import init_state, make_blueprint
 
 
 def test_names_are_paths_and_keys_are_their_data():
@@ -34,5 +33,5 @@ def test_abstract_states_have_the_same_names_and_shapes():
 
 
 def test_no_two_leaves_of_a_training_state_have_one_name():
-    state = jax.eval_shape(lambda: init_state(CONFIG, make_blueprint(CONFIG)))
+    state = make_program(CONFIG).abstract_state
     assert len(named(state)) == sum(leaf.size > 0 for leaf in jax.tree.leaves(state))

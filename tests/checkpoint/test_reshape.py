@@ -34,8 +34,10 @@ def record(found, begun):
     ]
     apart = [float(np.ptp(losses[..., 0])), float(np.ptp(losses[steady][..., 1]))]
     assert max(apart) < 1e-12
-    what = ("a state of noise saved by jobs of each shape and restored by jobs of each other: every array bitwise "
-            "that of the files, every sharding that of the job, and the losses of two steps that follow, in fp64")
+    what = (
+        "a state of noise saved by jobs of each shape and restored by jobs of each other: every array bitwise "
+        "that of the files, every sharding that of the job, and the losses of two steps that follow, in fp64"
+    )
     write_soak("reshape", what, begun, {
         "shapes": {name: {"processes": shape.processes, "devices": shape.devices,
                           "parallel": {key: value for key, value in vars(shape.parallel).items() if value != 1}}

@@ -9,9 +9,6 @@ from tests.train_helpers import CONFIG, fast_jit, make_batch, setup
 from zaya_jax.evaluate import heldout
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss, heldout_loss
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.state import layout_of
-from zaya_jax.train.step import make_evaluation_step
 
 
 @given(nats=st.floats(0, 1e9), tokens=st.integers(1, 10**9), text_bytes=st.integers(1, 10**9))
@@ -24,14 +21,12 @@ def test_a_loss_is_spread_over_tokens_or_bytes(nats, tokens, text_bytes):
 
 def snapshot(loss_sums):
     state = setup().state
-    placement = layout_of(CONFIG, setup().blueprint, make_mesh(devices=jax.devices()[:1]))
-    return ModelSnapshot(state.params, state.balance, {}, placement, loss_sums)
+    return ModelSnapshot(state.params, state.balance, {}, setup().program.placement, loss_sums)
 
 
 @pytest.fixture(scope="module")
 def model():
-    mesh = make_mesh(devices=jax.devices()[:1])
-    return snapshot(fast_jit(make_evaluation_step(CONFIG, setup().blueprint, mesh)))
+    return snapshot(fast_jit(setup().program.evaluation_step))
 
 
 def batch(seed):

@@ -15,7 +15,7 @@ from zaya_jax.model.zaya import Zaya, logits
 STEPS = 6
 PROMPTS = [[5, 17, 250], [9], [3, 3, 8, 120, 44, 7, 299]]
 KEY = jax.random.key(0)
-_compiled = fast_jit(decode._decode.__wrapped__, static_argnames=("steps", "greedy", "target"))
+_compiled = fast_jit(decode._decode.__wrapped__, static_argnames=("steps", "greedy", "placement"))
 _logits = fast_jit(logits)
 
 

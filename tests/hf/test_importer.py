@@ -24,8 +24,8 @@ from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model
-from zaya_jax.parallel.layout import make_layout
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.rules import place_leaves
 
 QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
 GAMMA = "blocks.0.mixture.router.state_scale"
@@ -179,7 +179,7 @@ def read_on_devices(path: str, parallel: ParallelConfig, piece: int):
         patch.setattr(hf_import, "PIECE", piece)
         opened = open_folder(path)
         model, mesh = abstract_model(opened.config), make_mesh(parallel)
-        placed = make_layout(parallel, mesh, tree.shapes(model), tree.roles(model), "float32").placed
+        placed = place_leaves(tree.shapes(model), tree.roles(model), mesh)
         shapes = {**tree.shapes(model), **{n: x.shape for n, x in jax.eval_shape(tree.balancing_biases, model).items()}}
         specs = {name: placed[name].stored if name in placed else PartitionSpec() for name in shapes}
         abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))

@@ -5,11 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import seeds
-from tests.train_helpers import CONFIG, change, on_devices
+from tests.train_helpers import CONFIG, change, make_program, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.model.fingerprint import fingerprint, fingerprint_of, part_sums
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.state import layout_of, make_blueprint
 
 SHAPES = {"a": (3, 5, 7), "b": (11,), "c": ()}
 DTYPES = {"a": jnp.bfloat16, "b": jnp.float32, "c": jnp.float32}
@@ -39,14 +37,13 @@ def test_a_fingerprint_tells_any_two_apart(seed, name, data):
 def placed_fingerprint():
     """Of the same parameters laid out on four devices."""
     config = change(CONFIG, {"parallel": ParallelConfig(fsdp=2, expert=2)})
-    layout = layout_of(config, make_blueprint(config), make_mesh(config.parallel))
     params = parameters()
-    return fingerprint(jax.device_put(params, layout.shardings(params)))
+    return fingerprint(jax.device_put(params, make_program(config, 4).placement.shardings(params)))
 
 
 def parameters():
     rng = np.random.default_rng(0)
-    names = make_blueprint(CONFIG).trained
+    names = make_program(CONFIG).trained
     return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in names.items()}
 
 

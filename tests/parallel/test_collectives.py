@@ -9,21 +9,20 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from tests.helpers import assert_close
 from tests.hlo_helpers import Array, collectives, compiled_evaluation, compiled_step, product_flops, text_of
 from tests.parallel_helpers import LAYOUTS, WIDE
-from tests.train_helpers import fast_jit, on_devices
+from tests.train_helpers import fast_jit, make_program, on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.ops.target import target_of
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.collectives import sum_scatter
-from zaya_jax.parallel.mesh import AXES, BATCH_AXES, axis_sizes, make_mesh
+from zaya_jax.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
 from zaya_jax.parallel.rules import LAYERS
-from zaya_jax.train.state import init_state, make_blueprint
-from zaya_jax.train.step import make_evaluation_step
+from zaya_jax.train.program import Programs
 
 MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
 QUICK = ("data", MIXED)
@@ -158,14 +157,14 @@ EXPECTED = {
 
 
 def test_the_counts_are_those_of_the_model():
-    blueprint = make_blueprint(WIDE)
-    roles = blueprint.roles
+    program = make_program(WIDE)
+    roles = program.roles
     split = [name for name, role in roles.items() if role != "temperature"]
     assert len(split) == SPLIT
     assert sum(name.startswith(LAYERS) for name in split) == LAYERED
     assert sum(role == "expert" for role in roles.values()) == EXPERTS
     assert sum(role in MATRIX_ROLES for role in roles.values()) == MATRICES
-    assert blueprint.model.config.num_groups * MICRO == LAYER
+    assert program.model.config.num_groups * MICRO == LAYER
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in REST)])
@@ -244,14 +243,13 @@ def test_the_released_model_gathers_a_kibibyte_a_token_and_layer():
     last = len(config.phases) - 1
     length = config.context_of(config.phases[last])
     parallel = config.parallel_of(config.phases[last])
-    mesh = AbstractMesh(tuple(axis_sizes(parallel, 8).values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    blueprint = make_blueprint(config, last, target_of(jax.devices()[0]))
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    program = Programs(config, KernelSelection(current_target()), 8)[last]
+    params, balance = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
+                                   (program.abstract_state.params, program.abstract_state.balance))  # fmt: skip
     batch = {name: jax.ShapeDtypeStruct((1, length), "int32") for name in ("tokens", "targets", "segment_ids",
                                                                            "positions")}  # fmt: skip
     batch["loss_mask"] = jax.ShapeDtypeStruct((1, length), "bool")
-    evaluate = make_evaluation_step(config, blueprint, mesh)
-    text = jax.jit(evaluate).trace(state.params, state.balance, batch).lower().as_text()
+    text = jax.jit(program.evaluation_step).trace(params, balance, batch).lower().as_text()
     pattern = r"stablehlo\.(all_gather|collective_permute|reduce_scatter|all_to_all)\b.*-> tensor<(\S+)>"
     results = Counter(re.findall(pattern, text))
     assert parallel.context == 8

@@ -7,14 +7,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from tests.helpers import assert_close, random_model
-from tests.train_helpers import CONFIG, differing, on_devices
+from tests.train_helpers import CONFIG, differing, make_program, on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import balancing_biases, parameters, with_values
 from zaya_jax.parallel.layers import _gather, gather_layer
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.rules import placements
-from zaya_jax.train.state import layout_of, make_blueprint
+from zaya_jax.parallel.rules import place_leaves
 
 
 def gathered():
@@ -47,23 +46,20 @@ def test_every_device_sees_the_whole_in_the_compute_dtype_and_keeps_its_part_of_
 
 
 def test_what_is_not_split_is_left():
-    blueprint = make_blueprint(CONFIG)
-    layout = layout_of(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
-    model = random_model(CONFIG.model)
-    layer = gather_layer(layout.placed, layout.dtypes)(model)
+    placement, model = make_program(CONFIG).placement, random_model(CONFIG.model)
+    layer = gather_layer(placement.leaves, placement.dtypes)(model)
     assert not differing(parameters(layer), parameters(model))
 
 
 def test_a_matrix_and_its_adapters_become_their_sum():
     rng, name = np.random.default_rng(0), "blocks.0.attention.query"
-    blueprint, model = make_blueprint(CONFIG), random_model(CONFIG.model)
-    layout = layout_of(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
+    placement, model = make_program(CONFIG).placement, random_model(CONFIG.model)
     params = parameters(model)
     shape = params[name].shape
     a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape[:-1], 2), (2, 2, shape[-1])))
     one = Adapted(params[name], a, b, 0.5)
     joined = with_values(model, {**layer_values(model), name: one})
-    found = parameters(gather_layer(layout.placed, layout.dtypes)(joined))
+    found = parameters(gather_layer(placement.leaves, placement.dtypes)(joined))
     np.testing.assert_array_equal(found[name], merge(one))
     assert differing(found, params) == [f"['{name}']"]
 
@@ -77,7 +73,7 @@ def gathered_sum():
     names = ("blocks.0.w", *adapter_names("blocks.0.w"))
     mesh = make_mesh(ParallelConfig(fsdp=2))
     values = dict(zip(names, whole_and_adapters(), strict=True))
-    placed = placements({name: x.shape for name, x in values.items()}, dict.fromkeys(names, "attention"), mesh)
+    placed = place_leaves({name: x.shape for name, x in values.items()}, dict.fromkeys(names, "attention"), mesh)
     stored = {name: place.stored for name, place in placed.items()}
 
     def region(values):

@@ -6,16 +6,16 @@ import re
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import make_batch
 from zaya_jax.config import ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
+from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target
-from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_sharding, replicated
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_train_step
+from zaya_jax.parallel.mesh import batch_sharding, replicated
+from zaya_jax.train.program import Programs
 
 TARGETS = {"rocm": Target("rocm", "gfx942"), "cuda": Target("cuda", "NVIDIA H200")}
 RAGGED = ParallelConfig(expert=4, expert_exchange="ragged")
@@ -45,17 +45,15 @@ def lowered(parallel: ParallelConfig, platform: str) -> tuple[jax.stages.Traced,
     train = dataclasses.replace(WIDE.train, compute_dtype="bfloat16", remat="full")
     model = dataclasses.replace(WIDE.model, head_dim=64)  # the least that the kernel of the mix takes
     config = dataclasses.replace(WIDE, model=model, parallel=parallel, train=train)
-    sizes = axis_sizes(parallel, 8)
-    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES),
-                        **abstract_device(TARGETS[platform]))  # fmt: skip
-    blueprint = make_blueprint(config, target=TARGETS[platform])
-    shapes = jax.eval_shape(lambda: init_state(config, blueprint))
-    shardings = layout_of(config, blueprint, mesh).shardings(shapes)
-    state = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+    program = Programs(config, KernelSelection(TARGETS[platform]), 8)[0]
+    sizes = program.placement.mesh
+    mesh = AbstractMesh(sizes.axis_sizes, sizes.axis_names, sizes.axis_types, **abstract_device(TARGETS[platform]))
+    program = dataclasses.replace(program, placement=dataclasses.replace(program.placement, mesh=mesh))
+    state = program.abstract_state
     split = batch_sharding(mesh, leading=1)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=split), make_batch(config))
-    step = make_train_step(config, blueprint, mesh)
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
+    out = program.placement.shardings(state), replicated(mesh)
+    jitted = jax.jit(program.train_step, donate_argnums=0, out_shardings=out)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jitted.trace(state, batch)
         return traced, traced.lower(lowering_platforms=(platform,))
@@ -89,11 +87,3 @@ def test_the_step_lowers_for_eight_gpus(name, platform):
     assert {one.primitive.name for one in traced.jaxpr.eqns if "pallas_call" in str(one)} == {"shard_map"}
     assert "sdy.manual_computation" in text
     assert "bf16" in text
-
-
-def test_a_mesh_without_devices_needs_to_be_told_what_it_is_for():
-    mesh = AbstractMesh((1,) * len(AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    with pytest.raises(ValueError, match=r"^A mesh without devices is of no platform: give make_layout the target"):
-        layout_of(WIDE, make_blueprint(WIDE), mesh).ops()
-    layout = layout_of(WIDE, make_blueprint(WIDE, target=TARGETS["rocm"]), mesh)
-    assert layout.ops().experts.keywords["target"] == TARGETS["rocm"]

@@ -143,10 +143,11 @@ def has_two_rows(folder):
 
 
 SPEAKING = """
-import jax, zaya_jax.train.compiled as compiled
-join, compile_step = jax.distributed.initialize, compiled.compile_step
+import jax
+from zaya_jax.train.program import PhaseProgram
+join, compile_step = jax.distributed.initialize, PhaseProgram.compile
 jax.distributed.initialize = lambda *a, **k: (join(*a, **k), print("joined", flush=True))
-compiled.compile_step = lambda *a: (print("compiling", flush=True), compile_step(*a))[1]
+PhaseProgram.compile = lambda *a: (print("compiling", flush=True), compile_step(*a))[1]
 """
 
 

@@ -1,6 +1,5 @@
 """Sharded Newton–Schulz: each device does its part of the matrices, and the update is that of one device."""
 
-import functools
 import math
 import re
 
@@ -14,7 +13,7 @@ from tests.hlo_helpers import collectives, product_flops
 from tests.kernel_helpers import TARGETS
 from tests.parallel_helpers import LAYOUTS as MODEL_LAYOUTS
 from tests.parallel_helpers import WIDE
-from tests.train_helpers import change, on_devices
+from tests.train_helpers import change, make_program, on_devices
 from zaya_jax.config import MuonConfig, ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
 from zaya_jax.ops import ops_for
@@ -22,7 +21,6 @@ from zaya_jax.optim.muon import scale_by_muon
 from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
 from zaya_jax.parallel.rules import placements
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
 
 SHAPES = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.gate_up": (3, 8, 16, 48),
           "blocks.0.router.output": (3, 7, 9), "blocks.0.attention.output": (40, 16, 64)}  # fmt: skip
@@ -85,9 +83,8 @@ def optimizer_bytes():
     found = {}
     for name in STATES:
         config = change(WIDE, {"train.compute_dtype": "float32", "parallel": MODEL_LAYOUTS[name]})
-        blueprint = make_blueprint(config)
-        state = jax.eval_shape(functools.partial(init_state, config, blueprint))
-        shardings = layout_of(config, blueprint, make_mesh(config.parallel)).shardings(state)
+        program = make_program(config, 8)
+        state, shardings = program.abstract_state, program.placement.shardings(program.abstract_state)
         leaves = [
             jax.device_put(np.zeros(leaf.shape, leaf.dtype), sharding)
             for leaf, sharding in zip(

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zaya_jax.config import load_config
+from zaya_jax.machine.dry_run.account import simulated_programs
 from zaya_jax.model.tree import shapes
 from zaya_jax.parallel.mesh import AXES
-from zaya_jax.parallel.rules import placements
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.parallel.rules import place_leaves
 
 sizes = st.tuples(*[st.sampled_from([1, 2, 4, 8, 16])] * 4)
 
@@ -20,18 +20,18 @@ sizes = st.tuples(*[st.sampled_from([1, 2, 4, 8, 16])] * 4)
 @pytest.fixture(scope="module")
 def full():
     """Shapes and roles of ZAYA1-8B."""
-    blueprint = make_blueprint(load_config("configs/zaya1_8b.yaml"))
-    return shapes(blueprint.model), blueprint.roles
+    program = simulated_programs(load_config("configs/zaya1_8b.yaml"), 1024)[0]
+    return shapes(program.model), program.roles
 
 
-def mesh_of(sizes):
+def abstract_mesh(sizes):
     return AbstractMesh(sizes, AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 @given(sizes=sizes)
 def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
-    mesh = mesh_of(sizes)
-    found = placements(*full, mesh)
+    mesh = abstract_mesh(sizes)
+    found = place_leaves(*full, mesh)
     assert found.keys() == full[0].keys()
     for name, place in found.items():
         shape = full[0][name]
@@ -49,9 +49,9 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
 
 @given(sizes=sizes)
 def test_matrices_are_split_over_all_devices(full, sizes):
-    mesh = mesh_of(sizes)
+    mesh = abstract_mesh(sizes)
     devices = math.prod(sizes)
-    for name, place in placements(*full, mesh).items():
+    for name, place in place_leaves(*full, mesh).items():
         if full[1][name] in ("attention", "expert", "embedding") and devices <= 1024:
             over = {*place.over, *(["expert"] if place.by_expert else [])}
             assert over == {axis for axis in AXES if mesh.shape[axis] > 1}, name
@@ -59,29 +59,24 @@ def test_matrices_are_split_over_all_devices(full, sizes):
 
 def test_the_vocabulary_is_split_where_it_divides_and_the_width_where_it_does_not(full):
     for devices, axis in ((64, -2), (128, -2), (256, -1), (1024, -1)):
-        place = placements(*full, mesh_of((devices, 1, 1, 1)))["embedding"]
+        place = place_leaves(*full, abstract_mesh((devices, 1, 1, 1)))["embedding"]
         assert (place.axis, place.over) == (axis, ("data",))
 
 
 def test_a_leaf_too_narrow_for_all_devices_is_split_over_some_or_none():
-    mesh = mesh_of((4, 8, 1, 1))
-    found = placements({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
+    mesh = abstract_mesh((4, 8, 1, 1))
+    found = place_leaves({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
     assert [(place.axis, place.over) for place in found.values()] == [(-1, ("fsdp",)), (None, ()), (None, ())]
 
 
 def test_momentum_lies_as_its_parameter_and_counters_lie_everywhere():
-    config = load_config("configs/tiny.yaml")
-    blueprint = make_blueprint(config)
-    mesh = mesh_of((4, 2, 1, 1))
-    layout = layout_of(config, blueprint, mesh)
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
-    shardings = layout.shardings(state)
-    split = 0
+    program = simulated_programs(load_config("configs/tiny.yaml", ["parallel.fsdp=2"]), 8)[0]
+    leaves, shardings, split = program.placement.leaves, program.placement.shardings(program.abstract_state), 0
     for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in layout.placed]
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in leaves]
         if names and len(sharding.spec):
-            assert sharding.spec == layout.placed[names[0]].stored
+            assert sharding.spec == leaves[names[0]].stored
             split += 1
-    assert split == 2 * len(layout.placed) + sum(role not in ("attention", "router", "expert")
-                                                 for role in blueprint.roles.values())  # fmt: skip
+    assert split == 2 * len(leaves) + sum(role not in ("attention", "router", "expert")
+                                                 for role in program.roles.values())  # fmt: skip
     assert all(not sharding.spec for sharding in jax.tree.leaves((shardings.balance, shardings.recent, shardings.step)))

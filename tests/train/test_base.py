@@ -6,19 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train_helpers import CONFIG, change, setup
+from tests.train_helpers import CONFIG, change, make_program, setup
 from zaya_jax.config import LoraConfig
 from zaya_jax.errors import InputError
 from zaya_jax.train.base import (
     NO_BASE,
     Base,
-    abstract_base,
     check_base,
-    frozen_shapes,
     note_base,
     open_base,
 )
-from zaya_jax.train.state import make_blueprint
 
 TUNED = change(CONFIG, {"lora": LoraConfig(2, 4.0), "init_from": "a run"})
 SHAPES = {"a": (3, 5, 7), "b": (11,), "c": ()}
@@ -47,8 +44,8 @@ def test_the_note_of_a_run_is_of_its_base(tmp_path):
 
 
 def test_without_adapters_there_is_no_base(tmp_path):
-    assert frozen_shapes(CONFIG, setup().blueprint) == abstract_base(CONFIG, 0) == {}
-    assert open_base(CONFIG, 0) == NO_BASE
+    assert setup().program.abstract_base == {}
+    assert open_base(CONFIG, setup().program) == NO_BASE
     note_base(tmp_path, CONFIG, NO_BASE)
     check_base(tmp_path, CONFIG, NO_BASE)
     assert not list(tmp_path.iterdir())
@@ -56,7 +53,7 @@ def test_without_adapters_there_is_no_base(tmp_path):
 
 def test_a_base_is_in_the_compute_dtype():
     config = change(TUNED, {"train.compute_dtype": "bfloat16"})
-    found = frozen_shapes(config, make_blueprint(config))
+    found = make_program(config).abstract_base
     assert found.keys() == setup().state.params.keys()
     assert {str(found[name].dtype) for name in ("embedding", "blocks.0.attention.query")} == {"bfloat16"}
     assert found["norm.weight"].dtype == jnp.float32

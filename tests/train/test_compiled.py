@@ -2,6 +2,7 @@
 
 import threading
 
+import chex
 import jax
 import pytest
 
@@ -10,7 +11,10 @@ from tests.train_helpers import CONFIG, change
 from zaya_jax.config import BatchConfig, PhaseConfig
 from zaya_jax.config.stages import stages
 from zaya_jax.train import compiled
-from zaya_jax.train.compiled import CompiledSteps, step_key
+from zaya_jax.train import program as program_module
+from zaya_jax.train.compiled import CompiledSteps
+from zaya_jax.train.program import PhaseProgram, make_programs
+from zaya_jax.train.step import make_train_step
 
 RUN = change(CONFIG, {"phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro=2)))})
 
@@ -21,12 +25,12 @@ def made(monkeypatch):
     begun, may_go = [], threading.Event()
     may_go.set()
 
-    def compile_step(config, stage, target):
+    def compile_step(program, stage):
         begun.append(stage.first_step)
         assert may_go.wait(10)
         return stage.first_step
 
-    monkeypatch.setattr(compiled, "compile_step", compile_step)
+    monkeypatch.setattr(PhaseProgram, "compile", compile_step)
     monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
     return begun, may_go
 
@@ -34,7 +38,7 @@ def made(monkeypatch):
 def test_the_next_step_is_compiled_while_this_one_runs(made):
     begun, may_go = made
     steps = stages(RUN)
-    with CompiledSteps(RUN) as found:
+    with CompiledSteps(make_programs(RUN)) as found:
         assert found.step(steps[0]) == 0
         for _ in range(1000):  # in the background, without being asked for
             if len(begun) == 2:
@@ -50,14 +54,14 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
     begun, _ = made
     steps = stages(RUN)
 
-    def fail(config, stage, target):
+    def fail(program, stage):
         begun.append(stage.first_step)
         if stage == steps[1]:
             raise ValueError("too large")
         return stage.first_step
 
-    monkeypatch.setattr(compiled, "compile_step", fail)
-    with CompiledSteps(RUN) as found:
+    monkeypatch.setattr(PhaseProgram, "compile", fail)
+    with CompiledSteps(make_programs(RUN)) as found:
         assert found.step(steps[0]) == 0  # though the next one fails meanwhile
         with pytest.raises(ValueError, match="too large"):
             found.step(steps[1])
@@ -66,24 +70,43 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
 def test_memory_is_checked_before_a_step_runs(made, monkeypatch):
     checked = []
     monkeypatch.setattr(compiled, "check_compiled", lambda *step_and_phase: checked.append(step_and_phase))
-    with CompiledSteps(RUN) as found:
+    with CompiledSteps(make_programs(RUN)) as found:
         got = [found.step(stage) for stage in stages(RUN)]
     assert checked == [(step, RUN.phase_key(stage.phase)) for step, stage in zip(got, stages(RUN), strict=True)]
 
 
+def keys(programs):
+    """What the step of each stage is compiled for."""
+    return [(programs[stage.phase], programs[stage.phase].batch_shape(stage)) for stage in stages(RUN)]
+
+
 def test_stages_that_are_alike_share_what_is_compiled(made):
     begun, _ = made
-    steps = stages(RUN)
-    with CompiledSteps(RUN) as found:
-        got = [found.step(stage) for stage in steps]
-    keys = [step_key(RUN, stage) for stage in steps]
-    assert len(begun) == len(set(begun)) == len(set(keys)) < len(steps)
-    assert len({*zip(keys, got, strict=True)}) == len(set(keys))
+    programs = make_programs(RUN)
+    with CompiledSteps(programs) as found:
+        got = [found.step(stage) for stage in stages(RUN)]
+    assert len(begun) == len(set(begun)) == len(set(keys(programs))) < len(got)
+    assert len({*zip(keys(programs), got, strict=True)}) == len(set(keys(programs)))
 
 
-def test_a_key_tells_apart_what_is_compiled_differently():
-    keys = [step_key(RUN, stage) for stage in stages(RUN)]
-    assert [(key.micro_batches, key.sequences, key.context) for key in keys[:3]] == [(2, 2, 32), (4, 2, 32), (2, 2, 64)]
-    assert [key.rope_base for key in keys[:3]] == [1.0e4, 1.0e4, 1.0e3]
-    assert {key.remat for key in keys} == {"none", "dots"}
+def test_phases_that_do_not_differ_share_a_program():
+    programs = make_programs(RUN)
+    assert [shape for _, shape in keys(programs)[:3]] == [(2, 2, 32), (4, 2, 32), (2, 2, 64)]
+    assert [program.model.config.rope_base for program, _ in keys(programs)[:3]] == [1.0e4, 1.0e4, 1.0e3]
+    assert {program.remat for program, _ in keys(programs)} == {"none", "dots"}
     assert jax.device_count() == 1  # which the numbers of sequences above are for
+    facts = {(program.model.config, program.placement, program.remat) for program, _ in keys(programs)}
+    assert len({program for program, _ in keys(programs)}) == len(facts) < len(RUN.phases)
+
+
+def test_each_shape_is_traced_once(monkeypatch):
+    programs = make_programs(RUN)
+    chex.clear_trace_counter()  # of functions it tells apart by where they are defined alone: all steps are one
+    count = len(set(keys(programs)))
+    monkeypatch.setattr(program_module, "make_train_step",
+                        lambda program: chex.assert_max_traces(make_train_step(program), count))  # fmt: skip
+    monkeypatch.setattr(PhaseProgram, "compile", PhaseProgram.trace)
+    monkeypatch.setattr(compiled, "check_compiled", lambda *_: None)
+    with CompiledSteps(programs) as steps:
+        for stage in stages(RUN):
+            steps.step(stage)

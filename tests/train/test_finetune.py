@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.data_helpers import small_tokenizer
-from tests.train_helpers import MODEL, compile_once, differing, fast_jit
+from tests.train_helpers import MODEL, compile_once, differing, fast_jit, make_program
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
 from zaya_jax.data.pipeline import heldout_batches, train_batches
@@ -20,14 +20,13 @@ from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import heldout_loss
 from zaya_jax.model.tree import parameters
-from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import JsonlSink, read_rows
 from zaya_jax.train.given import given_parameters
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.report import report
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_evaluation_step, make_local_loss
+from zaya_jax.train.state import init_state
+from zaya_jax.train.step import make_local_loss
 
 
 def conversations(rng):
@@ -135,10 +134,9 @@ def test_the_loss_depends_on_what_assistants_say_alone(tuned):
     assert (" and " in said, " and " in unsaid) == (False, True)
     assert 0.1 < batch["loss_mask"].mean() < 0.9
 
-    blueprint = make_blueprint(config)
-    state = fast_jit(lambda: init_state(config, blueprint))()
-    layout = layout_of(config, blueprint, make_mesh(devices=jax.devices()[:1]))
-    gradient = fast_jit(layout.gradient(make_local_loss(config, blueprint)))
+    program = make_program(config)
+    state = fast_jit(lambda: init_state(program))()
+    gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
 
     def of(targets):
         changed = {name: array[None] for name, array in (batch | {"targets": targets}).items()}
@@ -218,9 +216,9 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     """A full model of the merged parameters, which is what an export holds, evaluated without any adapter."""
     config, result = adapted
     plain = dataclasses.replace(config, lora=None)
-    layout = layout_of(plain, make_blueprint(plain), make_mesh(devices=jax.devices()[:1]))
-    step = fast_jit(make_evaluation_step(plain, make_blueprint(plain), layout.mesh))
-    model = ModelSnapshot(parameters(result.model), result.state.balance, {}, layout, step)
+    program = make_program(plain)
+    step = fast_jit(program.evaluation_step)
+    model = ModelSnapshot(parameters(result.model), result.state.balance, {}, program.placement, step)
     batches = heldout_batches(config, result.prepared, "talk", config.evaluation.batches)
     assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
 

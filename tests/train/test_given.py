@@ -14,10 +14,10 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.hf.interop import import_hf
 from zaya_jax.train import given
-from zaya_jax.train.compiled import abstract_state
 from zaya_jax.train.given import about_given, begin_with_given, check_given, parameters_alone
 from zaya_jax.train.loop import run_training
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.program import make_programs
+from zaya_jax.train.state import init_state
 
 
 def write(folder, config: Config, dtype="float32", layout="hf", **changes):
@@ -38,8 +38,9 @@ def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout=layout)
     config = with_folder(tmp_path / "model", config)
-    state = begin_with_given(config, abstract_state(config, 0), 0)
-    fresh = jax.jit(lambda: init_state(config, make_blueprint(config)))()
+    program = make_programs(config)[0]
+    state = begin_with_given(config, program)
+    fresh = jax.jit(lambda: init_state(program))()
     for name, x in {**state.params, **state.balance}.items():
         np.testing.assert_array_equal(x, values[name], err_msg=name)
         assert x.dtype == np.float32
@@ -95,8 +96,8 @@ def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
     import_hf(tmp_path / "model", tmp_path / "imported")
     imported = change(whole, {"init_from": str(tmp_path / "imported")})
     assert parameters_alone(imported)
-    abstract = abstract_state(whole, 0)
-    assert not differing(begin_with_given(imported, abstract, 0), begin_with_given(folder, abstract, 0))
+    program = make_programs(whole)[0]
+    assert not differing(begin_with_given(imported, program), begin_with_given(folder, program))
     set_value(tmp_path / "model", "model.norm.weight", np.inf)
     import_hf(tmp_path / "model", tmp_path / "infinite", allow_nonfinite=True)
     for wrong, named in (
@@ -104,7 +105,7 @@ def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
         (change(whole, {"init_from": str(tmp_path / "infinite")}), "parameter norm.weight"),
     ):
         with pytest.raises(InputError, match=f"{named}.* NaN or infinite values"):
-            begin_with_given(wrong, abstract, 0)
+            begin_with_given(wrong, program)
 
 
 def test_adapters_are_no_beginning(tmp_path, monkeypatch):
@@ -117,8 +118,8 @@ def test_adapters_are_no_beginning(tmp_path, monkeypatch):
 
 def begin_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each parameter its value, and whether it lies as the state of the phase does; runs where there are devices."""
-    abstract = abstract_state(config, 0)
-    state = begin_with_given(config, abstract, 0)
+    program = make_programs(config)[0]
+    state, abstract = begin_with_given(config, program), program.abstract_state
     jax.tree.map(lambda x, a: (x.sharding.is_equivalent_to(a.sharding, x.ndim) or pytest.fail(str(x.sharding))),
                  state, abstract)  # fmt: skip
     values, wanted = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}

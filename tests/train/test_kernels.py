@@ -5,13 +5,13 @@ import pytest
 
 from tests.train_helpers import CONFIG
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection
-from zaya_jax.ops.target import Target
+from zaya_jax.ops.target import Target, current_target
 from zaya_jax.train import kernels as room
 from zaya_jax.train.kernels import choose_kernels
 
 
 def test_on_a_cpu_nothing_is_chosen_tried_or_said(capsys):
-    assert choose_kernels(CONFIG) == KernelSelection(Target("cpu", jax.devices()[0].device_kind))
+    assert choose_kernels(CONFIG, current_target()) == KernelSelection(current_target())
     assert capsys.readouterr().out == ""
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -9,16 +10,19 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from tests.train_helpers import change, differing, restore, small_run, snapshot
+from tests.train_helpers import change, differing, make_program, restore, small_run, snapshot
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
-from zaya_jax.train import beginning, compiled, loop, trainer
+from zaya_jax.train import beginning, loop, trainer
 from zaya_jax.train.loop import run_training
+from zaya_jax.train.program import Programs
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -366,8 +370,8 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     tmp_path, monkeypatch, changes, key
 ):
     config = change(small_run(tmp_path), changes)
-    shape = {"data": 4, "fsdp": 1, "expert": 1, "context": 1}
-    monkeypatch.setattr(compiled, "mesh_of", lambda config, phase: SimpleNamespace(shape=shape))
+    simulated = functools.partial(Programs, kernels=KernelSelection(current_target()), devices=4)
+    monkeypatch.setattr(loop, "make_programs", simulated)
     with pytest.raises(InputError, match=f"^{key}") as caught:
         run_training(config)
     assert "multiple of 4, the number of parts" in str(caught.value)
@@ -435,4 +439,4 @@ def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
     result = run_training(config)
     assert int(result.state.skipped) == 12
     assert rows_of(result.run_dir)[-1]["heldout_loss"] is None
-    assert not differing(result.state.opt_state, beginning.init_state(config, None).opt_state)
+    assert not differing(result.state.opt_state, beginning.init_state(make_program(config)).opt_state)

@@ -11,16 +11,16 @@ import pytest
 
 from tests.parallel_helpers import WIDE, uneven
 from tests.train.test_step import mean_loss
-from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, on_devices, setup
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, make_program, on_devices, setup
 from zaya_jax.config import LoraConfig, ParallelConfig
+from zaya_jax.machine.dry_run.account import simulated_programs
 from zaya_jax.model.lora import Adapted, adapted, merge, merged
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, make_mesh, replicated
-from zaya_jax.train.base import frozen_shapes
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_evaluation_step, make_local_loss, make_train_step
+from zaya_jax.parallel.mesh import batch_sharding, replicated
+from zaya_jax.train.state import init_state
+from zaya_jax.train.step import make_local_loss
 
 LORA = LoraConfig(rank=3, alpha=6.0)
 TUNED = change(CONFIG, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
@@ -35,16 +35,12 @@ FOUR = {
 }
 
 
-def one_device():
-    return make_mesh(devices=jax.devices()[:1])
-
-
 @functools.cache
 def tuned(config=TUNED):
     """State and compiled step of adapters on the parameters of `setup`, on one device."""
-    blueprint = make_blueprint(config)
-    state = fast_jit(lambda: init_state(config, blueprint), out_shardings=replicated(one_device()))()
-    return state, fast_jit(make_train_step(config, blueprint, one_device()))
+    program = make_program(config)
+    state = fast_jit(lambda: init_state(program), out_shardings=replicated(program.placement.mesh))()
+    return state, fast_jit(program.train_step)
 
 
 def filled(adapters, seed=0):
@@ -77,7 +73,7 @@ def test_the_first_loss_is_that_of_the_base():
 def test_the_state_holds_adapters_alone_and_all_of_them_move():
     state, _ = tuned()
     new, _ = first_step()
-    matrices = {name for name, role in setup().blueprint.roles.items() if role in ("attention", "expert")}
+    matrices = {name for name, role in setup().program.roles.items() if role in ("attention", "expert")}
     assert state.params.keys() == {f"{name}.lora_{part}" for name in matrices for part in "ab"}
     held = sum(x.size for x in jax.tree.leaves((state.params, state.opt_state)) if x.ndim)
     assert held == 3 * sum(x.size for x in state.params.values())  # with both moments
@@ -92,12 +88,11 @@ def test_the_state_holds_adapters_alone_and_all_of_them_move():
 def test_the_gradient_is_that_through_the_merged_matrices():
     with jax.enable_x64(True):
         config = change(TUNED, {"train.compute_dtype": "float64"})
-        blueprint = make_blueprint(config)
+        program = make_program(config)
         drawn, balance = jax.device_get((base(), setup().state.balance))
         whole, balance = ({name: np.float64(x) for name, x in some.items()} for some in (drawn, balance))
-        adapters = filled({name: np.zeros(shape) for name, shape in blueprint.trained.items()})
-        layout = layout_of(config, blueprint, one_device())
-        gradient = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+        adapters = filled({name: np.zeros(shape) for name, shape in program.trained.items()})
+        gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
         sums, grads = gradient(adapters, balance, make_batch(), whole)
 
         def plain(adapters):
@@ -119,8 +114,8 @@ def test_a_merged_model_is_the_model_with_adapters():
     adapters, balance = filled(tuned()[0].params), setup().state.balance
     whole = merged(base(), adapters, LORA.scale)
     batch = {name: array.reshape(-1, array.shape[-1]) for name, array in make_batch().items()}
-    ours = fast_jit(make_evaluation_step(TUNED, make_blueprint(TUNED), one_device()))
-    plain = fast_jit(make_evaluation_step(CONFIG, setup().blueprint, one_device()))
+    ours = fast_jit(make_program(TUNED).evaluation_step)
+    plain = fast_jit(setup().program.evaluation_step)
     found, expected, without = (float(sums["loss"]) for sums in (
         ours(adapters, balance, batch, base()), plain(whole, balance, batch), plain(base(), balance, batch)
     ))  # fmt: skip
@@ -143,12 +138,10 @@ def test_the_loss_falls_on_a_repeated_batch():
 def test_no_stack_of_matrices_is_there_in_fp32():
     """Neither masters, nor merged matrices, nor gradients: of all layers together there is the base alone, in bf16."""
     config = change(TUNED, {"train.compute_dtype": "bfloat16", "train.remat": "full", "model.num_layers": 5})
-    blueprint = make_blueprint(config)
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
-    step = make_train_step(config, blueprint, one_device())
-    text = jax.jit(step).lower(state, make_batch(), frozen_shapes(config, blueprint)).as_text()
-    stacks = {shape for name, shape in setup().blueprint.trained.items()
-              if setup().blueprint.roles[name] in ("attention", "expert")}  # fmt: skip
+    program = make_program(config)
+    text = jax.jit(program.train_step).lower(program.abstract_state, make_batch(), program.abstract_base).as_text()
+    stacks = {shape for name, shape in setup().program.trained.items()
+              if setup().program.roles[name] in ("attention", "expert")}  # fmt: skip
     named = {"x".join(str(size) for size in (5, *shape[1:])) for shape in stacks}
     kinds = {(shape, kind) for shape, kind in re.findall(r"tensor<((?:\d+x)+)(bf16|f32)>", text)}
     assert {kind for shape, kind in kinds if shape.rstrip("x") in named} == {"bf16"}
@@ -164,21 +157,21 @@ def run_layout(parallel, devices=4, steps=2):
     with jax.enable_x64(True):
         config = change(WIDE, {"parallel": parallel, "lora": LORA, "init_from": "a run"})
         config.check()
-        mesh, blueprint = make_mesh(parallel, jax.devices()[:devices]), make_blueprint(config)
-        layout = layout_of(config, blueprint, mesh)
-        whole = fast_jit(lambda: init_state(change(config, {"lora": None}), make_blueprint(WIDE)).params)()
-        start = fast_jit(lambda: uneven(init_state(config, blueprint)))()
+        program, full = make_program(config, devices), make_program(change(WIDE, {"parallel": parallel}), devices)
+        placement, mesh = program.placement, program.placement.mesh
+        whole = fast_jit(lambda: init_state(full).params)()
+        start = fast_jit(lambda: uneven(init_state(program)))()
         start = dataclasses.replace(start, params=filled(start.params))
-        state, whole = (jax.device_put(tree, layout.shardings(tree)) for tree in (start, whole))
+        state, whole = (jax.device_put(tree, placement.shardings(tree)) for tree in (start, whole))
         order, batch = sequence_order(parallel, config.data.context), make_batch(config)
         if order is not None:
             batch = {name: array[..., order] for name, array in batch.items()}
         batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
-        region = fast_jit(layout.gradient(make_local_loss(config, blueprint, layout.ops())))
+        region = fast_jit(placement.gradient(make_local_loss(program)))
         _, grads = region(state.params, state.balance, batch, whole)
         found = {f"gradient {name}": np.array(x) for name, x in grads.items()}
-        placed = (layout.shardings(state), replicated(mesh))
-        step = fast_jit(make_train_step(config, blueprint, mesh), out_shardings=placed)
+        placed = (placement.shardings(state), replicated(mesh))
+        step = fast_jit(program.train_step, out_shardings=placed)
         for number in range(steps):
             state, metrics = step(state, batch, whole)
             found[f"loss {number}"] = np.array(metrics["loss"])
@@ -215,17 +208,18 @@ def test_every_layout_gives_what_one_device_gives(name):
 
 
 def test_adapters_and_base_lie_as_the_table_says():
-    mesh = jax.sharding.AbstractMesh((1, 2, 2, 1), ("data", "fsdp", "expert", "context"))
-    config = change(WIDE, {"lora": LORA, "init_from": "a run", "train.compute_dtype": "bfloat16"})
-    layout = layout_of(config, make_blueprint(config), mesh)
-    a, b, whole = (layout.placed[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
+    parallel = ParallelConfig(fsdp=2, expert=2)
+    config = change(WIDE, {"lora": LORA, "init_from": "a run", "train.compute_dtype": "bfloat16", "parallel": parallel,
+                           "train.batch.micro": 4})  # fmt: skip
+    placement = simulated_programs(config, 4)[0].placement
+    a, b, whole = (placement.leaves[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
     assert a.by_expert
     assert b.by_expert
     assert whole.by_expert
     assert a.axis == -2  # rows of A and columns of B: the rank is never split
     assert b.axis == -1
     names = [f"blocks.0.mixture.experts.down{part}" for part in (".lora_a", ".lora_b", "")]
-    assert [layout.dtypes[name].name for name in names] == ["float32", "float32", "bfloat16"]
+    assert [placement.dtypes[name].name for name in names] == ["float32", "float32", "bfloat16"]
 
 
 def test_a_model_of_one_layer_kind_is_adapted_in_all_layers():

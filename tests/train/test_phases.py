@@ -14,7 +14,7 @@ from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, SpikeConfi
 from zaya_jax.config.stages import phase_steps, stages, total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.batch import WHOLE
-from zaya_jax.parallel.layout import Layout
+from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.train.loop import run_training
 
@@ -47,14 +47,14 @@ def whole(tmp_path_factory):
     shapes = []
     with pytest.MonkeyPatch.context() as patch:
         compile_once(patch)
-        place = Layout.place
+        place = Placement.place
 
         def noted(layout, batch, count=None, share=WHOLE):
             if count is not None:
                 shapes.append((count, *batch["tokens"].shape))
             return place(layout, batch, count, share)
 
-        patch.setattr(Layout, "place", noted)
+        patch.setattr(Placement, "place", noted)
         return config, run_training(config), shapes
 
 

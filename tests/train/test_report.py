@@ -19,7 +19,7 @@ def fast_decode(monkeypatch):
 
 @functools.cache
 def _compiled(function):
-    return fast_jit(function, static_argnames=("steps", "greedy", "target"))
+    return fast_jit(function, static_argnames=("steps", "greedy", "placement"))
 
 
 @pytest.mark.usefixtures("fast_decode")

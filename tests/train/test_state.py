@@ -2,24 +2,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, setup
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_program, setup
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.state import init_state
 
 
-def test_a_blueprint_allocates_nothing_and_names_every_parameter():
-    blueprint = make_blueprint(CONFIG)
-    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(blueprint.model))
-    assert blueprint.roles.keys() == setup().state.params.keys()
+def test_a_program_allocates_nothing_and_names_every_parameter():
+    program = make_program(CONFIG)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((program.model, program.abstract_state)))
+    assert program.roles.keys() == setup().state.params.keys()
 
 
 def test_the_largest_shipped_size_costs_no_memory():
     big = {"hidden_size": 8192, "num_layers": 80, "vocab_size": 262272, "expert_size": 8192, "num_experts": 64}
     config = change(CONFIG, {f"model.{name}": value for name, value in big.items()})
-    blueprint = make_blueprint(config)
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
-    assert sum(x.size for x in state.params.values()) > 5e11
+    assert sum(x.size for x in make_program(config).abstract_state.params.values()) > 5e11
 
 
 def test_a_run_starts_at_zero_with_fp32_masters():
@@ -46,8 +44,8 @@ def test_params_and_balance_share_the_model_between_them():
 
 def test_the_seed_decides_and_the_rest_of_the_run_has_a_key_of_its_own():
     def start(seed):
-        config = change(CONFIG, {"seed": seed})
-        return fast_jit(lambda: init_state(config, make_blueprint(config)))()
+        program = make_program(change(CONFIG, {"seed": seed}))
+        return fast_jit(lambda: init_state(program))()
 
     first, again, other = start(0), start(0), start(1)
     assert not differing(first, again)

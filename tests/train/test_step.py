@@ -9,26 +9,26 @@ import optax
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close
-from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, setup
+from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, make_program, setup
 from zaya_jax.config import ScheduleConfig, SourceConfig, SpikeConfig, Table
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
-from zaya_jax.ops.registry import OPERATIONS
-from zaya_jax.ops.target import Target, target_of
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection
+from zaya_jax.ops.target import Target
 from zaya_jax.optim.balance import load_error
-from zaya_jax.parallel.layout import Layout
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.placement import Placement
+from zaya_jax.train.program import Programs
 from zaya_jax.train.spikes import REASONS
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
-from zaya_jax.train.step import make_evaluation_step, make_local_loss, make_train_step
+from zaya_jax.train.state import init_state
+from zaya_jax.train.step import make_local_loss
 
 COUNTERS = {".step", ".skipped"}
 
 
 def mean_loss(params, balance, batch, config=CONFIG):
     """Mean cross-entropy over real tokens, written down plainly."""
-    model = with_values(make_blueprint(config).model, {**params, **balance})
+    model = with_values(make_program(config).model, {**params, **balance})
     flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
     scores = jax.nn.log_softmax(logits(model, flat["tokens"], flat["segment_ids"]))
     losses = -jnp.take_along_axis(scores, flat["targets"][..., None], -1)[..., 0]
@@ -49,9 +49,9 @@ def descent(micro_batches=2, clip=1e9):
     steady = dataclasses.replace(CONFIG.phases[0], schedule=ScheduleConfig("constant"))
     changes = {"train.batch.micro": 8 // micro_batches, "optimizer.clip_norm": clip, "phases": (steady,)}
     config = change(CONFIG, changes)
-    blueprint = dataclasses.replace(make_blueprint(config), optimizer=optax.scale(-1.0))
-    step = fast_jit(make_train_step(config, blueprint, make_mesh(devices=jax.devices()[:1])))
-    state = dataclasses.replace(setup().state, opt_state=blueprint.optimizer.init(setup().state.params))
+    program = dataclasses.replace(make_program(config), optimizer=optax.scale(-1.0))
+    step = fast_jit(program.train_step)
+    state = dataclasses.replace(setup().state, opt_state=program.optimizer.init(setup().state.params))
     new, metrics = step(state, make_batch(config))
     grads = jax.tree.map(lambda old, now: np.array(old) - np.array(now), state.params, new.params)
     return leaves(metrics), leaves(new), leaves(grads)
@@ -98,8 +98,8 @@ def test_loss_and_gradient_are_those_of_the_mean_over_real_tokens():
 def test_norms_by_role_are_those_of_the_gradient_and_of_the_change():
     metrics, _, grads = descent()
     norm, squares = plain_gradient()[2], 0.0
-    for role in {setup().blueprint.roles[name] for name in setup().state.params}:
-        names = [name for name in setup().state.params if setup().blueprint.roles[name] == role]
+    for role in {setup().program.roles[name] for name in setup().state.params}:
+        names = [name for name in setup().state.params if setup().program.roles[name] == role]
         expected = np.sqrt(sum((grads[f"['{name}']"] ** 2).sum() for name in names))
         for kind in ("grad_norm_by_role", "update_norm_by_role"):  # one is the other, by this optimizer
             assert metrics[f"['{kind}']['{role}']"] == pytest.approx(expected, rel=1e-3, abs=1e-4 * norm)
@@ -112,7 +112,7 @@ def test_the_loss_is_summed_for_each_source_of_the_rows():
     state, batch = setup().state, jax.tree.map(lambda a: a[0], make_batch())
     rows = np.arange(len(batch["tokens"])) % 2 * 2  # none of b
     batch |= {"sources": np.repeat(rows[:, None], batch["tokens"].shape[1], 1).astype(np.int16)}
-    loss = fast_jit(make_local_loss(config, setup().blueprint))
+    loss = fast_jit(make_local_loss(make_program(config)))
     sums = jax.device_get(loss(state.params, state.balance, batch)[1])
     for source in range(3):
         alone = batch | {"loss_mask": batch["loss_mask"] & (rows == source)[:, None]}
@@ -177,7 +177,7 @@ def test_the_loss_falls_on_a_repeated_batch():
 
 
 def counts_of(state, batch):
-    model = with_values(setup().blueprint.model, {**state.params, **state.balance})
+    model = with_values(setup().program.model, {**state.params, **state.balance})
     flat = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
     return np.array(fast_jit(type(model).__call__)(model, flat["tokens"], flat["segment_ids"]).stats.expert_counts_le)
 
@@ -221,8 +221,7 @@ def test_the_entropy_of_the_load_is_one_where_it_is_even_and_zero_on_one_expert(
 def test_each_layer_gets_its_own_error_whatever_the_layer_pattern():
     pattern = {"model.layer_pattern": ("full", "sliding"), "model.num_layers": 4, "model.sliding_window": 4}
     config = change(CONFIG, pattern)
-    blueprint = make_blueprint(config)
-    state = jax.eval_shape(lambda: init_state(config, blueprint))
+    state = make_program(config).abstract_state
     assert sorted(b.shape for b in state.balance.values()) == [(2, 5), (2, 5)]
     from zaya_jax.train.step import _by_bias
 
@@ -243,26 +242,6 @@ def test_metrics_stand_in_the_order_of_layers_whatever_the_layer_pattern():
     balance = {f"blocks.{position}.mixture.router.balancing_bias": jnp.array(b) for position, b in enumerate(stacks)}
     found = _expert_metrics(jnp.ones((24, 3), jnp.int32), dict(sorted(balance.items())))
     np.testing.assert_allclose(found["bias_range"], ranges)
-
-
-def test_the_operations_are_those_of_the_device_that_the_mesh_holds(monkeypatch):
-    layout = layout_of(CONFIG, setup().blueprint, make_mesh())
-    monkeypatch.setattr(jax, "devices", lambda: pytest.fail("the mesh says it"))
-    assert layout.ops().experts.keywords["target"].platform == "cpu"
-
-
-def test_so_are_those_of_the_optimizer():
-    told = {}
-
-    def update(updates, state, params, **extra):
-        told.update(extra)
-        return updates, state
-
-    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    blueprint, mesh = dataclasses.replace(setup().blueprint, optimizer=optimizer), make_mesh()
-    step, state = make_train_step(CONFIG, blueprint, mesh), dataclasses.replace(setup().state, opt_state=())
-    jax.eval_shape(step, state, make_batch())
-    assert told["target"] == target_of(mesh.devices.flat[0])
 
 
 # --- steps that are not finite ---------------------------------------------------------------------------------
@@ -302,8 +281,8 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_counters(value):
 def test_the_kernel_of_momentum_makes_the_same_step_and_skips_it():
     """The others compute the same in another order, so that only this one may differ in nothing but rounding."""
     others = tuple(name for name in OPERATIONS if name != "momentum")
-    blueprint = dataclasses.replace(setup().blueprint, target=Target("interpret", "", without=others))
-    step = make_train_step(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1]))
+    kernels = KernelSelection(Target("interpret", "", without=others))
+    step = Programs(CONFIG, kernels, jax.devices()[:1])[0].train_step
     assert "pallas_call" in str(jax.make_jaxpr(step)(setup().state, make_batch()))
     found, expected = fast_jit(step)(setup().state, make_batch())[0], first_step()[0]
     assert_close(leaves(found), leaves(expected), 1e-5)
@@ -316,9 +295,8 @@ def watchful():
     """A step that looks for spikes after four steps, at a rate that stays; and the state after twenty."""
     steady = dataclasses.replace(CONFIG.phases[0], schedule=ScheduleConfig("constant"))
     config = change(CONFIG, {"phases": (steady,), "train.spike": SpikeConfig(window=4)})
-    blueprint, mesh = make_blueprint(config), make_mesh(devices=jax.devices()[:1])
-    step = fast_jit(make_train_step(config, blueprint, mesh))
-    state = fast_jit(lambda: init_state(config, blueprint))()
+    program = make_program(config)
+    step, state = fast_jit(program.train_step), fast_jit(lambda: init_state(program))()
     for _ in range(40):
         state, metrics = step(state, weighted(easy()))
     assert int(metrics["skip"]) == 0
@@ -362,13 +340,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(monkeypatch
     ops = dataclasses.replace(
         LOCAL, attention=lambda *given, **more: infinite_gradient(LOCAL.attention(*given, **more))
     )
-    monkeypatch.setattr(Layout, "ops", lambda _: ops)
-    state = setup().state
-    blueprint = dataclasses.replace(setup().blueprint, optimizer=optax.scale(-1.0))
-    state = dataclasses.replace(state, opt_state=blueprint.optimizer.init(state.params))
-    new, metrics = fast_jit(make_train_step(CONFIG, blueprint, make_mesh(devices=jax.devices()[:1])))(
-        state, make_batch()
-    )
+    monkeypatch.setattr(Placement, "ops", ops)
+    state, program = setup().state, setup().program
+    placement = dataclasses.replace(program.placement)  # another one, whose operations have not been asked for
+    program = dataclasses.replace(program, placement=placement, optimizer=optax.scale(-1.0))
+    state = dataclasses.replace(state, opt_state=program.optimizer.init(state.params))
+    new, metrics = fast_jit(program.train_step)(state, make_batch())
     assert np.isfinite(metrics["loss"])
     assert not np.isfinite(metrics["grad_norm"])
     assert set(differing(state, new)) == COUNTERS
@@ -387,15 +364,14 @@ def test_a_batch_without_a_real_token_leaves_finite_numbers():
 
 def test_bfloat16_computes_low_and_keeps_everything_else_in_fp32():
     config = change(CONFIG, {"train.compute_dtype": "bfloat16"})
-    blueprint = make_blueprint(config)
-    step = make_train_step(config, blueprint, make_mesh(devices=jax.devices()[:1]))
-    jaxpr, (new, metrics) = jax.make_jaxpr(step, return_shape=True)(setup().state, make_batch())
+    program = make_program(config)
+    jaxpr, (new, metrics) = jax.make_jaxpr(program.train_step, return_shape=True)(setup().state, make_batch())
     assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, setup().state)
     assert {x.dtype for x in jax.tree.leaves((new.params, new.balance))} == {jnp.dtype("float32")}
     assert metrics["loss"].dtype == jnp.float32
     products = re.findall(r"\w+:(bf16|f32)\[[\d,]*\] = dot_general", str(jaxpr))
     assert len(products) > 10
-    evaluation = fast_jit(make_evaluation_step(config, blueprint, make_mesh(devices=jax.devices()[:1])))
+    evaluation = fast_jit(program.evaluation_step)
     flat = jax.tree.map(lambda a: a[0], make_batch())
     sums = evaluation(setup().state.params, setup().state.balance, flat)
     low, high = float(sums["loss"] / sums["tokens"]), plain_gradient()[0]
@@ -410,8 +386,8 @@ def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
     the head's part of the gradient sums to zero.
     """
     config = change(CONFIG, {"train.compute_dtype": "bfloat16", "train.batch.micro": 8})
-    layout = layout_of(config, setup().blueprint, make_mesh(devices=jax.devices()[:1]))
-    gradient = fast_jit(layout.gradient(make_local_loss(config, setup().blueprint, layout.ops())))
+    program = make_program(config)
+    gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
     state, batch = setup().state, make_batch(config)
     embedding = state.params["embedding"]
     params = {**state.params, "embedding": jnp.broadcast_to(embedding[0], embedding.shape)}

@@ -140,27 +140,30 @@ def run_trial(trial: Trial) -> Curve:
     from zaya_jax.data.sources import open_sources
     from zaya_jax.evaluate.evaluator import ModelSnapshot
     from zaya_jax.evaluate.heldout import HeldoutEvaluator
-    from zaya_jax.train.compiled import CompiledSteps, step_key
-    from zaya_jax.train.state import init_state, layout_of, make_blueprint, mesh_of
+    from zaya_jax.train.compiled import CompiledSteps
+    from zaya_jax.train.program import make_programs
+    from zaya_jax.train.state import init_state
 
     begun, config = time.monotonic(), trial.config
-    layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
+    programs = make_programs(config)
+    program = programs[0]
     prepared = open_sources(config)
     evaluator = HeldoutEvaluator(config, prepared)
-    state = jax.jit(lambda: init_state(config, make_blueprint(config)))()
-    state = jax.device_put(state, layout.shardings(state))
+    state = jax.jit(lambda: init_state(program))()
+    state = jax.device_put(state, program.placement.shardings(state))
     state = replace(state, params=_crowded(state.params, trial.crowd))
     heldout, entropy, step = [], [], 0
-    with train_batches(config, prepared) as batches, CompiledSteps(config) as compiled:
+    with train_batches(config, prepared) as batches, CompiledSteps(programs) as compiled:
         for stage in stages(config):
-            train_step, count = compiled.step(stage), step_key(config, stage).micro_batches
+            train_step, program = compiled.step(stage), programs[stage.phase]
+            count, placement = program.batch_shape(stage)[0], program.placement
             while step < stage.end:
-                state, metrics = train_step(state, layout.place(next(batches), count), {})
+                state, metrics = train_step(state, placement.place(next(batches), count), {})
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
                 if step % trial.every == 0:
                     loss_sums = compiled.evaluation(stage.phase)
-                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, layout, loss_sums))
+                    evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums))
                     heldout.append((step, evaluator.total.nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
 

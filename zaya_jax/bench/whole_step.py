@@ -28,13 +28,11 @@ from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
-from zaya_jax.ops.target import target_of
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.base import NO_BASE
 from zaya_jax.train.beginning import begin
-from zaya_jax.train.compiled import abstract_state, step_key, trace_step
 from zaya_jax.train.memory_errors import available_memory
-from zaya_jax.train.state import layout_of, make_blueprint, mesh_of
+from zaya_jax.train.program import Programs, make_programs
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work
 _GB = 1e9
@@ -105,7 +103,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
 # --- our side, in its own process ------------------------------------------------------------------------------
 
 
-class Programs(NamedTuple):
+class CompiledParts(NamedTuple):
     """The compiled step, and the optimizer's part of it, with and without Newton–Schulz."""
 
     step: Any
@@ -127,19 +125,21 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
-    programs = compile_programs(config)
-    check_memory(config, programs.bytes, available_memory(), lambda config: compile_programs(config).bytes)
-    layout = layout_of(config, make_blueprint(config), mesh_of(config, 0))
-    batch, held = layout.place(make_rows(tokens_bs), step_key(config, stage).micro_batches), begin(config, NO_BASE)
+    programs = make_programs(config)
+    compiled = compile_parts(programs)
+    check_memory(config, compiled.bytes, available_memory(),
+                 lambda config: compile_parts(make_programs(config)).bytes)  # fmt: skip
+    batch = programs[0].placement.place(make_rows(tokens_bs), programs[0].batch_shape(stage)[0])
+    held = begin(config, programs, NO_BASE)
     losses = []
 
     def step() -> None:
         nonlocal held
-        held, metrics = programs.step(held, batch, {})
+        held, metrics = compiled.step(held, batch, {})
         losses.append(float(metrics["loss"]))
 
     seconds = {"step": timed(step, repeats)}
-    peak = peak_memory(device, programs.step)  # before the optimizer alone, whose gradients lie beside the state
+    peak = peak_memory(device, compiled.step)  # before the optimizer alone, whose gradients lie beside the state
     params, opt_state = held.params, held.opt_state
     del held  # donated by what follows
     gradients = jax.tree.map(jnp.copy, params)
@@ -148,11 +148,11 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         nonlocal params, opt_state
         params, opt_state = jax.block_until_ready(program(params, opt_state, gradients))
 
-    seconds["optimizer"] = timed(functools.partial(move, programs.optimizer), repeats)
-    seconds["without_newton_schulz"] = timed(functools.partial(move, programs.without_newton_schulz), repeats)
+    seconds["optimizer"] = timed(functools.partial(move, compiled.optimizer), repeats)
+    seconds["without_newton_schulz"] = timed(functools.partial(move, compiled.without_newton_schulz), repeats)
     return {
         "device": device.device_kind,
-        "platform": target_of(device).platform,
+        "platform": programs.kernels.target.platform,
         "micro_batch": config.batch_of(config.phases[0]).micro or stage.sequences,
         "remat": config.remat_of(config.phases[0]),
         "seconds": {name: rounded(each) for name, each in seconds.items()},
@@ -161,22 +161,22 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     }
 
 
-def compile_programs(config: Config) -> Programs:
+def compile_parts(programs: Programs) -> CompiledParts:
     """The programs of the first stage, for the first device; nothing is allocated."""
-    state, blueprint = abstract_state(config, 0), make_blueprint(config)
-    layout, optimizer = layout_of(config, blueprint, mesh_of(config, 0)), skippable(blueprint.optimizer)
+    program = programs[0]
+    state, placement, optimizer = program.abstract_state, program.placement, skippable(program.optimizer)
 
     def compiled(on_matrices: Any) -> Any:
         def move(params: Any, opt_state: Any, gradients: Any) -> tuple[Any, Any]:
             updates, opt_state = optimizer.update(
-                gradients, opt_state, params, on_matrices=on_matrices, ops=layout.ops()
+                gradients, opt_state, params, on_matrices=on_matrices, ops=placement.ops
             )
             return jax.tree.map(jnp.add, params, updates), opt_state
 
         return jax.jit(move, donate_argnums=(0, 1)).lower(state.params, state.opt_state, state.params).compile()
 
-    step = trace_step(config, stages(config)[0]).lower().compile()
-    return Programs(step, compiled(layout.on_matrices), compiled(_momentum_alone))
+    step = program.compile(stages(programs.config)[0])
+    return CompiledParts(step, compiled(placement.on_matrices), compiled(_momentum_alone))
 
 
 def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, function: Any) -> tuple[Any, Any]:

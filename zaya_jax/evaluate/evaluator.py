@@ -11,8 +11,8 @@ import jax
 import numpy as np
 
 from zaya_jax.model.tree import Arrays
-from zaya_jax.parallel.layout import Layout
 from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.parallel.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ModelSnapshot:
     params: Arrays
     balance: Arrays
     base: Arrays
-    placement: Layout
+    placement: Placement
     loss_sums: Callable[..., dict[str, jax.Array]]
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:

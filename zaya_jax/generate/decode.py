@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, head, init_cache
-from zaya_jax.ops import ops_for
 from zaya_jax.ops.registry import choose
-from zaya_jax.ops.target import Target, current_target
+from zaya_jax.ops.target import current_target
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.placement import Placement, make_placement
 
 
 def generate_text(
@@ -64,9 +67,10 @@ def generate_text(
         tokens[index, longest - len(row) :] = row
         segments[index, longest - len(row) :] = 1
     key = jax.random.key(0) if key is None else key
-    target = choose(current_target(), config, model.dtype.name).target
+    kernels, one_device = choose(current_target(), config, model.dtype.name), make_mesh(devices=jax.devices()[:1])
+    placement = make_placement(ParallelConfig(), one_device, shapes(model), roles(model), model.dtype.name, kernels)
     drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
-                               steps=max_new_tokens, greedy=temperature == 0, target=target))  # fmt: skip
+                               steps=max_new_tokens, greedy=temperature == 0, placement=placement))  # fmt: skip
     results = []
     for row in drawn.tolist():
         end = row.index(stop_token) if stop_token in row else len(row)
@@ -74,11 +78,11 @@ def generate_text(
     return results
 
 
-@functools.partial(jax.jit, static_argnames=("steps", "greedy", "target"))
+@functools.partial(jax.jit, static_argnames=("steps", "greedy", "placement"))
 def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.Array, temperature: jax.Array, *,
-            steps: int, greedy: bool, target: Target) -> jax.Array:  # fmt: skip
+            steps: int, greedy: bool, placement: Placement) -> jax.Array:  # fmt: skip
     """int32 [b, steps] drawn after each other."""
-    (b, s), ops = tokens_bs.shape, ops_for(target)
+    (b, s), ops = tokens_bs.shape, placement.ops
     out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype), ops=ops)
 
     def draw(hidden_bd: jax.Array, key: jax.Array) -> jax.Array:

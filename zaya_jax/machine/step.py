@@ -14,8 +14,8 @@ from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.machine.result import rounded
 from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.train.program import make_programs
+from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
 
@@ -38,10 +38,9 @@ def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
 def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
     """A function that does one forward and backward pass in `dtype`, waits for it, and returns the loss."""
     config = replace(config, train=replace(config.train, compute_dtype=dtype))
-    blueprint = make_blueprint(config)
-    state = jax.jit(lambda: init_state(config, blueprint))()
-    layout = layout_of(config, blueprint, make_mesh(devices=jax.devices()[:1]))
-    gradient = jax.jit(layout.gradient(make_local_loss(config, blueprint)))
+    program = make_programs(config, jax.devices()[:1])[0]
+    state = jax.jit(lambda: init_state(program))()
+    gradient = jax.jit(program.placement.gradient(make_local_loss(program)))
     batch = jax.device_put({name: rows[None] for name, rows in make_rows(tokens_bs).items()})
 
     def step() -> float:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.tiles import PLATFORMS
 from zaya_jax.config import ModelConfig
+from zaya_jax.ops import Ops, ops_for
 from zaya_jax.ops.selfcheck import Check, compare, operation_checks
 from zaya_jax.ops.target import Target
 
@@ -46,6 +47,11 @@ class KernelSelection:
     def kernels(self) -> list[str]:
         """The operations that are done by kernels."""
         return [name for name in OPERATIONS if self.target.kernel(name)]
+
+    @property
+    def ops(self) -> Ops:
+        """The operations, by the selected implementations."""
+        return ops_for(self.target)
 
     def __str__(self) -> str:
         """One line for a person."""

@@ -9,10 +9,10 @@ import jax
 from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import map_variables
 from zaya_jax.parallel.collectives import sum_scatter
-from zaya_jax.parallel.rules import Placement
+from zaya_jax.parallel.rules import LeafPlacement
 
 
-def gather_layer(placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
+def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
     """The `Ops.gather_layer` of a placement: a layer's parts → the layer in its compute dtype.
 
     A matrix that has adapters is merged with them: the sum, and its gradient, are there for this layer alone.
@@ -21,12 +21,12 @@ def gather_layer(placed: Mapping[str, Placement], dtypes: Mapping[str, Any]) -> 
     part; it would lose bits in the compute dtype.
 
     Args:
-      placed: of all parameters, by name; layers at any position in the pattern's period are placed alike.
+      leaves: of all parameters, by name; layers at any position in the pattern's period are placed alike.
       dtypes: that they compute in.
     """
     by_layer = {
         _inner(name): (place.axis, dtypes[name])
-        for name, place in placed.items()
+        for name, place in leaves.items()
         if place.by_layer and place.axis is not None
     }
 

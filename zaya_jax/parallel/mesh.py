@@ -40,6 +40,12 @@ def make_mesh(
     return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def make_abstract_mesh(config: ParallelConfig, devices: int, where: str = "parallel") -> AbstractMesh:
+    """The mesh of `config` over a number of devices: enough to place and to trace, not to compile."""
+    sizes = axis_sizes(config, devices, where)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def batch_spec(leading: int = 0) -> PartitionSpec:
     """Split of an array [sequences, tokens] that follows `leading` unsplit axes."""
     return PartitionSpec(*[None] * leading, BATCH_AXES, SEQUENCE_AXIS)

@@ -9,35 +9,36 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair
 from zaya_jax.parallel.mesh import AnyMesh
-from zaya_jax.parallel.rules import Placement
+from zaya_jax.parallel.rules import LeafPlacement
 
 
-def on_whole_matrices(placed: Mapping[str, Placement], mesh: AnyMesh) -> OnMatrices:
-    """(name, leaves, numbers, local, function) → what stays, and the function of the matrices, placed as the leaves.
+def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnMatrices:
+    """(name, arrays, numbers, local, function) → what stays, and the function of the matrices, placed as the arrays.
 
-    `leaves` are arrays of the parameter of that name, `numbers` are the same on all devices. `local` is done by each
-    device on what it has of the leaves: some rows (or columns) of every matrix. One all-to-all gives it some of the
+    `arrays` are of the parameter of that name, `numbers` are the same on all devices. `local` is done by each
+    device on what it has of the arrays: some rows (or columns) of every matrix. One all-to-all gives it some of the
     matrices whole, and another brings the results back, both in the dtype that these have. A stack whose size the
     devices do not divide is padded with zeros on the way, and nowhere else: checkpoints hold the natural shapes. What
     is not split is done by every device, inside the same kind of region, so that a kernel always has local shapes.
     """
 
-    def whole(name: str, leaves: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
-        place = placed[name]
-        axis, devices = place.axis, math.prod(mesh.shape[one] for one in place.over)
+    def whole(name: str, arrays: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
+        place = leaves[name]
+        devices = math.prod(mesh.shape[axis] for axis in place.over)
 
-        def here(numbers: jax.Array, *leaves: jax.Array) -> Pair:
-            kept, m = local(numbers, *leaves)
+        def here(numbers: jax.Array, *arrays: jax.Array) -> Pair:
+            kept, m = local(numbers, *arrays)
             stack = m.reshape(-1, *m.shape[-2:])
-            found = function(stack) if axis is None else _exchanged(function, stack, 3 + axis, place.over, devices)
-            return kept, found.reshape(m.shape)
+            if place.axis is None:
+                return kept, function(stack).reshape(m.shape)
+            return kept, _exchanged(function, stack, 3 + place.axis, place.over, devices).reshape(m.shape)
 
         if math.prod(mesh.shape.values()) == 1:
-            return here(numbers, *leaves)
+            return here(numbers, *arrays)
         stored = place.stored
-        mapped = jax.shard_map(here, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(leaves)),
+        mapped = jax.shard_map(here, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(arrays)),
                                out_specs=(stored, stored), check_vma=False)  # fmt: skip
-        return mapped(numbers, *leaves)
+        return mapped(numbers, *arrays)
 
     return whole
 

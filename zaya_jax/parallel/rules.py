@@ -20,7 +20,7 @@ STORED_OVER = ("fsdp", "data", "context", "expert")
 LAYERS = "blocks."
 
 
-class Placement(NamedTuple):
+class LeafPlacement(NamedTuple):
     """Where one parameter is.
 
     Attributes:
@@ -43,7 +43,9 @@ class Placement(NamedTuple):
         return tuple(axis for axis in self.over if not (self.by_layer and axis == "fsdp"))
 
 
-def placements(shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh) -> dict[str, Placement]:
+def place_leaves(
+    shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
+) -> dict[str, LeafPlacement]:
     """The placement of every parameter.
 
     Args:
@@ -54,35 +56,34 @@ def placements(shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 
 
-def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Placement:
+def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> LeafPlacement:
     layered, by_expert = name.startswith(LAYERS), role == "expert" and mesh.shape["expert"] > 1
     stack = layered + (role == "expert")
     over = nontrivial_axes(mesh, [axis for axis in STORED_OVER if not (by_expert and axis == "expert")])
     candidates = sorted(range(-min(2, len(shape) - stack), 0), key=lambda axis: shape[axis], reverse=True)
     axis = None
     while over and axis is None:
-        parts = math.prod(mesh.shape[one] for one in over)
-        axis = next((one for one in candidates if shape[one] % parts == 0), None)
+        parts = math.prod(mesh.shape[name] for name in over)
+        axis = next((index for index in candidates if shape[index] % parts == 0), None)
         over = over if axis is not None else over[:-1]
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
     if by_expert:
         spec[stack - 1] = "expert"
-    return Placement(PartitionSpec(*spec), axis, over, layered and "fsdp" in over, by_expert)
+    return LeafPlacement(PartitionSpec(*spec), axis, over, layered and "fsdp" in over, by_expert)
 
 
-def state_shardings(state: Any, placed: Mapping[str, Placement], mesh: AnyMesh) -> Any:
+def state_shardings(state: Any, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> Any:
     """The sharding of every leaf of a training state.
 
     A leaf that stands under a parameter's name and has its rank is split as the parameter is (so are momentum
     and second moments); everything else, counters and balancing biases, is on every device.
     """
 
-    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
-        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-        found = next((placed[name] for name in names if name in placed), None)
-        fits = found is not None and len(found.stored) == len(leaf.shape)
-        return NamedSharding(mesh, found.stored if found is not None and fits else PartitionSpec())
+    def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+        names = (key.key for key in path if isinstance(key, jax.tree_util.DictKey))
+        spec = next((leaves[name].stored for name in names if name in leaves), PartitionSpec())
+        return NamedSharding(mesh, spec if len(spec) == len(leaf.shape) else PartitionSpec())
 
-    return jax.tree_util.tree_map_with_path(one, state)
+    return jax.tree_util.tree_map_with_path(sharding, state)

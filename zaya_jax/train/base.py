@@ -10,13 +10,13 @@ from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.hf.adapters import BASE
 from zaya_jax.model.fingerprint import fingerprint
-from zaya_jax.model.tree import Arrays, balancing_biases, compute_dtypes, shapes
+from zaya_jax.model.tree import Arrays, balancing_biases
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.files import write_atomically
 from zaya_jax.train.given import check_given, given_parameters
-from zaya_jax.train.state import PhaseSpec, layout_of, make_blueprint, mesh_of
+from zaya_jax.train.program import PhaseProgram
 
 
 class Base(NamedTuple):
@@ -29,23 +29,7 @@ class Base(NamedTuple):
 NO_BASE = Base({}, {})
 
 
-def frozen_shapes(config: Config, blueprint: PhaseSpec) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each parameter that stands under adapters; {} where all parameters are trained."""
-    if config.lora is None:
-        return {}
-    dtypes = compute_dtypes(blueprint.roles, config.train.compute_dtype)
-    return {name: jax.ShapeDtypeStruct(shape, dtypes[name]) for name, shape in shapes(blueprint.model).items()}
-
-
-def abstract_base(config: Config, phase: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """`frozen_shapes`, placed as in a phase."""
-    blueprint = make_blueprint(config, phase)
-    found = frozen_shapes(config, blueprint)
-    shardings = layout_of(config, blueprint, mesh_of(config, phase)).shardings(found)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), found, shardings)
-
-
-def open_base(config: Config, phase: int) -> Base:
+def open_base(config: Config, program: PhaseProgram) -> Base:
     """The base that `config.init_from` names, placed as in a phase; `NO_BASE` where all parameters are trained.
 
     Raises:
@@ -54,10 +38,10 @@ def open_base(config: Config, phase: int) -> Base:
     if config.lora is None or config.init_from is None:
         return NO_BASE
     check_given(config)
-    whole, dtype = replicated(mesh_of(config, phase)), accumulation_dtype(config.train.compute_dtype)
-    biases = jax.eval_shape(balancing_biases, make_blueprint(config, phase).model)
+    whole, dtype = replicated(program.placement.mesh), accumulation_dtype(config.train.compute_dtype)
+    biases = jax.eval_shape(balancing_biases, program.model)
     balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
-    return Base(*given_parameters(config, abstract_base(config, phase), balance))
+    return Base(*given_parameters(config, program.abstract_base, balance))
 
 
 def note_base(folder: Path, config: Config, base: Base) -> None:

@@ -22,7 +22,6 @@ from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
 from zaya_jax.run.manifest import Manifest
 from zaya_jax.train.base import Base
-from zaya_jax.train.compiled import abstract_state
 from zaya_jax.train.given import (
     about_given,
     begin_with_given,
@@ -31,9 +30,10 @@ from zaya_jax.train.given import (
     parameters_alone,
     warn_about_positions,
 )
+from zaya_jax.train.program import Programs
 from zaya_jax.train.run_checks import check_past
 from zaya_jax.train.spikes import resize
-from zaya_jax.train.state import TrainState, init_counters, init_state, make_blueprint, mesh_of
+from zaya_jax.train.state import TrainState, init_counters, init_state
 
 # What the optimizer's state is shaped by, beside the architecture.
 _STATE_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule")
@@ -68,17 +68,18 @@ def describe(
     }
 
 
-def begin(config: Config, base: Base) -> TrainState:
+def begin(config: Config, programs: Programs, base: Base) -> TrainState:
     """The state before the first step: drawn, or what `init_from` gives, or adapters of `base`.
 
     Raises:
       InputError: `init_from` cannot be begun with.
     """
     phase = stage_at(config, first_step(config)).phase
-    abstract = abstract_state(config, phase)
+    program = programs[phase]
+    abstract = program.abstract_state
     if config.init_from is None or config.lora is not None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
-        state = jax.jit(lambda: init_state(config, make_blueprint(config)), out_shardings=placed)()
+        state = jax.jit(lambda: init_state(program), out_shardings=placed)()
         if config.lora is None:
             return state
         warn_about_positions(config, about_given(config), f"init_from ({config.init_from})", phase)
@@ -86,7 +87,7 @@ def begin(config: Config, base: Base) -> TrainState:
     check_given(config)
     warn_about_positions(config, about_given(config), f"init_from ({config.init_from})", phase)
     if parameters_alone(config):
-        return begin_with_given(config, abstract, phase)
+        return begin_with_given(config, program)
 
     def prepare(manifest: Manifest) -> TrainState:
         _check_same(config, manifest, "The checkpoint init_from", _STATE_KEYS,
@@ -95,11 +96,11 @@ def begin(config: Config, base: Base) -> TrainState:
         return _as_saved(abstract, manifest)
 
     state = read_checkpoint(checkpoint_folder(config.init_from), prepare).state
-    whole = replicated(mesh_of(config, phase))
+    whole = replicated(program.placement.mesh)
     return dataclasses.replace(state, **jax.jit(lambda: init_counters(config), out_shardings=whole)())
 
 
-def resume_from(config: Config, batches: TrainBatches) -> TrainState:
+def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
     """The complete state of the run `resume_from`, for a new run folder, and `batches` at its position.
 
     Raises:
@@ -126,7 +127,7 @@ def resume_from(config: Config, batches: TrainBatches) -> TrainState:
             raise InputError(f"{name} is at step {step}, and this configuration ends after step {total_steps(config)}; "
                              f"raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
         warn_about_positions(config, about, name, stage_at(config, step - 1).phase)
-        return _as_saved(abstract_state(config, stage_at(config, step).phase), manifest)
+        return _as_saved(programs[stage_at(config, step).phase].abstract_state, manifest)
 
     state, manifest = read_checkpoint(folder, prepare)
     if is_primary():
@@ -134,7 +135,7 @@ def resume_from(config: Config, batches: TrainBatches) -> TrainState:
     return _with_history(config, state)
 
 
-def go_on(config: Config, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
+def go_on(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
     """The state of the newest checkpoint that is what was saved, and `batches` at its position.
 
     Returns:
@@ -151,7 +152,7 @@ def go_on(config: Config, store: CheckpointStore, batches: TrainBatches) -> tupl
         check_architecture(config, manifest.about, where, "choose another run_dir")
         check_past(from_dict(manifest.about["config"]), config, step)
         batches.set_state(manifest.about["data"])
-        return _as_saved(abstract_state(config, stage_at(config, step).phase), manifest)
+        return _as_saved(programs[stage_at(config, step).phase].abstract_state, manifest)
 
     restored = restore_newest(store, prepare, print)
     if restored is None:

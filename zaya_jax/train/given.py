@@ -19,7 +19,8 @@ from zaya_jax.model.tree import Arrays
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.manifest import Manifest
-from zaya_jax.train.state import TrainState, init_counters, make_blueprint
+from zaya_jax.train.program import PhaseProgram
+from zaya_jax.train.state import TrainState, init_counters
 
 # Of the architecture, what no parameter depends on: a longer context begins with the state of a shorter one.
 FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
@@ -127,22 +128,21 @@ def given_parameters(config: Config, params: Mapping[str, Any], balance: Mapping
     return found["params"], found["balance"]
 
 
-def begin_with_given(config: Config, abstract: TrainState, phase: int) -> TrainState:
+def begin_with_given(config: Config, program: PhaseProgram) -> TrainState:
     """The state before the first step, with the parameters and balancing biases that `init_from` gives.
 
     Args:
       config: of the run.
-      abstract: shapes, dtypes and shardings of the state.
-      phase: the one the run begins with.
+      program: of the phase that the run begins with.
 
     Returns:
       A state whose optimizer and counters are fresh. Parameters go straight into their shards.
     """
+    abstract = program.abstract_state
     params, balance = given_parameters(config, abstract.params, abstract.balance)
-    blueprint = make_blueprint(config, phase)
 
     def rest(params: Any, balance: Any) -> dict[str, Any]:
-        return {"opt_state": blueprint.optimizer.init(params), "balance_state": blueprint.balancer.init(balance),
+        return {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance),
                 **init_counters(config)}  # fmt: skip
 
     names = {one.name for one in fields(TrainState)} - {"params", "balance"}

@@ -4,26 +4,24 @@ import jax
 
 from zaya_jax.config import Config
 from zaya_jax.ops.registry import KernelSelection, choose, validate_kernels
-from zaya_jax.ops.target import Target, current_target
+from zaya_jax.ops.target import Target
 from zaya_jax.parallel.multihost import all_gather, is_primary
 
 _PATIENCE = 600  # seconds that a process is waited for, while it compiles what it tries
 
 
-def choose_kernels(config: Config, target: Target | None = None) -> KernelSelection:
+def choose_kernels(config: Config, target: Target) -> KernelSelection:
     """What the devices of this job are compiled for: kernels where they can be had and are right on every process.
 
     Process 0 says which, on a platform that has kernels.
 
     Args:
       config: of the run.
-      target: to choose for; the first device's where None.
+      target: the kind of device.
 
     Raises:
       TimeoutError: another process was not heard.
     """
-    if target is None:
-        target = current_target()
     dtype = config.train.compute_dtype
     choice = choose(target, config.model, dtype)
     choice = validate_kernels(choice, config.model, dtype)

@@ -20,7 +20,6 @@ from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.parallel.batch import share_of
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.parallel.preemption import Preemption
@@ -29,13 +28,14 @@ from zaya_jax.run.folder import CHECKPOINTS, METRICS, TIMINGS, claim_run, lock_r
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
 from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
 from zaya_jax.train.beginning import begin, go_on, resume_from
-from zaya_jax.train.compiled import CompiledSteps, check_stages
+from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import make_console
 from zaya_jax.train.kernels import choose_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
+from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.run_tokenizer import write_tokenizer
-from zaya_jax.train.state import TrainState, make_blueprint, mesh_of
+from zaya_jax.train.state import TrainState
 from zaya_jax.train.trainer import Trainer
 
 
@@ -50,6 +50,7 @@ class TrainResult:
       heldout: loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`.
       heldout_by_source: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
+      program: of the last phase.
       base: what adapters are of.
     """
 
@@ -59,6 +60,7 @@ class TrainResult:
     heldout: HeldoutLoss
     heldout_by_source: dict[str, HeldoutLoss]
     prepared: Prepared
+    program: PhaseProgram
     base: Base = NO_BASE
 
     @functools.cached_property
@@ -69,8 +71,8 @@ class TrainResult:
         """
         params, lora = self.state.params, self.config.lora
         params = params if lora is None else merged(self.base.params, params, lora.scale)
-        params = jax.device_put(params, replicated(mesh_of(self.config, -1)))
-        return with_values(make_blueprint(self.config, -1).model, {**params, **self.state.balance})
+        params = jax.device_put(params, replicated(self.program.placement.mesh))
+        return with_values(self.program.model, {**params, **self.state.balance})
 
 
 def run_training(config: Config) -> TrainResult:
@@ -81,7 +83,7 @@ def run_training(config: Config) -> TrainResult:
       RunStopped: too many steps in a row were skipped, or nothing could be saved for too long.
       Preempted: the process was asked to end (Ctrl-C, SIGTERM), and has saved.
     """
-    _check(config)
+    programs = _checked_programs(config)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         enter(out_of_memory("Training", TRAINING_REMEDY))
@@ -90,13 +92,15 @@ def run_training(config: Config) -> TrainResult:
         if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)
         preemption = enter(Preemption())
-        shares = [share_of(mesh_of(config, phase)) for phase in range(len(config.phases))]
+        shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
         phase_ends = [end for _, end in phase_steps(config)]
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends))
-        state, base, first = _initialize_or_resume(config, folder, prepared, batches, store)
-        compiled = enter(CompiledSteps(config, choose_kernels(config).target))
+        state, base, first = _initialize_or_resume(config, programs, folder, prepared, batches, store)
+        # Tried only now, since the compiler takes its time.
+        programs = programs.with_kernels(choose_kernels(config, programs.kernels.target))
+        compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
         console = enter(make_console(config, batches.plan, step))
         store.say, disk = console.say, DiskGuard(console.say)
@@ -104,41 +108,45 @@ def run_training(config: Config) -> TrainResult:
         for sink in sinks:
             stack.callback(sink.close)
         trainer = Trainer(
-            config=config, state=state, base=base.params, first_step=first, batches=batches, compiled=compiled,
-            store=store, evaluators=evaluators, sinks=sinks, console=console, disk=disk, preemption=preemption,
+            config=config, state=state, base=base.params, first_step=first, batches=batches, programs=programs,
+            compiled=compiled, store=store, evaluators=evaluators, sinks=sinks, console=console, disk=disk,
+            preemption=preemption,
         )  # fmt: skip
         del state  # which the first step takes over
         trainer.run()
-        return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, base)
+        return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, programs[-1],
+                           base)  # fmt: skip
 
 
-def _check(config: Config) -> None:
-    """Raise `InputError` where the configuration cannot be trained here, before anything is made."""
+def _checked_programs(config: Config) -> Programs:
+    """The programs of all phases; `InputError` where the configuration cannot be trained here."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise InputError("train.compute_dtype is 'float64', which jax computes in where JAX_ENABLE_X64=1 is set (or "
                          "jax.config.update('jax_enable_x64', True) is called) before anything else.")  # fmt: skip
     check_alike(to_yaml(config))
-    check_stages(config)
-    check_memory(config)
+    programs = make_programs(config)
+    programs.check()
+    check_memory(programs)
+    return programs
 
 
 def _initialize_or_resume(
-    config: Config, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
+    config: Config, programs: Programs, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
 ) -> tuple[TrainState, Base, int]:
     """The state of the newest checkpoint, or a new one where there is none; `batches` at its position.
 
     Returns:
       The state, what adapters are of, and the step that this run folder begins after.
     """
-    base = open_base(config, stage_at(config, first_step(config)).phase)
+    base = open_base(config, programs[stage_at(config, first_step(config)).phase])
     # What process 0 sees: other machines may see what it has written only later.
     if broadcast(has_checkpoint(folder / CHECKPOINTS)):
         check_base(folder, config, base)
         _claim(folder, config, prepared)
-        state, first = go_on(config, store, batches)
+        state, first = go_on(config, programs, store, batches)
     else:
-        state = begin(config, base) if config.resume_from is None else resume_from(config, batches)
+        state = begin(config, programs, base) if config.resume_from is None else resume_from(config, programs, batches)
         note_base(folder, config, base)
         _claim(folder, config, prepared)
         store.take_over()

@@ -1,7 +1,7 @@
 """The training step and the evaluation step: pure functions of state and batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.model.lora import adapted
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, with_values
-from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
-from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
-from zaya_jax.train.state import PhaseSpec, TrainState, layout_of
+from zaya_jax.train.state import TrainState
+
+if TYPE_CHECKING:
+    from zaya_jax.train.program import PhaseProgram
 
 # tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; of several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
@@ -28,19 +29,19 @@ Metrics = dict[str, jax.Array]
 
 
 def make_local_loss(
-    config: Config, blueprint: PhaseSpec, ops: Ops = LOCAL
+    program: "PhaseProgram",
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """(compute copy of params, balance, batch) → the summed loss in nats, and it with what is counted beside it.
 
     The compute copy is `parallel.gradient.compute_copy`, with adapters that of all parameters and of adapters.
     """
-    lora = config.lora
+    config, ops, lora = program.config, program.placement.ops, program.config.lora
 
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         values = params if lora is None else adapted(params, lora.scale)
-        model = with_values(blueprint.model, {**values, **balance})
+        model = with_values(program.model, {**values, **balance})
         # Lookup and head both take the fp32 embedding: each sums a gradient over all tokens, which bf16 cannot hold.
-        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=blueprint.remat,
+        out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=program.remat,
                     dtype=config.train.compute_dtype)  # fmt: skip
         weights = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(config.train.compute_dtype))
         losses: tuple[jax.Array, jax.Array] = chunked_loss(
@@ -59,8 +60,8 @@ def make_local_loss(
     return local_loss
 
 
-def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The function (state, batch, base) → (state, metrics) of the phase that `blueprint` is of.
+def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, Metrics]]:
+    """The function (state, batch, base) → (state, metrics) of a phase.
 
     `base` are the parameters of the model that adapters are of, by name and in the compute dtype; without adapters it
     is left out, or empty. The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a
@@ -73,10 +74,9 @@ def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Call
     clipping) and `update_norm_by_role` (of what the step adds to the parameters), and of several sources `source_loss`
     (summed, in nats) and `source_tokens`, [n] each, in the order of `data.sources`.
     """
-    layout = layout_of(config, blueprint, mesh)
-    ops = layout.ops()
-    gradient = layout.gradient(make_local_loss(config, blueprint, ops))
-    optimizer = skippable(blueprint.optimizer)
+    config, placement = program.config, program.placement
+    gradient = placement.gradient(make_local_loss(program))
+    optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
@@ -92,13 +92,13 @@ def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Call
         rate = rate_at(state.step)
         # Both reach the pass that reads the gradients, and the state is kept there: one more would read all of it.
         updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=layout.on_matrices,
-            ops=ops,
+            grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=placement.on_matrices,
+            ops=placement.ops,
         )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
-        update_norms = _norm_by_role(_squares(updates), blueprint)
+        update_norms = _norm_by_role(_squares(updates), program)
         errors = _by_bias(load_error(sums["counts"]), state.balance, config)
-        moves, balance_state = blueprint.balancer.update(errors, state.balance_state)
+        moves, balance_state = program.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
         new = (params, balance, balance_state, append_step(recent, loss, norm))
@@ -112,7 +112,7 @@ def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Call
             "tokens": sums["tokens"],
             "skipped": skipped,
             "skip": skip,
-            "grad_norm_by_role": {role: x / tokens for role, x in _norm_by_role(grad_squares, blueprint).items()},
+            "grad_norm_by_role": {role: x / tokens for role, x in _norm_by_role(grad_squares, program).items()},
             "update_norm_by_role": {role: jnp.where(skip == 0, rate * x, 0.0) for role, x in update_norms.items()},
             "expert_counts": sums["counts"],
             **{name: sums[name] for name in ("source_loss", "source_tokens") if name in sums},
@@ -126,19 +126,18 @@ def make_train_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Call
     return train_step
 
 
-def make_evaluation_step(config: Config, blueprint: PhaseSpec, mesh: AnyMesh) -> Callable[..., dict[str, jax.Array]]:
+def make_evaluation_step(program: "PhaseProgram") -> Callable[..., dict[str, jax.Array]]:
     """(params, balance, batch with leaves [sequences, context], frozen) → summed `loss` in nats and count of `tokens`.
 
     `frozen` is the `base` of `make_train_step`.
     """
-    layout = layout_of(config, blueprint, mesh)
-    local_loss = make_local_loss(config, blueprint, layout.ops())
+    local_loss = make_local_loss(program)
 
-    def sums(params: Arrays, balance: Arrays, batch: Batch) -> dict[str, jax.Array]:
-        found = local_loss(params, balance, batch)[1]
-        return {"loss": found["loss"], "tokens": found["tokens"]}
+    def loss_and_tokens(params: Arrays, balance: Arrays, batch: Batch) -> dict[str, jax.Array]:
+        sums = local_loss(params, balance, batch)[1]
+        return {"loss": sums["loss"], "tokens": sums["tokens"]}
 
-    return layout.sums(sums)
+    return program.placement.sums(loss_and_tokens)
 
 
 def _squares(tree: Any) -> dict[str, jax.Array]:
@@ -146,11 +145,12 @@ def _squares(tree: Any) -> dict[str, jax.Array]:
     return {name: jnp.square(tree[name]).sum() for name in sorted(tree)}
 
 
-def _norm_by_role(squares: dict[str, jax.Array], blueprint: PhaseSpec) -> dict[str, jax.Array]:
+def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dict[str, jax.Array]:
     """Of squared norms by leaf, the norm over all leaves of each role."""
     totals: dict[str, Any] = {}
     for name, square in squares.items():
-        totals[blueprint.roles[name]] = totals.get(blueprint.roles[name], 0.0) + square
+        role = program.roles[name]
+        totals[role] = totals.get(role, 0.0) + square
     return {role: jnp.sqrt(total) for role, total in totals.items()}
 
 

@@ -14,17 +14,17 @@ from zaya_jax.data.pipeline import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.model.tree import Arrays
-from zaya_jax.parallel.batch import share_of
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.folder import CONFIG, METRICS, PHASES, name_phases, record_changes, run_folder
 from zaya_jax.run.metrics import DiskGuard, MetricSink, read_rows
 from zaya_jax.train.beginning import describe
-from zaya_jax.train.compiled import CompiledSteps, step_key
+from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.plot import plot_run
-from zaya_jax.train.state import TrainState, layout_of, make_blueprint, mesh_of
+from zaya_jax.train.program import Programs
+from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 
 PICTURE = "loss.png"
@@ -40,6 +40,7 @@ class Trainer:
       base: the frozen parameters under adapters; {} without adapters.
       first_step: steps done before those of this run folder.
       batches: one a step, at the position of `state`.
+      programs: of all phases.
       compiled: the steps of all stages.
       store: of checkpoints.
       evaluators: score the model every `evaluation.every` steps and at the end of each phase.
@@ -56,6 +57,7 @@ class Trainer:
     base: Arrays
     first_step: int
     batches: TrainBatches
+    programs: Programs
     compiled: CompiledSteps
     store: CheckpointStore
     evaluators: Sequence[Evaluator]
@@ -100,7 +102,7 @@ class Trainer:
         asked = time.monotonic()
         batch = self._next_batch()
         data_wait = time.monotonic() - asked
-        placed = self._layout.place(batch, self._micro_batches, self._share)
+        placed = self._placement.place(batch, self._micro_batches, self._placement.share)
         with jax.transfer_guard("disallow"):
             self.state, metrics = self._train_step(self.state, placed, self.base)
         self.steps_done += 1
@@ -111,7 +113,7 @@ class Trainer:
         """Let every evaluator score the model, and record the last step with its scores."""
         self._logger.wait()  # the evaluation is not a part of the step's time
         jax.block_until_ready(self.state)  # what fails in a step is not taken for a failure of the evaluation
-        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._layout, self._evaluation_step)
+        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, self._evaluation_step)
         with out_of_memory("The evaluation", "Lower evaluation.batch"):
             for evaluator in self.evaluators:
                 self.scores |= evaluator.evaluate(model)
@@ -128,7 +130,7 @@ class Trainer:
     def _train_stage(self, stage: Stage) -> None:
         """Step until the stage is done; evaluate, save and end where it is time to."""
         self._train_step = self.compiled.step(stage)
-        self._micro_batches = step_key(self.config, stage).micro_batches
+        self._micro_batches = self.programs[stage.phase].batch_shape(stage)[0]
         self._enter_phase(stage.phase)
         self.preemption.arm()
         self._logger.restart_clock()
@@ -153,10 +155,10 @@ class Trainer:
 
     def _enter_phase(self, phase: int) -> None:
         """Lay out state and base as the phase does, whose layout may be another than that of the last one."""
-        mesh = mesh_of(self.config, phase)
-        self._layout, self._share = layout_of(self.config, make_blueprint(self.config, phase), mesh), share_of(mesh)
+        self._placement = self.programs[phase].placement
         self._evaluation_step = self.compiled.evaluation(phase)
-        self.state, self.base = (jax.device_put(tree, self._layout.shardings(tree)) for tree in (self.state, self.base))
+        place = self._placement.shardings
+        self.state, self.base = (jax.device_put(tree, place(tree)) for tree in (self.state, self.base))
 
     def _save_is_due(self) -> bool:
         """Whether it is time for a checkpoint, or for another try after a save that failed."""

@@ -6,7 +6,7 @@ import pytest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.dry_run.account import REACHED, account_of, advice, as_dict, model_flops
+from zaya_jax.machine.dry_run.account import REACHED, account_of, advice, as_dict, model_flops, simulated_programs
 from zaya_jax.machine.dry_run.memory import Memory
 from zaya_jax.model.arithmetic import training_flops_per_token
 
@@ -25,7 +25,7 @@ def test_operations_a_token_are_those_published(context, total):
 
 
 def test_an_account_of_the_released_model():
-    account = account_of(RELEASED, 0, 1024, HARDWARE["mi300x"])
+    account = account_of(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"])
     assert account.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
     assert (account.tokens, account.sequences, account.micro_batches) == (16_777_216, 1, 4)
     assert round(account.flops["newton_schulz"] / 1e12, 2) == 444.42  # zaya1.md §3.1
@@ -55,12 +55,12 @@ def test_without_hardware_there_are_no_times():
 def test_what_cannot_be_laid_out_is_one_sentence(overrides, devices, said):
     config = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", *overrides])
     with pytest.raises(InputError, match=said):
-        account_of(config, 0, devices, None)
+        simulated_programs(config, devices)
 
 
 @functools.cache
 def tiny_account():
-    return account_of(TINY, 0, 8, None)
+    return account_of(simulated_programs(TINY, 8), 0, None)
 
 
 def made(**changes):

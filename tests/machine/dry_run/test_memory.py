@@ -1,5 +1,6 @@
 """Bytes of the state against arrays that are there, and of activations against a table worked by hand."""
 
+import dataclasses
 import functools
 import re
 from pathlib import Path
@@ -7,14 +8,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
-from tests.train_helpers import on_devices
+from tests.train_helpers import make_program, on_devices
 from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
-from zaya_jax.machine.dry_run.memory import Memory, memory_of, stored_bytes
-from zaya_jax.parallel.mesh import AXES, axis_sizes, make_mesh
-from zaya_jax.train.state import init_state, layout_of, make_blueprint
+from zaya_jax.machine.dry_run.account import TARGET
+from zaya_jax.machine.dry_run.memory import Memory, memory_of
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.parallel.placement import device_bytes
+from zaya_jax.train.program import Programs
+
+KERNELS = KernelSelection(TARGET)
 
 DOC = Path(__file__).parents[3] / "docs/parallel.md"
 LAYOUTS = {
@@ -26,19 +30,19 @@ LAYOUTS = {
 NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are there take time to make
 
 
-def abstract(config, devices):
-    sizes = axis_sizes(config.parallel, devices)
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+def memory(config, devices=1, sequences=1):
+    """Of a device in the first phase."""
+    config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
+    return memory_of(Programs(config, KERNELS, devices)[0], sequences, config.context_of(config.phases[0]))
 
 
 def allocated(layouts):
     """Bytes of the masters, and of the rest of a state, on the second of eight devices that really hold it."""
     found, config = {}, load_config("configs/tiny.yaml", NARROW)
-    state = jax.tree.map(nothing, jax.eval_shape(functools.partial(init_state, config, make_blueprint(config))))
+    state = jax.tree.map(nothing, make_program(config).abstract_state)
     for name, overrides in layouts.items():
         config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
-        layout = layout_of(config, make_blueprint(config), make_mesh(config.parallel))
-        placed = jax.device_put(state, layout.shardings(state))
+        placed = jax.device_put(state, make_program(config, 8).placement.shardings(state))
         masters = held(placed.params)
         found[name] = masters, held(placed) - masters
     return found
@@ -62,9 +66,9 @@ def test_the_state_takes_what_real_arrays_take():
     there = on_devices(8, "tests.machine.dry_run.test_memory:allocated", LAYOUTS)
     for name, overrides in LAYOUTS.items():
         config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
-        blueprint = make_blueprint(config)
-        state = jax.eval_shape(lambda c=config, b=blueprint: init_state(c, b))
-        assert stored_bytes(layout_of(config, blueprint, abstract(config, 8)), state) == there[name], name
+        state = Programs(config, KERNELS, 8)[0].abstract_state
+        params = device_bytes(state.params)
+        assert (params, device_bytes(state) - params) == there[name], name
 
 
 def hand_table(remat):
@@ -93,7 +97,7 @@ def test_activations_of_the_released_model_are_those_of_the_table(remat):
     worked, written = hand_table(remat)
     assert worked == written > 0
     config = load_config("configs/zaya1_8b.yaml", [f"phases.0.remat={remat}"])
-    counted = memory_of(config, 0, abstract(config, 1), 1).activations
+    counted = memory(config).activations
     assert counted == pytest.approx(worked, rel=0.05)
     said = float(re.search(rf"With `{remat}` .*?, ([\d.]+) % ", DOC.read_text(encoding="utf-8"), re.DOTALL)[1])
     assert abs(counted / worked - 1) * 100 == pytest.approx(said, abs=0.011)
@@ -104,23 +108,23 @@ def test_policies_keep_less_in_their_order():
     kept = []
     for remat in ("full", "dots", "none"):
         config = load_config("configs/tiny.yaml", [f"train.remat={remat}"])
-        kept.append(memory_of(config, 0, abstract(config, 1), 4).activations)
+        kept.append(memory(config, sequences=4).activations)
     assert kept == sorted(set(kept))
 
 
 @pytest.mark.usefixtures("activations_alone")
 def test_activations_grow_with_sequences_and_shrink_with_context():
     config = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16"])
-    one, two = (memory_of(config, 0, abstract(config, 1), sequences).activations for sequences in (1, 2))
+    one, two = (memory(config, sequences=sequences).activations for sequences in (1, 2))
     halved = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16", "parallel.context=2"])
-    shared = memory_of(halved, 0, abstract(halved, 2), 1).activations
+    shared = memory(halved, 2).activations
     assert shared < one < two
 
 
 def test_the_highest_is_in_the_backward_pass_or_in_the_update():
-    memory = Memory(parameters=1, optimizer=2, compute=4, gradients=8, activations=16, temporaries=32, update=64)
-    assert memory.total == 1 + 2 + 64
-    assert memory._replace(update=59).total == 1 + 2 + 60
+    held = Memory(parameters=1, optimizer=2, compute=4, gradients=8, activations=16, temporaries=32, update=64)
+    assert held.total == 1 + 2 + 64
+    assert held._replace(update=59).total == 1 + 2 + 60
 
 
 def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
@@ -128,7 +132,7 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     kept = {}
     for reduce in ("step", "micro_batch"):
         config = load_config("configs/tiny.yaml", [f"parallel.reduce={reduce}"])
-        kept[reduce] = memory_of(config, 0, abstract(config, 8), 1)
+        kept[reduce] = memory(config, 8)
     saved = kept["step"].gradients - kept["micro_batch"].gradients
     assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters
     assert saved > 0.8 * kept["step"].gradients / 2
@@ -141,7 +145,7 @@ LORA = ["lora.rank=16", "lora.alpha=32"]
 def under_adapters():
     """On one device."""
     config = load_config("configs/finetune.yaml", LORA)
-    return memory_of(config, 0, abstract(config, 1), 1)
+    return memory(config)
 
 
 def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
@@ -155,13 +159,13 @@ def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
     assert found.compute == 0
     vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer
     assert 0 < found.frozen - 2 * 8_840_488_784 < vectors
-    assert found.total < 26e9 < memory_of(config, 0, abstract(config, 1), 1).total / 5
+    assert found.total < 26e9 < memory(config).total / 5
 
 
 def test_eight_devices_share_what_is_under_adapters(monkeypatch):
     config, alone = load_config("configs/finetune.yaml", [*LORA, "parallel.fsdp=8"]), under_adapters()
     monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)  # which takes seconds to count
-    shared = memory_of(config, 0, abstract(config, 8), 1)
+    shared = memory(config, 8)
     assert shared.frozen == pytest.approx(alone.frozen / 8, rel=0.01)
     assert shared.parameters == pytest.approx(alone.parameters / 8, rel=0.01)
     assert shared.compute < alone.frozen / 8  # a layer is gathered where it begins; the embedding alone is there whole

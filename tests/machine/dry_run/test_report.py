@@ -14,7 +14,7 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import report
-from zaya_jax.machine.dry_run.account import account_of
+from zaya_jax.machine.dry_run.account import account_of, simulated_programs
 from zaya_jax.machine.dry_run.report import dry_run
 from zaya_jax.main import main
 
@@ -39,7 +39,7 @@ def found():
 
 @functools.cache
 def account():
-    return account_of(load_config(ROOT / "configs/tiny.yaml", SMALL), 0, 8, HARDWARE["mi300x"])
+    return account_of(simulated_programs(load_config(ROOT / "configs/tiny.yaml", SMALL), 8), 0, HARDWARE["mi300x"])
 
 
 def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
@@ -49,7 +49,7 @@ def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(report, "account_of", lambda *given: asked.append(given[1:]) or account())
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
-    assert asked == [(0, 8, HARDWARE["mi300x"])]
+    assert asked == [(0, HARDWARE["mi300x"])]
     heading, table = capsys.readouterr().out.split("\n\n")
     assert heading.startswith("8 devices, mi300x: 192 GB, 1307 TFLOP/s")
     assert "not from what was compiled" in heading
@@ -116,7 +116,7 @@ def test_the_document_says_whether_a_fine_tune_fits():
     @functools.cache
     def on(devices, reduce):
         config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.reduce={reduce}"])
-        return account_of(config, 0, int(devices), HARDWARE["h200"])
+        return account_of(simulated_programs(config, int(devices)), 0, HARDWARE["h200"])
 
     assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.reduce == "step"
     for devices, name, reduce, size, answer in rows:
@@ -143,7 +143,7 @@ WHOLE, ADAPTERS = [], ["lora.rank=16", "lora.alpha=32"]
 )
 def test_the_memory_that_the_manual_shows_is_what_the_command_prints(column, devices, overrides):
     config = load_config(ROOT / "configs/finetune.yaml", overrides)
-    memory = account_of(config, 0, devices, HARDWARE["h200"]).memory
+    memory = account_of(simulated_programs(config, devices), 0, HARDWARE["h200"]).memory
     expected = {name: value / 1e9 for name, value in {**memory._asdict(), "highest": memory.total}.items()}
     rows = re.findall(r"^\| `(\w+)` \| ([\d. |]+) \|$", FINETUNE, re.MULTILINE)
     shown = {name: float(cells.split(" | ")[column]) for name, cells in rows}

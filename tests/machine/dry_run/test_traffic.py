@@ -5,7 +5,6 @@ from collections import Counter
 
 import jax
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 
 from tests.hlo_helpers import collectives, compiled_step
 from tests.parallel_helpers import LAYOUTS, WIDE
@@ -13,10 +12,9 @@ from tests.train_helpers import on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import memory
-from zaya_jax.machine.dry_run.account import account_of
+from zaya_jax.machine.dry_run.account import account_of, simulated_programs
 from zaya_jax.machine.dry_run.traffic import Transfer, _muon, seconds
-from zaya_jax.parallel.mesh import AXES, make_mesh
-from zaya_jax.train.state import layout_of, make_blueprint
+from zaya_jax.parallel.mesh import make_mesh
 
 QUICK = ["ring_zigzag4"]
 REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4", "gqa ring_zigzag4"]
@@ -45,7 +43,7 @@ def sent_by(names):
 def ours(name):
     """Bytes by kind as `transfers` has them, gathers and scatters together as some transfers are both."""
     found = Counter()
-    for one in account_of(config_of(name), 0, 8, None).transfers:
+    for one in account_of(simulated_programs(config_of(name), 8), 0, None).transfers:
         found[one.kind if one.kind in ("all-to-all", "collective-permute", "all-reduce") else "gathered"] += one.bytes
     return found
 
@@ -80,7 +78,7 @@ def no_residuals(monkeypatch):
 
 
 def test_only_attention_with_convolutions_has_halos():
-    names = {name: {one.what for one in account_of(config_of(name), 0, 8, None).transfers}
+    names = {name: {one.what for one in account_of(simulated_programs(config_of(name), 8), 0, None).transfers}
              for name in ("ring_zigzag4", "gqa ring_zigzag4")}  # fmt: skip
     assert "halos" in names["ring_zigzag4"]
     assert "halos" not in names["gqa ring_zigzag4"]
@@ -89,10 +87,9 @@ def test_only_attention_with_convolutions_has_halos():
 def by_what(phase, parallel=None):
     config = load_config("configs/zaya1_8b.yaml")
     if parallel is not None:
-        phases = tuple(dataclasses.replace(one, parallel=parallel) for one in config.phases)
-        config = dataclasses.replace(config, phases=phases)
+        config = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], parallel=parallel),))
     found = Counter()
-    for one in account_of(config, phase, 1024, None).transfers:
+    for one in account_of(simulated_programs(config, 1024), phase, None).transfers:
         found[one.what] += one.bytes
     return found
 
@@ -106,15 +103,12 @@ def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step(
 
 
 def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
-    mesh = AbstractMesh((8, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
     def sent(iterates, compute):
-        config = load_config("configs/tiny.yaml", [f"optimizer.muon.iterates={iterates}"])
+        config = load_config("configs/tiny.yaml", [f"optimizer.muon.iterates={iterates}", "parallel.data=4"])
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=compute))
-        blueprint = make_blueprint(config)
-        layout = layout_of(config, blueprint, mesh)
-        (one,) = _muon(config, layout, blueprint.roles, blueprint.trained)
-        return one.bytes
+        program = simulated_programs(config, 4)[0]
+        (transfer,) = _muon(program, program.trained)
+        return transfer.bytes
 
     low = sent("bfloat16", "bfloat16")
     assert sent("float32", "bfloat16") == 2 * low
@@ -143,7 +137,10 @@ def test_a_collective_goes_at_the_speed_of_the_slowest_link_it_crosses():
 
 def test_what_is_frozen_is_gathered_and_has_no_gradient_on_the_wire():
     lora = ["lora.rank=16", "lora.alpha=32", "parallel.fsdp=8", "train.remat=full"]
-    whole, small = (account_of(load_config("configs/finetune.yaml", more), 0, 8, None) for more in (lora[2:], lora))
+    whole, small = (
+        account_of(simulated_programs(load_config("configs/finetune.yaml", more), 8), 0, None)
+        for more in (lora[2:], lora)
+    )
 
     def sent(account, kind):
         return sum(one.bytes for one in account.transfers if one.kind == kind)

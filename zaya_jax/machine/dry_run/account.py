@@ -3,19 +3,20 @@
 import math
 from typing import Any, NamedTuple
 
-from jax.sharding import AbstractMesh, AxisType
-
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.machine.dry_run.memory import Memory, copies, memory_of
+from zaya_jax.machine.dry_run.memory import Memory, local_shapes, memory_of
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
-from zaya_jax.parallel.mesh import AXES, axis_sizes, batch_shards, check_batch
-from zaya_jax.train.state import layout_of, make_blueprint
+from zaya_jax.ops.registry import choose
+from zaya_jax.ops.target import Target
+from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.train.program import Programs
 
+TARGET = Target("rocm", "gfx942")  # whose operations are traced; none is compiled
 REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
 
 
@@ -54,25 +55,25 @@ class Account(NamedTuple):
     days: float | None
 
 
-def account_of(config: Config, phase: int, devices: int, hardware: Hardware | None) -> Account:
-    """The account of a phase on `devices` devices.
+def simulated_programs(config: Config, devices: int) -> Programs:
+    """The programs of a run on as many devices as there would be.
 
     Raises:
       InputError: the axes do not make up the devices, or a batch does not split over them.
     """
-    one = config.phases[phase]
-    sizes = axis_sizes(config.parallel_of(one), devices, config.parallel_key(one))
-    mesh = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    programs = Programs(config, choose(TARGET, config.model, config.train.compute_dtype), devices)
+    programs.check()
+    return programs
+
+
+def account_of(programs: Programs, phase: int, hardware: Hardware | None) -> Account:
+    """The account of a phase on the devices of `programs`."""
+    config, program = programs.config, programs[phase]
+    phase_config, sizes, devices = config.phases[phase], program.placement.mesh.shape, program.placement.mesh.size
     stage = largest_stage(config, phase)
-    micro = config.batch_of(one).micro
-    for any_stage in stages(config):
-        if any_stage.phase == phase:
-            check_batch(mesh, any_stage.sequences, config.batch_key(one), micro or 1)
-    mine = stage.sequences // batch_shards(mesh)
-    sequences = micro or mine
-    blueprint = make_blueprint(config, phase)
-    layout = layout_of(config, blueprint, mesh)
-    memory = memory_of(config, phase, mesh, sequences)
+    micro_batches, sequences, _ = program.batch_shape(stage)
+    sequences //= batch_shards(program.placement.mesh)
+    memory = memory_of(program, sequences, stage.context)
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
     flops = {
@@ -81,19 +82,18 @@ def account_of(config: Config, phase: int, devices: int, hardware: Hardware | No
         "newton_schulz": newton_schulz_flops(config.model, config.optimizer.muon.newton_schulz_steps, split)
         if config.matrices == "muon" else 0.0,
     }  # fmt: skip
-    moved = transfers(config, phase, layout, blueprint.roles, blueprint.trained, copies(config, layout), sequences,
-                      mine // sequences)  # fmt: skip
+    moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
     bounds, step, days = {}, None, None
     if hardware is not None:
         bounds = {
             "compute": sum(flops.values()) / devices / hardware.peak,
-            "memory": _touched(memory, mine // sequences) / hardware.bandwidth,
+            "memory": _touched(memory, micro_batches) / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
         step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
-        days = step * math.ceil(one.tokens / tokens) / 86400
-    return Account(one.name, sizes, sequences, mine // sequences, tokens, blueprint.remat, blueprint.parallel.reduce,
-                   memory, flops, moved, bounds, step, days)  # fmt: skip
+        days = step * math.ceil(phase_config.tokens / tokens) / 86400
+    return Account(phase_config.name, dict(sizes), sequences, micro_batches, tokens, program.remat,
+                   program.placement.config.reduce, memory, flops, moved, bounds, step, days)  # fmt: skip
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
@@ -111,8 +111,8 @@ def largest_stage(config: Config, phase: int) -> Stage:
 def _touched(memory: Memory, micro_batches: int) -> float:
     """Bytes that a step reads and writes at least.
 
-    Masters and moments once each way; of each micro-batch the compute copy in both passes (or what is stored, where
-    that is it), the gradients added up, and activations written and read.
+    Master weights and moments once each way; of each micro-batch the compute copy in both passes (or what is stored,
+    where that is it), the gradients added up, and activations written and read.
     """
     each = 2 * max(memory.compute, memory.parameters + memory.frozen) + 2 * memory.gradients + 2 * memory.activations
     return 2 * (memory.parameters + memory.optimizer) + micro_batches * each

@@ -15,9 +15,9 @@ def main(path: str, phase: int) -> None:
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
     from zaya_jax.machine.dry_run.account import largest_stage
-    from zaya_jax.train.compiled import trace_step
+    from zaya_jax.train.program import make_programs
 
-    step = trace_step(config, largest_stage(config, phase))
+    step = make_programs(config)[phase].trace(largest_stage(config, phase))
     parallel = config.parallel_of(config.phases[phase])
     ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
     if ragged:

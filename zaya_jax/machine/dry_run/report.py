@@ -13,7 +13,7 @@ from typing import Any
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
-from zaya_jax.machine.dry_run.account import REACHED, Account, account_of, advice, as_dict
+from zaya_jax.machine.dry_run.account import REACHED, Account, account_of, advice, as_dict, simulated_programs
 
 _GB = 1e9
 # The program is not run: code for the CPU need not be good, only soon there. The pass that is left out would write
@@ -41,7 +41,8 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
         raise InputError(f"--devices is {devices}, but must be at least 1.")
     config.check()
     device = None if hardware is None else get_hardware(hardware)
-    found = [account_of(config, phase, devices, device) for phase in range(len(config.phases))]
+    programs = simulated_programs(config, devices)
+    found = [account_of(programs, phase, device) for phase in range(len(config.phases))]
     proofs = [prove(config, phase, devices) for phase in range(len(config.phases))]
     if as_json:
         rows = [{**as_dict(one), "compiled": proof} for one, proof in zip(found, proofs, strict=True)]

@@ -1,0 +1,136 @@
+"""A placement: where parameters, state and batches lie on a mesh, and the operations that fit."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.model.layers import Role
+from zaya_jax.model.tree import compute_dtypes
+from zaya_jax.ops import Ops
+from zaya_jax.ops.momentum import OnMatrices
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.parallel.batch import WHOLE, Share, place_batch, share_of
+from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
+from zaya_jax.parallel.experts import gathered_experts, ragged_experts
+from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
+from zaya_jax.parallel.layers import gather_layer
+from zaya_jax.parallel.mesh import AnyMesh
+from zaya_jax.parallel.muon import on_whole_matrices
+from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Everything that depends on mesh, parameters and kernels alone; hashable by value, so a static argument of `jit`.
+
+    Attributes:
+      config: the degree of each axis, and which exchanges are used.
+      mesh: devices, or their number alone.
+      leaves: the placement of each parameter, by name.
+      dtypes: the dtype that each parameter computes in, by name.
+      kernels: the implementations of the operations on one device.
+    """
+
+    config: ParallelConfig
+    mesh: AnyMesh
+    leaves: Mapping[str, LeafPlacement]
+    dtypes: Mapping[str, Any]
+    kernels: KernelSelection
+
+    def __hash__(self) -> int:
+        return hash((self.config, self.mesh))
+
+    @functools.cached_property
+    def ops(self) -> Ops:
+        """The operations of `kernels`, with collectives in those that cross devices."""
+        base, shape, changes = self.kernels.ops, self.mesh.shape, {}
+        changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
+        if shape["expert"] > 1:
+            ragged = self.config.expert_exchange == "ragged"
+            changes["experts"] = (
+                ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
+                if ragged
+                else gathered_experts(base.experts)
+            )
+        if shape["context"] > 1:
+            changes["halo"] = make_halo(self.config)
+            changes["cca_mix"] = make_mix(self.config, base.cca_mix)
+            if self.config.context_attention == "ring":
+                local = PartialAttention(base.attention_part, base.attention_part_gradient)
+                changes["attention"] = ring_attention(self.config, local)
+            else:
+                changes["attention"] = gathered_attention(self.config, base.attention)
+                changes["key_segments"] = functools.partial(gather_sequence, self.config)
+        return dataclasses.replace(base, **changes)
+
+    def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
+        """`gradient.summed_gradient` on this placement."""
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, self.config.reduce)
+
+    def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
+        """`gradient.summed` on this placement."""
+        return summed(local_sums, self.mesh, self.leaves, self.dtypes)
+
+    @property
+    def on_matrices(self) -> OnMatrices:
+        """`muon.on_whole_matrices` on this placement."""
+        return on_whole_matrices(self.leaves, self.mesh)
+
+    def place(
+        self, batch: Mapping[str, np.ndarray], micro_batches: int | None = None, share: Share = WHOLE
+    ) -> dict[str, jax.Array]:
+        """`batch.place_batch` on this placement."""
+        return place_batch(batch, self.mesh, self.config, micro_batches, share)
+
+    @property
+    def share(self) -> Share:
+        """`batch.share_of` of this process."""
+        return WHOLE if isinstance(self.mesh, AbstractMesh) else share_of(self.mesh)
+
+    def shardings(self, state: Any) -> Any:
+        """The sharding of each leaf of a training state."""
+        return state_shardings(state, self.leaves, self.mesh)
+
+    def abstract(self, tree: Any) -> Any:
+        """The shape, dtype and sharding of each leaf of a (possibly abstract) training state."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, self.shardings(tree)
+        )
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of one device's part of abstract arrays."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
+
+
+def _itemsize(x: Any) -> int:
+    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+
+
+def make_placement(
+    parallel: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
+    dtype: str, kernels: KernelSelection, exact: Collection[str] = (),
+) -> Placement:  # fmt: skip
+    """The placement of parameters on `mesh`.
+
+    Args:
+      parallel: the layout.
+      mesh: with the axes that `parallel` asks for.
+      shapes: shape of each parameter, by name.
+      roles: role of each parameter, by name.
+      dtype: the compute dtype.
+      kernels: implementations of the operations, for the kind of device that `mesh` has.
+      exact: names of parameters that compute in fp32 (in fp64 where `dtype` is).
+    """
+    dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
+    return Placement(parallel, mesh, place_leaves(shapes, roles, mesh), dtypes, kernels)
