@@ -9,7 +9,7 @@ from tests.config_helpers import refused, refused_to_load
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, get_hardware, peak_flops
-from zaya_jax.hardware.detection import detect_gpu_plugin, select_preset
+from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, select_preset
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
 TINY = Path(__file__).parent.parent.parent / "configs" / "tiny.yaml"
@@ -108,3 +108,10 @@ def test_a_gpu_has_the_plugin_of_its_driver(tmp_path, files, plugin):
     for name in files:
         (tmp_path / "dev" / name).touch()
     assert detect_gpu_plugin(tmp_path) == plugin
+
+
+def test_a_processor_has_a_name(tmp_path):
+    assert cpu_name(tmp_path)
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc" / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Processor\nmodel name\t: Another\n")
+    assert cpu_name(tmp_path) == "A Processor"

@@ -3,10 +3,11 @@
 import os
 import platform
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import jax
+
+from zaya_jax.hardware.detection import cpu_name
 
 
 def environment() -> dict[str, Any]:
@@ -26,14 +27,3 @@ def versions() -> dict[str, str]:
     """Of what else a checkpoint's content may depend on."""
     names = ("zaya-jax", "orbax-checkpoint", "tensorstore", "flax", "optax", "grain", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}
-
-
-def cpu_name() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()

@@ -1,6 +1,7 @@
-"""Which accelerator this machine has, by the files of its drivers; neither jax nor a driver's library is loaded."""
+"""Which processor and accelerator this machine has, by the system's files; no driver's library is loaded."""
 
 import os
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,12 @@ def detect_accelerator(root: Path = _ROOT) -> str | None:
     """The name in `HARDWARE` of the first accelerator of this machine that has one; None without any."""
     kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
     return next((kinds[word] for word in [*_amd_targets(root), *_nvidia_models(root)] if word in kinds), None)
+
+
+def cpu_name(root: Path = _ROOT) -> str:
+    """The processor's name, as far as the system tells it."""
+    names = re.findall(r"^model name\s*: (.+)$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _amd_targets(root: Path) -> Iterator[str]:

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint.environment import cpu_name
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.detection import cpu_name
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
