@@ -102,11 +102,11 @@ def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[
         started.append(subprocess.Popen(  # noqa: S603 (this program itself)
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
         ))  # fmt: skip
-    said = [process.communicate()[0] for process in started]
+    output = [process.communicate()[0] for process in started]
     shutil.rmtree(work)
     if any(process.returncode for process in started):
         raise RuntimeError(f"The processes ended with {[process.returncode for process in started]}.")
-    return json.loads(said[0].splitlines()[-1])
+    return json.loads(output[0].splitlines()[-1])
 
 
 def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

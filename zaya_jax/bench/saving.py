@@ -29,7 +29,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
-from zaya_jax.parallel.multihost import all_gather, join
+from zaya_jax.parallel.multihost import join
 from zaya_jax.run.files import sync_folder
 
 LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
@@ -115,7 +115,7 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Way:
                 os.fsync(file.fileno())
             (folder / "partial").rename(path)
             sync_folder(folder)
-        _together(f"pickled/{folder.name}/{step}")
+        multihost_utils.sync_global_devices("pickled")
 
     def restore() -> Any:
         with path.open("rb") as file:
@@ -156,8 +156,8 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
             raise RuntimeError("The state could not be saved.")
 
     def restore() -> Any:
-        found = restore_newest(CheckpointStore(folder, CheckpointConfig()), lambda manifest: abstract, print)
-        return None if found is None else found.state
+        restored = restore_newest(CheckpointStore(folder, CheckpointConfig()), lambda manifest: abstract, print)
+        return None if restored is None else restored.state
 
     def verify_newest() -> None:
         step = store.latest()
@@ -168,20 +168,17 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
                verify_newest if verify != "none" else None)  # fmt: skip
 
 
-_turns = iter(range(10**9))
-
-
 def timed_save(way: Way, step: int) -> dict[str, float]:
     """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
     gc.collect()
-    _together(f"before/{next(_turns)}")
+    multihost_utils.sync_global_devices("save")
     with PeakMemory(children=False) as peak:
         begun = time.perf_counter()
         way.start(step)
         stall = time.perf_counter() - begun
         way.finish()
         commit = time.perf_counter() - begun
-    return {"stall": max(_each(stall)), "commit": max(_each(commit)), "memory": max(_each(peak.bytes - peak.before))}
+    return {"stall": _largest(stall), "commit": _largest(commit), "memory": _largest(peak.bytes - peak.before)}
 
 
 def timed_steps(way: Way, step: int) -> dict[str, float]:
@@ -189,45 +186,45 @@ def timed_steps(way: Way, step: int) -> dict[str, float]:
     multiply = jax.jit(lambda x: x @ x)
     x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
 
-    def one() -> float:
+    def one_step() -> float:
         begun = time.perf_counter()
         multiply(x).block_until_ready()
         return time.perf_counter() - begun
 
-    _together(f"steps/{next(_turns)}")
-    one()
-    alone = statistics.median(one() for _ in range(_STEPS))
-    _together(f"steps/{next(_turns)}")
+    multihost_utils.sync_global_devices("steps alone")
+    one_step()
+    alone = statistics.median(one_step() for _ in range(_STEPS))
+    multihost_utils.sync_global_devices("steps beside saving")
     way.start(step)
     finishing = threading.Thread(target=way.finish)
     finishing.start()
     beside = []
     while finishing.is_alive():
-        beside.append(one())
+        beside.append(one_step())
     finishing.join()
-    return {"step_inflation": max(_each(statistics.mean(beside) / alone if beside else math.nan))}
+    return {"step_inflation": _largest(statistics.mean(beside) / alone if beside else math.nan)}
 
 
 def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
     """Seconds until the arrays are back, from files that the system does not hold in memory, and from some it does."""
-    found = {}
+    seconds = {}
     for kind in ("cold", "warm"):
         if kind == "cold":
             drop_cached(folder)
-        _together(f"restore/{next(_turns)}")
+        multihost_utils.sync_global_devices("restore")
         begun = time.perf_counter()
         arrays = jax.block_until_ready(way.restore())
-        found[f"restore_{kind}"] = max(_each(time.perf_counter() - begun))
+        seconds[f"restore_{kind}"] = _largest(time.perf_counter() - begun)
         for name, x in state.items():
-            for one, other in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
-                if not np.array_equal(one.data, other.data):
+            for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
+                if not np.array_equal(saved.data, read.data):
                     raise RuntimeError(f"{name} came back with other values.")
         del arrays
         if way.verify is not None:
             begun = time.perf_counter()
             way.verify()
-            found[f"verify_{kind}"] = max(_each(time.perf_counter() - begun))
-    return found
+            seconds[f"verify_{kind}"] = _largest(time.perf_counter() - begun)
+    return seconds
 
 
 def drop_cached(folder: Path) -> None:
@@ -241,12 +238,9 @@ def drop_cached(folder: Path) -> None:
                 os.close(handle)
 
 
-def _together(key: str) -> None:
-    all_gather(f"bench/{key}", None, 600)
-
-
-def _each(value: float) -> list[float]:
-    return all_gather("bench/value", value, 600)
+def _largest(value: float) -> float:
+    """The largest value of any process."""
+    return float(np.max(multihost_utils.process_allgather(np.float32(value))))
 
 
 if __name__ == "__main__":

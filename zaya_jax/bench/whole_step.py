@@ -130,18 +130,18 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     check_memory(config, compiled.bytes, available_memory(),
                  lambda config: compile_parts(make_programs(config)).bytes)  # fmt: skip
     batch = programs[0].placement.place(make_rows(tokens_bs), programs[0].batch_shape(stage)[0])
-    held = begin(config, programs, NO_BASE)
+    state = begin(config, programs, NO_BASE)
     losses = []
 
     def step() -> None:
-        nonlocal held
-        held, metrics = compiled.step(held, batch, {})
+        nonlocal state
+        state, metrics = compiled.step(state, batch, {})
         losses.append(float(metrics["loss"]))
 
     seconds = {"step": timed(step, repeats)}
     peak = peak_memory(device, compiled.step)  # before the optimizer alone, whose gradients lie beside the state
-    params, opt_state = held.params, held.opt_state
-    del held  # donated by what follows
+    params, opt_state = state.params, state.opt_state
+    del state  # donated by what follows
     gradients = jax.tree.map(jnp.copy, params)
 
     def move(program: Any) -> None:
@@ -214,14 +214,14 @@ def check_memory(config: Config, needed: int, limit: int | None, needed_by: Call
     if limit is None or needed <= limit:
         return
     layers, period = config.model.num_layers, len(config.model.period)
-    told = f"A step of {layers} layers takes {needed / _GB:.1f} GB, but this device gives {limit / _GB:.1f} GB"
+    sentence = f"A step of {layers} layers takes {needed / _GB:.1f} GB, but this device gives {limit / _GB:.1f} GB"
     half, fitting = layers // 2 // period * period, 0
     if half:
         less = needed_by(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=half)))
         fitting = int(layers - (needed - limit) / ((needed - less) / (layers - half))) // period * period
     if fitting < period:
-        raise InputError(f"{told}: a smaller vocabulary, width or train.batch.micro is needed to fit.")
-    raise InputError(f"{told}: model.num_layers={fitting} would fit.")
+        raise InputError(f"{sentence}: a smaller vocabulary, width or train.batch.micro is needed to fit.")
+    raise InputError(f"{sentence}: model.num_layers={fitting} would fit.")
 
 
 def _bytes(program: Any) -> int:

@@ -14,8 +14,8 @@ def check_collectives() -> dict[str, Any]:
     """Do each collective over all devices of this process, with integers that every dtype holds exactly.
 
     Returns:
-      `devices`, and the `dtypes` tried; `skipped`, a sentence, where there is one device; `failed`, a sentence,
-      where a result differs from numpy's.
+      `devices`, and the `dtypes` tried; `skipped`, a sentence, with one device; `failed`, a sentence, if a result
+      differs from numpy's.
     """
     mesh = make_mesh()
     n = mesh.size
@@ -34,8 +34,8 @@ def check_collectives() -> dict[str, Any]:
     for dtype in dtypes:
         region = jax.shard_map(_collectives, mesh=mesh, in_specs=PartitionSpec("data"),
                                out_specs=PartitionSpec("data"), check_vma=False)  # fmt: skip
-        found = jax.device_get(jax.jit(region)(rows.astype(jnp.dtype(dtype))))
-        wrong += [f"{name} of {dtype}" for name, array in expected.items() if not np.array_equal(found[name], array)]
+        results = jax.device_get(jax.jit(region)(rows.astype(jnp.dtype(dtype))))
+        wrong += [f"{name} of {dtype}" for name, array in expected.items() if not np.array_equal(results[name], array)]
     result: dict[str, Any] = {"devices": n, "dtypes": list(dtypes)}
     if wrong:
         result["failed"] = f"These gave wrong numbers over {n} devices: {', '.join(wrong)}."
