@@ -93,7 +93,7 @@ def test_both_sides_get_the_same_tokens_and_the_result_has_their_ratio(monkeypat
         "tokens_per_second": {"ours": 1024.0, "peer": 512.0}, "ratio": 2.0,
         "seconds": {"ours": [1.0] * 2, "peer": [2.0] * 2}}}  # fmt: skip
     assert capsys.readouterr().out.endswith("ratio 2.00\n")
-    assert list(bench_step(CONFIG, ["float32", "bfloat16"], 1, None)["results"]) == ["float32", "bfloat16"]
+    assert list(bench_step(CONFIG, ["float32", "bfloat16"], 1)["results"]) == ["float32", "bfloat16"]
 
 
 def test_the_defaults_are_of_the_size_that_the_benchmark_names():

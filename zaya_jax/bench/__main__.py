@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
@@ -57,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_verb(parser, arguments)
 
 
-def _step(parsed: argparse.Namespace) -> None:
+def _step(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.step import bench_step, default_config
     from zaya_jax.bench.whole_step import bench_whole_step, default_whole_config
 
@@ -66,36 +67,35 @@ def _step(parsed: argparse.Namespace) -> None:
     config = load_config(parsed.config, parsed.overrides) if parsed.config else None
     if not parsed.whole:
         dtypes = [parsed.dtype] if parsed.dtype in {"float32", "bfloat16"} else ["float32", "bfloat16"]
-        bench_step(config or default_config(), dtypes, parsed.repeats, parsed.output)
-        return
+        return bench_step(config or default_config(), dtypes, parsed.repeats)
     if parsed.dtype:
         raise InputError("--dtype is of a pass: give a whole step a --config FILE and train.compute_dtype=bfloat16.")
-    bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
+    return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
 
 
-def _data(parsed: argparse.Namespace) -> None:
+def _data(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.data import Sizes, bench_data
 
-    bench_data(Sizes(), parsed.repeats, parsed.output)
+    return bench_data(Sizes(), parsed.repeats)
 
 
-def _checkpoint(parsed: argparse.Namespace) -> None:
+def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.checkpoint import Sizes, bench_checkpoint
 
     for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
         if any(value <= 0 for value in values):
             raise InputError(f"{name} is {' '.join(map(str, values))}, but must be numbers above zero.")
     sizes = Sizes(tuple(parsed.gib), tuple(parsed.processes))
-    bench_checkpoint(sizes, parsed.repeats, parsed.output, parsed.png, parsed.folder)
+    return bench_checkpoint(sizes, parsed.repeats, parsed.png, parsed.folder)
 
 
-def _kernels(parsed: argparse.Namespace) -> None:
+def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.kernels import bench_kernels
 
-    bench_kernels(parsed.only, parsed.repeats, parsed.output)
+    return bench_kernels(parsed.only, parsed.repeats, parsed.output)
 
 
-def _trainings(parsed: argparse.Namespace) -> None:
+def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.ablations import bench_ablations
     from zaya_jax.bench.balance import bench_balance
     from zaya_jax.bench.optimizer import bench_optimizer
@@ -103,7 +103,7 @@ def _trainings(parsed: argparse.Namespace) -> None:
     if parsed.steps < 20:
         raise InputError(f"--steps is {parsed.steps}, but must be at least 20: rates rise over the first ten.")
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
-    benches[parsed.verb](parsed.steps, parsed.output, parsed.png)
+    return benches[parsed.verb](parsed.steps, parsed.png)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 
 from zaya_jax.bench.sweep import CONTEXT, PACKAGES, SEEDS, SIZE, Trial, draw_heldout, run_trials, small_config
 from zaya_jax.config import Config, ModelConfig
-from zaya_jax.machine.result import describe_run, write_result
+from zaya_jax.machine.result import describe_run
 
 
 def variants(model: ModelConfig) -> dict[str, ModelConfig]:
@@ -21,12 +21,11 @@ def variants(model: ModelConfig) -> dict[str, ModelConfig]:
     }
 
 
-def bench_ablations(steps: int, output: str | None, png: str | None) -> dict[str, Any]:
+def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
     """Train each variant with the FLOPs that `steps` steps of the whole model take, on three seeds.
 
     Args:
       steps: of the whole model.
-      output: a JSON file.
       png: a plot of the curves.
     """
     from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
@@ -61,7 +60,6 @@ def bench_ablations(steps: int, output: str | None, png: str | None) -> dict[str
     for name, row in result["results"].items():
         print(f"{name}: held-out {statistics.mean(row['heldout_loss']):.4f} nats/token, {row['over_zaya1']:+.4f}")
     draw_heldout(png, {trials[key].name: curve for key, curve in curves.items()})
-    write_result(result, output)
     return result
 
 

@@ -24,7 +24,7 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.optimizer import BalanceRule
 from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run, write_result
+from zaya_jax.machine.result import describe_run
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
@@ -41,12 +41,11 @@ class Steps(NamedTuple):
     switch: int | None
 
 
-def bench_balance(steps: int, output: str | None, png: str | None) -> dict[str, Any]:
+def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     """Tune the rate of each rule on one seed, then compare the rules on three.
 
     Args:
       steps: before the switch, and after it.
-      output: a JSON file.
       png: a plot of the load's entropy over the steps.
     """
     result = describe_run(
@@ -91,7 +90,6 @@ def bench_balance(steps: int, output: str | None, png: str | None) -> dict[str, 
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip
         draw_lines(Path(png), lines, x="step", y="entropy of the expert load", marks={steps: "other data"})
-    write_result(result, output)
     return result
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run, write_result
+from zaya_jax.machine.result import describe_run
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
@@ -30,17 +30,14 @@ class Sizes(NamedTuple):
     processes: tuple[int, ...] = (1, 2, 4)
 
 
-def bench_checkpoint(
-    sizes: Sizes, repeats: int, output: str | None, png: str | None, folder: str | None = None
-) -> dict[str, Any]:
-    """Measure each size on each number of processes, print a table, and write all to `output` where given.
+def bench_checkpoint(sizes: Sizes, repeats: int, png: str | None, folder: str | None) -> dict[str, Any]:
+    """Measure each size on each number of processes, and print a table.
 
     Every way makes its files durable (fsync, rename, fsync of the folder), and what it restores is compared bitwise.
 
     Args:
       sizes: of the state, and numbers of processes, each with one CPU device.
       repeats: timed saves of each way, in turn, after one to warm up.
-      output: a JSON file.
       png: a plot of the commit time over the number of processes, for the largest state.
       folder: on the disk that is measured; the system's folder for temporary files where None.
 
@@ -65,7 +62,6 @@ def bench_checkpoint(
                 print_table(result["results"][-1])
     if png:
         _draw(Path(png), max(sizes.gib), result["results"])
-    write_result(result, output)
     return result
 
 

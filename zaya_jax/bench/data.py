@@ -29,7 +29,7 @@ from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import train_tokenizer
-from zaya_jax.machine.result import describe_run, rounded, write_result
+from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 
 WORKERS = 2
@@ -75,13 +75,12 @@ class Inputs(NamedTuple):
     few_drawn: Path  # with fewer of them
 
 
-def bench_data(sizes: Sizes, repeats: int, output: str | None) -> dict[str, Any]:
-    """Time both sides, print the ratios and the memory, and write them to `output` where given.
+def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
+    """Time both sides, and print the ratios and the memory.
 
     Args:
       sizes: of what is read.
       repeats: timed passes of each side, interleaved.
-      output: a JSON file.
 
     Raises:
       InputError: a peer is not installed.
@@ -103,7 +102,6 @@ def bench_data(sizes: Sizes, repeats: int, output: str | None) -> dict[str, Any]
             "memory": measure_memory(inputs, sizes),
             "planning": measure_planning(sizes.planned, repeats),
         }
-    write_result(result, output)
     return result
 
 

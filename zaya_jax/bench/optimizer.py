@@ -17,7 +17,7 @@ from zaya_jax.bench.sweep import (
     small_config,
 )
 from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
-from zaya_jax.machine.result import describe_run, write_result
+from zaya_jax.machine.result import describe_run
 
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # of the matrices, of the rest
@@ -36,12 +36,11 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
                            AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
 
 
-def bench_optimizer(steps: int, output: str | None, png: str | None) -> dict[str, Any]:
+def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
     """Tune both on one seed with the same number of trials, then compare them on three.
 
     Args:
       steps: of each training.
-      output: a JSON file.
       png: a plot of the curves.
     """
     result = describe_run(
@@ -83,7 +82,6 @@ def bench_optimizer(steps: int, output: str | None, png: str | None) -> dict[str
             print(f"The best rates of {kind} lie at the edge of the grid: widen it.")
     print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
     draw_heldout(png, named)
-    write_result(result, output)
     return result
 
 

@@ -59,7 +59,7 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
     optimizer = torch.optim.AdamW(model.parameters(), rates.learning_rate, (rates.b1, rates.b2), rates.eps,
                                   rates.weight_decay, fused=True)  # fmt: skip
     tokens = torch.tensor(tokens_bs, device=device)
-    wait = torch.cuda.synchronize if device == "cuda" else _nothing
+    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 
     def one_pass(rows: Any, of: int) -> Any:
         loss = model(rows, labels=rows, use_cache=False).loss * (len(rows) / of)
@@ -153,7 +153,3 @@ def _compute_again(model: Any, again: bool) -> None:
         model.activation_checkpointing_enable()
     else:
         model.activation_checkpointing_disable()
-
-
-def _nothing() -> None:
-    """A CPU does its work at once."""

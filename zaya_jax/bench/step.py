@@ -9,7 +9,7 @@ import jax
 
 from zaya_jax.bench.peer import peer_step
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig
-from zaya_jax.machine.result import describe_run, rounded, write_result
+from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.step import describe_throughput, forward_backward, random_tokens, throughput
 from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
@@ -26,14 +26,13 @@ def default_config() -> Config:
     return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
 
 
-def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
-    """Time both sides, print tokens/s and their ratio, and write them to `output` if it is a file.
+def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Time both sides, and print tokens/s and their ratio.
 
     Args:
       config: the model, batch, context and rematerialisation of its first step are used.
       dtypes: 'float32', 'bfloat16'.
       repeats: timed passes of each side.
-      output: a JSON file.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
     tokens_bs, threads, kind = random_tokens(config), len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
@@ -62,5 +61,4 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int, output: str 
             "ratio": round(ratio, 3),
             "seconds": {name: rounded(timed.seconds) for name, timed in passes.items()},
         }
-    write_result(result, output)
     return result

@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from zaya_jax.machine.command import add_flags, run_verb
 
@@ -31,36 +32,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_verb(parser, arguments)
 
 
-def _describe(_: argparse.Namespace) -> int:
+def _describe(_: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.describe import describe_machine
 
     machine = describe_machine()
     print(json.dumps(machine, indent=2))
-    return 1 if "failed" in machine else 0
+    return machine
 
 
-def _smoke(parsed: argparse.Namespace) -> int:
+def _smoke(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.smoke import smoke
 
-    return 1 if smoke(parsed.output)["failed"] else 0
+    return smoke(parsed.output)
 
 
-def _context(parsed: argparse.Namespace) -> None:
+def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.context import measure_context
 
-    measure_context(None, parsed.repeats, parsed.output, parsed.png)
+    return measure_context(None, parsed.repeats, parsed.png)
 
 
-def _launches(parsed: argparse.Namespace) -> None:
+def _launches(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.proxies.launches import bench_launches
 
-    bench_launches(parsed.output)
+    return bench_launches(parsed.output)
 
 
-def _machine_code(parsed: argparse.Namespace) -> None:
+def _machine_code(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.machine.proxies.machine_code import bench_machine_code
 
-    bench_machine_code(parsed.output)
+    return bench_machine_code(parsed.output)
 
 
 if __name__ == "__main__":

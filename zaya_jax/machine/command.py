@@ -1,11 +1,11 @@
-"""What the commands `machine` and `bench` share: flags, and how a request that cannot be met is told."""
+"""What the commands `machine` and `bench` share: flags, the result's file, and refusals."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.result import check_request
+from zaya_jax.machine.result import check_request, write_result
 
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
@@ -19,12 +19,17 @@ def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png:
 
 
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Parse `arguments` and call the verb's `run`; the exit status is what it returns, or 2 for bad input."""
+    """Call the verb's `run` and write the result that it returns to `--output`.
+
+    The exit status is 0, 1 if something in the result has `failed`, or 2 for bad input.
+    """
     parsed = parser.parse_args(arguments)
     files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}
     try:
         check_request(getattr(parsed, "repeats", 1), files)
-        return parsed.run(parsed) or 0
+        result = parsed.run(parsed)
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
+    write_result(result, files["--output"])
+    return 1 if result.get("failed") else 0

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.plot import draw_lines
-from zaya_jax.machine.result import describe_run, rounded, write_result
+from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave, restored_environment, run_in_subprocess
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
@@ -69,8 +69,8 @@ class Memory(NamedTuple):
         return self.arguments + self.outputs + self.temporaries
 
 
-def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: str | None) -> dict[str, Any]:
-    """Measure every case, print it, and write all to `output` where given.
+def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[str, Any]:
+    """Measure every case and print it.
 
     With fewer than two devices, `SIMULATED` ones of the CPU stand for them: memory is then what XLA:CPU needs for
     each, and time says little, since they share the cores.
@@ -78,7 +78,6 @@ def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: 
     Args:
       sizes: what is measured; `CPU` or `GPU` where None.
       repeats: timed passes of each case, interleaved over the cases of a length.
-      output: a JSON file.
       png: a plot of the memory over the number of devices, for the longest sequence.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each case's process has the devices
@@ -102,7 +101,6 @@ def measure_context(sizes: Sizes | None, repeats: int, output: str | None, png: 
         _print(length, measured, result["scaling"][str(length)])
         if png:  # the last one remains
             _draw(Path(png), length, curves)
-    write_result(result, output)
     return result
 
 

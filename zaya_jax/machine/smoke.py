@@ -213,7 +213,7 @@ def check_losses(losses: list[float], difference: float, allowed: float) -> str 
 def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
     if sizes is None:
         return {"skipped": "There is one GPU, and a sequence over several devices needs two."}
-    return context.measure_context(sizes, repeats, None, None)
+    return context.measure_context(sizes, repeats, None)
 
 
 def _operations() -> dict[str, Any]:
