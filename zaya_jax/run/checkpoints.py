@@ -6,11 +6,11 @@ that a superseded process has saved; `100.deleted` is about to be gone. A file `
 being removed, a file `VERIFIED` says that it was read and that all its checksums matched.
 """
 
-import dataclasses
 import re
 import shutil
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.run.fencing import read_token
@@ -24,47 +24,24 @@ VERIFIED = "VERIFIED"
 _LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted|\.partial)|GENERATION\..*\.partial")
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """What is known of a checkpoint without reading its arrays.
-
-    Attributes:
-      step: of the run.
-      heldout_loss: nats/token after the step, where it was evaluated.
-      is_pinned: it is never removed.
-      is_verified: it was read, and all its checksums matched.
-      is_superseded: it was saved by processes that others had replaced by then, and is never restored.
-      manifest: None where it is damaged or cannot be read.
-      problem: why there is no manifest, in a sentence.
-    """
+class Checkpoint(NamedTuple):
+    """What is known of a checkpoint without reading its arrays."""
 
     step: int
-    heldout_loss: float | None = None
-    is_pinned: bool = False
-    is_verified: bool = False
-    is_superseded: bool = False
-    manifest: Manifest | None = dataclasses.field(default=None, compare=False, repr=False)
-    problem: str = ""
+    heldout_loss: float | None = None  # nats/token after the step, where it was evaluated
+    is_pinned: bool = False  # it is never removed
+    is_verified: bool = False  # it was read, and all its checksums matched
+    is_superseded: bool = False  # saved by processes that others had replaced by then, and so never restored
+    phase: str = "-"
+    tokens: int = 0  # that the run had seen
+    size: int = 0  # bytes of all files
+    problem: str = ""  # why it is damaged or cannot be read, in a sentence
+    manifest: Manifest | None = None  # where there is no problem
 
     @property
     def is_usable(self) -> bool:
         """Whether it can be restored, as far as that is known."""
-        return self.manifest is not None and not self.is_superseded
-
-    @property
-    def phase(self) -> str:
-        """The phase of the run that it ends or interrupts."""
-        return "-" if self.manifest is None else self.manifest.about.get("phase", "-")
-
-    @property
-    def tokens(self) -> int:
-        """Tokens the run has seen by then."""
-        return 0 if self.manifest is None else self.manifest.about.get("tokens_seen", 0)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all its files."""
-        return 0 if self.manifest is None else sum(self.manifest.files.values())
+        return not self.problem and not self.is_superseded
 
 
 def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoint]:
@@ -77,11 +54,11 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
             manifest = read_manifest(path, check_files=check_files)
         except (Damaged, InputError) as error:
             return Checkpoint(step, problem=str(error))
-        return Checkpoint(
-            step, manifest.about.get("heldout_loss"), (path / PINNED).exists(),
-            manifest.read_back or (path / VERIFIED).exists(),
-            token is not None and not token.accepts(step, manifest.generation), manifest,
-        )  # fmt: skip
+        metadata, verified = manifest.about, manifest.read_back or (path / VERIFIED).exists()
+        superseded = token is not None and not token.accepts(step, manifest.generation)
+        return Checkpoint(step, metadata.get("heldout_loss"), (path / PINNED).exists(), verified, superseded,
+                          metadata.get("phase", "-"), metadata.get("tokens_seen", 0), sum(manifest.files.values()),
+                          manifest=manifest)  # fmt: skip
 
     return [describe(step) for step in named_steps(folder)]
 

@@ -1,12 +1,12 @@
 """Files that several processes share: written whole or not at all, locked by the one that works on them."""
 
+import contextlib
 import fcntl
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,7 +60,7 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
     """Hold the file's lock, which the system lets go of when the process ends, however it ends.
 
@@ -114,17 +114,11 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
 
 
 def _lock(file: IO[str], wait: bool) -> None:
-    if wait:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        return
-    for pause in (0.01, 0.05, 0.2):  # `is_file_locked` of another process may hold it for a moment
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(pause)
-        else:
-            return
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for pause in () if wait else (0.01, 0.05, 0.2):  # `is_file_locked` of another process holds it for a moment
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(pause)
+    fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def sync_folder(folder: Path) -> None:

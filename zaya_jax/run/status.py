@@ -1,12 +1,12 @@
 """`status.json` of a run: what became of the last process that trained it, for tools that watch or report."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from zaya_jax.errors import ExitCode, InputError, last_words
 from zaya_jax.run.files import read_json, write_atomically
@@ -16,25 +16,15 @@ RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"  # as written
 KILLED = "killed"  # as read: a process of this machine that is gone and has not written its end
 
 
-@dataclasses.dataclass(frozen=True)
-class Status:
-    """What became of a process.
+class Status(NamedTuple):
+    """What became of a process."""
 
-    Attributes:
-      state: 'running', 'finished', 'stopped' or 'killed'.
-      time: since when, in UTC, as ISO 8601.
-      host: name of the machine.
-      pid: of the process there.
-      exit_status: see `ExitCode`; None while it runs, and where it was killed.
-      message: why it stopped, in full sentences.
-    """
-
-    state: str
-    time: str
+    state: str  # 'running', 'finished', 'stopped' or 'killed'
+    time: str  # since when, in UTC, as ISO 8601
     host: str
     pid: int
-    exit_status: int | None = None
-    message: str = ""
+    exit_status: int | None = None  # see `ExitCode`; None while it runs, and where it was killed
+    message: str = ""  # why it stopped, in full sentences
 
 
 @contextlib.contextmanager
@@ -57,7 +47,7 @@ def read_status(folder: Path) -> Status | None:
     except (InputError, TypeError):
         return None
     if status.state == RUNNING and status.host == os.uname().nodename and not is_locked(folder):
-        return dataclasses.replace(status, state=KILLED)
+        return status._replace(state=KILLED)
     return status
 
 
@@ -65,4 +55,4 @@ def _write(folder: Path, state: str, exit_status: int | None = None, message: st
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     status = Status(state, now, os.uname().nodename, os.getpid(), exit_status, message)
     with contextlib.suppress(OSError):  # a full disk is reported by what training needs
-        write_atomically(folder / STATUS, json.dumps(dataclasses.asdict(status), indent=1) + "\n")
+        write_atomically(folder / STATUS, json.dumps(status._asdict(), indent=1) + "\n")

@@ -93,54 +93,42 @@ def write_tokenizer(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str],
 
 def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     """The files by name: the data's own, then those of `origin` if its tokenizer is the same, then made ones."""
+    origin, template, token_id = tokenizer.origin, tokenizer.template, tokenizer.token_id
     raw = (tokenizer.folder / tokenizer.file).read_bytes()
-    files = _texts(tokenizer.folder)
-    files[_TOKENIZER] = raw.decode("utf-8")
-    ids: dict[str, Any] = {}
-    origin = tokenizer.origin
+    files, ids = _texts(tokenizer.folder) | {_TOKENIZER: raw.decode("utf-8")}, {}
     if origin is not None and (origin / _TOKENIZER).is_file() and (origin / _TOKENIZER).read_bytes() == raw:
         files, ids = _texts(origin) | files, special_ids(origin)
-    generation = _object(files, GENERATION) if GENERATION in files else ids
-    files |= _settings(tokenizer, files)
-    files[GENERATION] = _json(_generation(tokenizer, generation))
-    return files
 
-
-def _settings(tokenizer: TrainedTokenizer, files: Mapping[str, str]) -> dict[str, str]:
-    """`tokenizer_config.json`, and the chat template that the model was trained with, whatever the tokenizer's own."""
-    template = tokenizer.template
-    if _CONFIG in files and template is None:
-        return {}
-    settings = _object(files, _CONFIG) if _CONFIG in files else {
+    settings = _object(files[_CONFIG]) if _CONFIG in files else {
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.stops[0],
     }  # fmt: skip
-    if template is None:
-        return {_CONFIG: _json(settings)}
-    return {_TEMPLATE: template, _CONFIG: _json({key: settings[key] for key in settings if key != "chat_template"})}
+    if template is not None:  # which the model was trained with, whatever the tokenizer's own is
+        files[_TEMPLATE] = template
+        settings.pop("chat_template", None)
+    if _CONFIG not in files or template is not None:
+        files[_CONFIG] = _json(settings)
 
-
-def _generation(tokenizer: TrainedTokenizer, known: Mapping[str, Any]) -> dict[str, Any]:
-    """`generation_config.json`: what is `known`, and what else ends a text."""
-    stops = known.get("eos_token_id") or []
+    generation = _object(files[GENERATION]) if GENERATION in files else ids
+    stops = generation.get("eos_token_id") or []
     stops = list(stops) if isinstance(stops, list) else [stops]
     for text in tokenizer.stops:
-        if (stop := tokenizer.token_id(text)) not in (None, *stops):
+        if (stop := token_id(text)) not in (None, *stops):
             stops.append(stop)
-    bos = None if tokenizer.bos is None else tokenizer.token_id(tokenizer.bos)
-    made = {"bos_token_id": bos, "pad_token_id": tokenizer.token_id(tokenizer.stops[0])}
-    tree = {**made, **known, "eos_token_id": stops[0] if len(stops) == 1 else stops}
-    return {key: value for key, value in tree.items() if value is not None}
+    made = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
+            "pad_token_id": token_id(tokenizer.stops[0])}  # fmt: skip
+    generation = made | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
+    return files | {GENERATION: _json({key: value for key, value in generation.items() if value is not None})}
 
 
 def _json(tree: Mapping[str, Any]) -> str:
     return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
-def _object(files: Mapping[str, str], name: str) -> dict[str, Any]:
-    tree = json.loads(files[name])
+def _object(text: str) -> dict[str, Any]:
+    tree = json.loads(text)
     if not isinstance(tree, dict):
-        raise InputError(f"{name} of the tokenizer holds no JSON object.")
+        raise InputError("tokenizer_config.json or generation_config.json holds no JSON object.")
     return tree
 
 
