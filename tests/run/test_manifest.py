@@ -10,9 +10,9 @@ from zaya_jax.run.manifest import (
     FORMAT,
     Damaged,
     Manifest,
-    digests_of,
-    files_of,
+    file_digests,
     has_manifest,
+    list_files,
     read_digests,
     read_manifest,
     try_read,
@@ -33,7 +33,7 @@ def make(folder, **changes):
         (folder / "digests" / f"process_{process}.json").write_text(json.dumps(parts))
     manifest = Manifest(**{
         "step": 3, "generation": 2, "about": {"phase": "one", "heldout_loss": 1.5}, "leaves": {}, "read_back": False,
-        "files": files_of(folder), "digests": digests_of(folder), **changes,
+        "files": list_files(folder), "digests": file_digests(folder), **changes,
     })  # fmt: skip
     write_manifest(folder, manifest)
     return manifest

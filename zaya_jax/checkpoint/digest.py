@@ -58,7 +58,7 @@ def pieces(part: Part) -> Iterator[Part]:
     for at in range(0, len(part.data), step):
         data = part.data[at : at + step]
         index = (slice(first.start + at, first.start + at + len(data)), *rest)
-        yield Part(part.name, ",".join(f"{one.start}:{one.stop}" for one in index), data)
+        yield Part(part.name, ",".join(f"{axis.start}:{axis.stop}" for axis in index), data)
 
 
 def digests(parts: Iterable[Part]) -> Digests:
@@ -100,7 +100,7 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple(one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 
 def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:

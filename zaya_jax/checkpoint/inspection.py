@@ -59,7 +59,7 @@ def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
     for name, slices in sorted(slices_of(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
         for where in slices:
-            x = _wide(_read(reader, name, where))
+            x = _float64(_read(reader, name, where))
             squares += float(np.vdot(x, x))
             largest = max(largest, float(np.abs(x).max(initial=0.0)))
             finite = finite and bool(np.isfinite(x).all())
@@ -67,10 +67,11 @@ def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
         yield Leaf(name, leaf["dtype"], tuple(leaf["shape"]), math.sqrt(squares), largest, finite)
 
 
-def compare_checkpoints(one: Path, other: Path) -> Iterator[Distance]:
+def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Distance]:
     """What differs between two checkpoints, array by array; nothing where all arrays are bitwise equal."""
-    (first, reader), (second, other_reader) = open_checkpoint(one), open_checkpoint(other)
-    slices = slices_of(one, first)
+    first, first_reader = open_checkpoint(first_folder)
+    second, second_reader = open_checkpoint(second_folder)
+    slices = slices_of(first_folder, first)
     for name in sorted({*first.leaves, *second.leaves}):
         here, there = first.leaves.get(name), second.leaves.get(name)
         if here is None or there is None:
@@ -79,25 +80,25 @@ def compare_checkpoints(one: Path, other: Path) -> Iterator[Distance]:
             yield Distance(name, math.nan, math.nan,
                            f"{here['dtype']} {here['shape']} and {there['dtype']} {there['shape']}")  # fmt: skip
         elif here.get("digest") is None or here.get("digest") != there.get("digest"):
-            found = _distance(name, reader, other_reader, slices[name])
-            if found is not None:
-                yield found
+            distance = _distance(name, first_reader, second_reader, slices[name])
+            if distance is not None:
+                yield distance
 
 
-def configurations(one: Manifest, other: Manifest) -> Iterator[tuple[str, Any, Any]]:
+def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with both values."""
-    first, second = (dict(_flat(manifest.about.get("config", {}))) for manifest in (one, other))
-    for key in [*first, *(key for key in second if key not in first)]:
-        if first.get(key) != second.get(key):
-            yield key, first.get(key), second.get(key)
+    before, after = (dict(_flat(manifest.about.get("config", {}))) for manifest in (first, second))
+    for key in [*before, *(key for key in after if key not in before)]:
+        if before.get(key) != after.get(key):
+            yield key, before.get(key), after.get(key)
 
 
-def _distance(name: str, one: CheckpointReader, other: CheckpointReader, slices: list[str]) -> Distance | None:
+def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> Distance | None:
     same, squares, norm, largest = True, 0.0, 0.0, 0.0
     for where in slices:
-        a, b = _read(one, name, where), _read(other, name, where)
+        a, b = _read(first, name, where), _read(second, name, where)
         same = same and a.tobytes() == b.tobytes()
-        x, y = _wide(a), _wide(b)
+        x, y = _float64(a), _float64(b)
         squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
         largest = max(largest, float(np.abs(x - y).max(initial=0.0)))
     relative = math.sqrt(squares / norm) if norm else math.inf if squares else 0.0
@@ -111,7 +112,7 @@ def _read(reader: CheckpointReader, name: str, where: str) -> np.ndarray:
         raise InputError(str(error)) from error
 
 
-def _wide(x: np.ndarray) -> np.ndarray:
+def _float64(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64).reshape(-1)
 
 

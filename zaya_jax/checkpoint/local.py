@@ -98,18 +98,18 @@ class LocalCopies:
 
 def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
     """One array of the copy; KeyError or ValueError where a part is missing or differs."""
-    found: dict[str, np.ndarray] = {}
+    parts: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         where = slice_text(index or (), leaf.shape)
-        if where not in found:
-            path, shape = files[name, where], [one.stop - one.start for one in read_slice(where)]
+        if where not in parts:
+            path, shape = files[name, where], [axis.stop - axis.start for axis in read_slice(where)]
             if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
                 raise ValueError(f"{path} has another size than {name}[{where}].")
             data = np.fromfile(path, leaf.dtype)
             if array_digest(data) != digests[where]:
                 raise ValueError(f"{name}[{where}] is not what was saved.")
-            found[where] = data.reshape(shape)
-        return found[where]
+            parts[where] = data.reshape(shape)
+        return parts[where]
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)

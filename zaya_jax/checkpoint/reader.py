@@ -73,10 +73,10 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
     def check(job: tuple[str, str, str]) -> str | None:
         name, where, text = job
         try:
-            found = array_digest(reader.read(name, read_slice(where)))
+            actual = array_digest(reader.read(name, read_slice(where)))
         except Damaged as error:
             return str(error)
-        return None if found == text else f"The array {name}[{where}] in {reader.folder} is not what was saved."
+        return None if actual == text else f"The array {name}[{where}] in {reader.folder} is not what was saved."
 
     jobs = [(name, where, text) for name, parts in expected.items() for where, text in parts.items()]
     with ThreadPoolExecutor(_THREADS, "verify") as pool:

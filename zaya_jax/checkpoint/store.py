@@ -30,7 +30,7 @@ from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import is_current, take_token, why_superseded
 from zaya_jax.run.files import sync_folder, write_atomically
-from zaya_jax.run.manifest import DIGESTS, Manifest, digests_of, files_of, try_read, write_manifest
+from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
 
 _PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
@@ -374,8 +374,8 @@ class CheckpointStore:
             leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
-                saving.step, self._token, saving.metadata, leaves, files_of(saving.work),
-                digests_of(saving.work) if verifying else {}, self._config.verify == "readback",
+                saving.step, self._token, saving.metadata, leaves, list_files(saving.work),
+                file_digests(saving.work) if verifying else {}, self._config.verify == "readback",
             ))  # fmt: skip
             if problem := why_superseded(self.folder, self._token):
                 return problem

@@ -18,7 +18,7 @@ from zaya_jax.checkpoint.digest import Part, array_digest
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
-from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, files_of, write_manifest
+from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_manifest
 
 
 def write_checkpoint(
@@ -47,8 +47,8 @@ def write_checkpoint(
         text = json.dumps(digests).encode()
         write_atomically(work / DIGESTS / "process_0.json", text.decode())
         sync_folder(work / DIGESTS)
-        found = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
-        write_manifest(work, Manifest(step, 0, dict(about), found, files_of(work),
+        described = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
+        write_manifest(work, Manifest(step, 0, dict(about), described, list_files(work),
                                       {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
         os.rename(work, folder)
         sync_folder(folder.parent)
@@ -64,21 +64,21 @@ def write_checkpoint(
 def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[Part]) -> Digests:
     store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
     arrays: dict[str, Any] = {}
-    found: Digests = {}
+    digests: Digests = {}
     # One part is written while the next is made: two are in memory.
     with ThreadPoolExecutor(1, "write") as pool:
         before = None
         for part in parts:
             if part.name not in arrays:
                 arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
-            found.setdefault(part.name, {})[part.where] = array_digest(part.data)
+            digests.setdefault(part.name, {})[part.where] = array_digest(part.data)
             if before is not None:
                 before.result()
             array, where = arrays[part.name], read_slice(part.where)
             before = pool.submit(lambda array=array, where=where, data=part.data: array[where].write(data).result())
         if before is not None:
             before.result()
-    return found
+    return digests
 
 
 def _create(store: Mapping[str, Any], name: str, leaf: Mapping[str, Any], first: np.ndarray) -> Any:

@@ -160,15 +160,15 @@ def _process(name: str) -> int:
     return int(Path(name).stem.rpartition("_")[2])
 
 
-def digests_of(folder: Path) -> dict[str, str]:
+def file_digests(folder: Path) -> dict[str, str]:
     """Digest of each file of a checkpoint that holds no array, by path within it.
 
     Values lie in what a process has written (`state/ocdbt.process_…`); they have digests that were not taken of files.
     """
-    return {name: digest((folder / name).read_bytes()) for name in files_of(folder) if not name.startswith(_VALUES)}
+    return {name: digest((folder / name).read_bytes()) for name in list_files(folder) if not name.startswith(_VALUES)}
 
 
-def files_of(folder: Path) -> dict[str, int]:
+def list_files(folder: Path) -> dict[str, int]:
     """Size of each file in a checkpoint, by path within it."""
     return {path.relative_to(folder).as_posix(): path.stat().st_size for path in sorted(folder.rglob("*"))
             if path.is_file()}  # fmt: skip
