@@ -1,12 +1,27 @@
+"""What is written into a checkpoint is read from it, whole or in parts, and described."""
+
+import logging
+import math
+import sys
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
+from tests.checkpoint.saved_helpers import drawn, save_run
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import make_state, save_all
-from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.digest import PIECE, Part
+from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.leaves import named
+from zaya_jax.checkpoint.orbax_save import OrbaxSave, _hide_closed_loops, _in_chunks, _Quiet
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint, wrong_parts
-from zaya_jax.run.manifest import Damaged, read_digests
+from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.errors import InputError
+from zaya_jax.run.digests import digest
+from zaya_jax.run.manifest import STATE, Damaged, read_digests, read_manifest
 
 WIDTH = 3000
 
@@ -54,3 +69,140 @@ def test_a_checkpoint_of_which_a_file_is_gone_is_told(tmp_path):
     said = list(wrong_parts(reader, expected))
     assert said
     assert all("cannot be read" in one for one in said)
+
+
+ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), SMALL_ARRAYS: np.arange(10, dtype=np.uint8)}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "1"
+    OrbaxSave(folder, ARRAYS).wait()
+    return folder
+
+
+def test_arrays_of_devices_and_of_the_host_are_read_back_bitwise(saved):
+    reader = CheckpointReader(saved, {"small": {"dtype": "uint8", "shape": [3], "at": 4}})
+    for name, x in ARRAYS.items():
+        assert reader.read(name).tobytes() == np.asarray(x).tobytes()
+    np.testing.assert_array_equal(reader.read("small"), [4, 5, 6])
+    np.testing.assert_array_equal(reader.read("small", (slice(1, 2),)), [5])
+
+
+def test_nothing_is_compressed(saved):
+    store = {"driver": "ocdbt", "base": f"file://{saved / STATE}/"}
+    large = tensorstore.open({"driver": "zarr3", "kvstore": {**store, "path": "large/"}}, open=True).result()
+    assert "zstd" not in str(large.spec().to_json()["metadata"])
+
+
+def test_arrays_over_a_piece_are_cut_along_their_first_axis():
+    class Large:
+        nbytes = PIECE + 1
+
+    assert _in_chunks((), ARRAYS["large"]) is None
+    options = _in_chunks((), Large())
+    assert (options.chunk_byte_size, options.shard_axes) == (PIECE, (0,))
+
+
+def test_a_thread_that_fails_after_the_end_of_a_save_prints_no_traceback(caplog):
+    _Quiet().end()
+    log = logging.getLogger("absl")
+    log.error("[thread=%s] _SignalingThread.run() raised an exception: %s", "a", "no space")
+    log.error("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
+
+
+def test_an_operation_that_outlives_the_event_loop_of_its_save_prints_no_traceback(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: seen.append(str(unraisable.exc_value)))
+    _hide_closed_loops.__wrapped__()
+    for text in ("Event loop is closed", "something else"):
+        promise, future = tensorstore.Promise.new()
+        future.add_done_callback(lambda _, text=text: exec(f"raise RuntimeError({text!r})"))  # noqa: S102
+        promise.set_result(1)
+    assert seen == ["something else"]
+
+
+X = np.arange(24, dtype=np.float32).reshape(4, 6)
+LEAVES = {"x": {"dtype": "float32", "shape": [4, 6]}, "n": {"dtype": "int32", "shape": []}}
+
+
+def parts(*bounds):
+    for start, stop in bounds:
+        yield Part("x", f"{start}:{stop},0:6", X[start:stop])
+    yield Part("n", "", np.array(7, np.int32))
+
+
+@pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)], [(2, 4), (0, 2)]])
+def test_parts_make_a_checkpoint(tmp_path, bounds):
+    folder = tmp_path / "checkpoints" / "5"
+    write_checkpoint(folder, 5, {"heldout_loss": None}, LEAVES, parts(*bounds))
+    assert verify_checkpoint(folder) == []
+    _, reader = open_checkpoint(folder)
+    np.testing.assert_array_equal(reader.read("x"), X)
+    assert reader.read("n") == 7
+    assert read_manifest(folder).step == 5
+    assert [path.name for path in folder.parent.iterdir()] == ["5"]
+
+
+def test_nothing_is_left_where_a_part_cannot_be_made(tmp_path):
+    def broken():
+        yield Part("x", "0:2,0:6", X[:2])
+        raise InputError("no more")
+
+    with pytest.raises(InputError, match="no more"):
+        write_checkpoint(tmp_path / "checkpoints" / "5", 5, {}, LEAVES, broken())
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_what_is_there_stays(tmp_path):
+    (tmp_path / "5").mkdir()
+    with pytest.raises(InputError, match="exists; a checkpoint is written into a new folder"):
+        write_checkpoint(tmp_path / "5", 5, {}, LEAVES, parts((0, 4)))
+
+
+def test_norms_are_those_of_the_arrays(tmp_path):
+    folder = save_run(tmp_path, [3]) / "checkpoints" / "3"
+    arrays = named(drawn(3))
+    found = {leaf.name: leaf for leaf in inspect_checkpoint(folder)}
+    assert found.keys() == arrays.keys()
+    for name, x in arrays.items():
+        exact = np.asarray(x, np.float64)
+        assert found[name].norm == pytest.approx(np.linalg.norm(exact), rel=1e-12)
+        assert found[name].largest == np.abs(exact).max()
+        assert (found[name].shape, found[name].dtype, found[name].finite) == (x.shape, str(x.dtype), True)
+
+
+def test_distances_are_those_of_the_arrays(tmp_path):
+    run = save_run(tmp_path, [1, 2])
+    one, other = named(drawn(1)), named(drawn(2))
+    found = {d.name: d for d in compare_checkpoints(run / "checkpoints" / "1", run / "checkpoints" / "2")}
+    assert found.keys() == {name for name in one if not np.array_equal(one[name], other[name])}
+    for name, distance in found.items():
+        x, y = (np.asarray(arrays[name], np.float64) for arrays in (one, other))
+        assert distance.largest == np.abs(x - y).max()
+        assert distance.relative == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-12)
+
+
+def test_other_arrays_are_named(tmp_path):
+    first, second = save_run(tmp_path / "a", [1]), save_run(tmp_path / "b", [1])
+    path = next((second / "checkpoints" / "1").glob("manifest-*.json"))
+    text = path.read_text().replace('"params.norm.weight"', '"params.norm.other"')
+    path.unlink()
+    (path.parent / f"manifest-{digest(text.encode())}.json").write_text(text)
+    found = {d.name: d for d in compare_checkpoints(first / "checkpoints" / "1", second / "checkpoints" / "1")}
+    assert found["params.norm.weight"].note == "only in the first"
+    assert found["params.norm.other"].note == "only in the second"
+    assert math.isnan(found["params.norm.other"].largest)
+
+
+def test_keys_that_differ_are_named_with_both_values(tmp_path):
+    runs = [save_run(tmp_path / name, [1], train={"remat": name}) for name in ("none", "full")]
+    one, other = (open_checkpoint(run / "checkpoints" / "1")[0] for run in runs)
+    assert list(configurations(one, other)) == [("train.remat", "none", "full")]
+    assert list(configurations(one, one)) == []
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(InputError, match="holds 0 manifests"):
+        open_checkpoint(tmp_path)

@@ -1,7 +1,11 @@
+"""Checkpoints by name, by manifest and by path."""
+
 import json
 import shutil
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.checkpoint.test_store import save_all
 from zaya_jax.errors import InputError
@@ -14,6 +18,19 @@ from zaya_jax.run.checkpoints import (
     remove,
     saved_steps,
     unfinished_name,
+)
+from zaya_jax.run.digests import digest
+from zaya_jax.run.manifest import (
+    FORMAT,
+    Damaged,
+    Manifest,
+    file_digests,
+    has_manifest,
+    list_files,
+    read_digests,
+    read_manifest,
+    try_read,
+    write_manifest,
 )
 
 
@@ -95,3 +112,95 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
 def test_what_names_none_is_refused(run, path, said):
     with pytest.raises(InputError, match=said):
         checkpoint_folder(path.format(run=run))
+
+
+PARTS = [{"x": {"0:2": "a"}, "y": {"": "b"}}, {"x": {"2:4": "c"}}, {"x": {"4:6": "d"}}]
+
+
+def make(folder, **changes):
+    """A checkpoint as it is but for its arrays, and its manifest."""
+    (folder / "digests").mkdir(parents=True)
+    values = folder / "state" / "ocdbt.process_0"
+    values.mkdir(parents=True)
+    (values / "values").write_bytes(bytes(100))
+    (folder / "state" / "tree").write_bytes(b"where which array is")
+    for process, parts in enumerate(PARTS):
+        (folder / "digests" / f"process_{process}.json").write_text(json.dumps(parts))
+    manifest = Manifest(**{
+        "step": 3, "generation": 2, "about": {"phase": "one", "heldout_loss": 1.5}, "leaves": {}, "read_back": False,
+        "files": list_files(folder), "digests": file_digests(folder), **changes,
+    })  # fmt: skip
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    assert not has_manifest(tmp_path / "1")
+    manifest = make(tmp_path / "1")
+    assert has_manifest(tmp_path / "1")
+    assert read_manifest(tmp_path / "1") == manifest == try_read(tmp_path / "1")
+    assert set(manifest.digests) == {*(f"digests/process_{n}.json" for n in range(3)), "state/tree"}
+    assert manifest.files["state/ocdbt.process_0/values"] == 100
+
+
+@given(st.data())
+def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("manifest") / "1"
+    make(folder)
+    path = next(folder.glob("manifest-*"))
+    content = bytearray(path.read_bytes())
+    at = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[at] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del content[at:]
+    path.write_bytes(content)
+    with pytest.raises(Damaged, match="is not what was written"):
+        read_manifest(folder)
+    assert try_read(folder) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("state/tree", None, "tree is missing"),
+        ("state/tree", b"where which array IS", "tree is not what was written"),
+        ("state/tree", b"short", "has 5 bytes, but 20 were written"),
+        ("state/ocdbt.process_0/values", bytes(99), "has 99 bytes, but 100 were written"),
+        ("digests/process_1.json", b'{"x": {"2:4": "e"}}', "process_1.json is not what was written"),
+    ],
+)
+def test_each_file_is_looked_at(tmp_path, file, content, said):
+    make(tmp_path / "1")
+    if content is None:
+        (tmp_path / "1" / file).unlink()
+    else:
+        (tmp_path / "1" / file).write_bytes(content)
+    with pytest.raises(Damaged, match=said):
+        read_manifest(tmp_path / "1")
+    assert try_read(tmp_path / "1") is not None  # which looks at none
+
+
+def test_a_newer_format_is_refused_not_called_damaged(tmp_path):
+    make(tmp_path / "1", format=FORMAT + 1)
+    with pytest.raises(InputError, match=rf"is a checkpoint of format {FORMAT + 1}, but .* up to {FORMAT}"):
+        read_manifest(tmp_path / "1")
+    assert try_read(tmp_path / "1") is None
+
+
+def test_without_a_manifest_or_with_two_it_is_no_checkpoint(tmp_path):
+    with pytest.raises(Damaged, match="holds 0 manifests"):
+        read_manifest(tmp_path)
+    make(tmp_path / "1")
+    (tmp_path / "1" / f"manifest-{digest(b'{}')}.json").write_text("{}")
+    with pytest.raises(Damaged, match="holds 2 manifests"):
+        read_manifest(tmp_path / "1")
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3, 5])
+def test_readers_see_to_every_part_between_them_and_to_none_twice(tmp_path, readers):
+    manifest = make(tmp_path / "1")
+    seen = [read_digests(tmp_path / "1", manifest, reader, readers) for reader in range(readers)]
+    pairs = [(name, where) for one in seen for name, parts in one.items() for where in parts]
+    assert sorted(pairs) == [("x", "0:2"), ("x", "2:4"), ("x", "4:6"), ("y", "")]
+    assert read_digests(tmp_path / "1", manifest) == {"x": {"0:2": "a", "2:4": "c", "4:6": "d"}, "y": {"": "b"}}
