@@ -16,12 +16,13 @@ from tests.hf.test_safetensors import VALUES
 from tests.train_helpers import ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.commands import list_run, size_text
+from zaya_jax.checkpoint.listing import list_run, size_text
 from zaya_jax.checkpoint.prune import prune
 from zaya_jax.config import CheckpointConfig, load_config
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.digests import digest
+from zaya_jax.run.status import track_status
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,12 @@ def test_ls_has_a_line_for_each(run, capsys):
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
     assert "1.5000" in lines[2]
     assert lines[2].endswith("pinned")
-    assert lines[4] == "quarantined: 0.corrupt-20260101T000000"
+    assert lines[4:] == ["quarantined: 0.corrupt-20260101T000000"]
+    with pytest.raises(RunStopped), track_status(run):
+        raise RunStopped("Nothing could be saved.")
+    status, text = said(capsys, "ls", run)
+    assert text.out.splitlines()[-1].startswith("stopped with exit status 1 (process ")
+    assert text.out.endswith("Nothing could be saved.\n")
 
 
 def test_verify_names_what_is_damaged_and_ends_with_one(run, capsys):

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _ls(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.commands import list_run
+    from zaya_jax.checkpoint.listing import list_run
 
     print(list_run(options.run_dir))
     return ExitCode.OK

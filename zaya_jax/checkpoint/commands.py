@@ -1,43 +1,15 @@
-"""What `python -m zaya_jax.checkpoint` says of checkpoints: ls, verify, inspect, diff."""
+"""What `python -m zaya_jax.checkpoint` prints: verify, inspect, diff."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
+from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config.checks import shown
-from zaya_jax.run.checkpoints import FOLDER, Checkpoint, checkpoint_folder
+from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.run import open_run
-
-
-def list_run(path: Path) -> str:
-    """A line for each checkpoint of a run, each that was quarantined, and the run's status."""
-    run = open_run(path)
-    lines = [
-        f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
-        *map(_line, run.checkpoints),
-    ]
-    lines += [f"quarantined: {folder.name}" for folder in run.quarantined]
-    if (status := run.status) is not None:
-        end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
-        message = f": {status.message}" if status.message else ""
-        lines.append(f"{status.state}{end} (process {status.pid} on {status.host}, {status.time}){message}")
-    return "\n".join(lines)
-
-
-def _line(checkpoint: Checkpoint) -> str:
-    if checkpoint.manifest is None:
-        return f"{checkpoint.step:>9}  damaged: {checkpoint.problem}"
-    notes = [note for note, holds in (
-        ("pinned", checkpoint.is_pinned),
-        ("verified", checkpoint.is_verified),
-        ("no checksums", not checkpoint.manifest.digests),
-        ("superseded: never restored", checkpoint.is_superseded),
-    ) if holds]  # fmt: skip
-    loss = "-" if checkpoint.heldout_loss is None else f"{checkpoint.heldout_loss:.4f}"
-    return (f"{checkpoint.step:>9}  {checkpoint.phase:<14}{checkpoint.tokens:>16,}  {loss:>9}  "
-            f"{size_text(checkpoint.size):>10}  {', '.join(notes)}").rstrip()  # fmt: skip
 
 
 def verify(path: str, every: bool) -> tuple[str, bool]:
@@ -84,13 +56,3 @@ def diff(first: str, second: str) -> Iterator[str]:
         yield f"{distance.name}: " + (
             distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"
         )
-
-
-def size_text(size: int) -> str:
-    """Bytes as a person reads them."""
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"

@@ -4,7 +4,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from zaya_jax.checkpoint.commands import size_text
+from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
