@@ -48,55 +48,32 @@ def test_the_copy_on_the_node_is_read_first_and_is_the_newest_alone(tmp_path, us
     assert used == []
 
 
-def lose_copy(copy):
-    shutil.rmtree(copy)
+def largest(copy):
+    return max(copy.iterdir(), key=lambda path: path.stat().st_size)
 
 
-def lose_part(copy):
-    (copy / "1").unlink()
-
-
-def cut_part(copy):
-    largest = max(copy.iterdir(), key=lambda path: path.stat().st_size)
-    largest.write_bytes(largest.read_bytes()[:-4])
-
-
-def flip_part(copy):
-    flip(max(copy.iterdir(), key=lambda path: path.stat().st_size), 17)
-
-
-def swap_parts(copy):
-    index = json.loads((copy / "index.json").read_text())
-    (copy / "index.json").write_text(json.dumps(index[::-1]))
-
-
-def empty_index(copy):
-    (copy / "index.json").write_text("[]")
-
-
-def strange_index(copy):
-    (copy / "index.json").write_text("7")
-
-
-def nest_index(copy):
-    (copy / "index.json").write_text("[" * 10**6)
-
-
-def name_with_a_list(copy):
-    (copy / "index.json").write_text('[[["params"], "0:2"]]')
-
-
-def lengthen_part(copy):
-    with max(copy.iterdir(), key=lambda path: path.stat().st_size).open("r+b") as file:
+def lengthen(path):
+    with path.open("r+b") as file:
         file.truncate(2**40)  # sparse; more than there is memory
 
 
-def be_of_another_step(copy):
-    shutil.copytree(copy.parents[2] / "older", copy, dirs_exist_ok=True)
+DAMAGES = {
+    "lost": shutil.rmtree,
+    "part lost": lambda copy: (copy / "1").unlink(),
+    "part cut": lambda copy: largest(copy).write_bytes(largest(copy).read_bytes()[:-4]),
+    "part flipped": lambda copy: flip(largest(copy), 17),
+    "part longer": lambda copy: lengthen(largest(copy)),
+    "parts swapped": lambda copy: write_index(copy, json.dumps(json.loads((copy / "index.json").read_text())[::-1])),
+    "index empty": lambda copy: write_index(copy, "[]"),
+    "index of no list": lambda copy: write_index(copy, "7"),
+    "index nested": lambda copy: write_index(copy, "[" * 10**6),
+    "index with a list for a name": lambda copy: write_index(copy, '[[["params"], "0:2"]]'),
+    "of another step": lambda copy: shutil.copytree(copy.parents[2] / "older", copy, dirs_exist_ok=True),
+}
 
 
-DAMAGES = [lose_copy, lose_part, cut_part, flip_part, swap_parts, empty_index, strange_index, nest_index,
-           name_with_a_list, lengthen_part, be_of_another_step]  # fmt: skip
+def write_index(copy, text):
+    (copy / "index.json").write_text(text)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -104,7 +81,7 @@ def test_a_copy_that_is_damaged_or_gone_is_not_used_and_costs_nothing(tmp_path, 
     save(tmp_path, [1])
     shutil.copytree(copy_of(tmp_path, 1), tmp_path / "older")
     save(tmp_path, [2])
-    damage(copy_of(tmp_path, 2))
+    DAMAGES[damage](copy_of(tmp_path, 2))
     assert restored(tmp_path) == 2
     assert used == [True]
     assert saved_steps(tmp_path / "run") == [1, 2]
