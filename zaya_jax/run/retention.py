@@ -16,13 +16,13 @@ def steps_to_keep(
     held-out loss, the pinned ones, and the newest that is verified or whose step is in `verified`: whatever else is
     removed, that one never is.
     """
-    steps = sorted(checkpoint.step for checkpoint in checkpoints)
-    kept = set(steps[-config.keep :]) | {checkpoint.step for checkpoint in checkpoints if checkpoint.is_pinned}
+    steps = sorted(x.step for x in checkpoints)
+    kept = set(steps[-config.keep :]) | {x.step for x in checkpoints if x.is_pinned}
     if config.keep_every is not None:
         kept |= {step for step in steps if step % config.keep_every == 0}
     if config.keep_best:
-        evaluated = sorted((one.heldout_loss, -one.step) for one in checkpoints
-                           if one.heldout_loss is not None and not math.isnan(one.heldout_loss))  # fmt: skip
+        evaluated = sorted((x.heldout_loss, -x.step) for x in checkpoints
+                           if x.heldout_loss is not None and not math.isnan(x.heldout_loss))  # fmt: skip
         kept |= {-step for _, step in evaluated[: config.keep_best]}
-    intact = sorted(one.step for one in checkpoints if one.is_verified or one.step in verified)
+    intact = sorted(x.step for x in checkpoints if x.is_verified or x.step in verified)
     return kept | set(intact[-1:])
