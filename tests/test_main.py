@@ -3,13 +3,11 @@
 import errno
 import subprocess
 import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from tests.train_helpers import ROOT, compile_once, snapshot, write_run
-from zaya_jax import main as module
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
@@ -41,61 +39,37 @@ def refused(capsys, folder, *arguments):
     return sentence
 
 
-OVERRIDES = [
-    ("model.hiden_size=3", "The key model.hiden_size is unknown; did you mean model.hidden_size?"),
-    ("trian.log_every=3", "The key trian is unknown; did you mean train?"),
-    ("phases.0.tokens=many", "phases.train.tokens is 'many' (text), but must be a whole number"),
-    ("phases.0.tokens=1.5", "phases.train.tokens is 1.5 (a number), but must be a whole number"),
-    ("phases.0.tokens=0", "phases.train.tokens is 0, but must be greater than zero"),
-    ("phases.end.tokens=1", "There is no 'phases.end'; phases has 0 (train)."),
-    ("optimizer.clip_norm=.nan", "optimizer.clip_norm is .nan"),
-    ("train.compute_dtype=float61", "train.compute_dtype is 'float61', but must be one of float32, bfloat16"),
-    ("model.num_kv_heads=3", "model.num_query_heads is 2, but must be a multiple of model.num_kv_heads (3)"),
-    ("data.context=65", "data.context is 65, but must be at most model.max_positions (64)"),
-    (
-        "train.batch.micro=3",
-        "train.batch.micro is 3, but must be a number that divides the 4 sequences of a step in phases.train",
-    ),
-    ("train.batch.tokens=100", "train.batch.tokens is 100, but must be a multiple of data.context (32)"),
-    (
-        "phases.0.schedule.warmup_tokens=1537",
-        "phases.train.schedule.warmup_tokens is 1537, but must be at most the 1,536 tokens",
-    ),
-    ("steps", "The override 'steps' is not of the form section.key=value"),
-    ("train=3", "train is 3, but must be a section with keys"),
-    ("model.vocab_size=200", "model.vocab_size"),
-]
-
-
-@pytest.mark.parametrize(("override", "message"), OVERRIDES, ids=[override for override, _ in OVERRIDES])
-def test_a_wrong_value_is_named_before_anything_is_made(tmp_path, capsys, override, message):
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("model.hiden_size=3", ["model.hiden_size", "model.hidden_size"]),
+        ("phases.0.tokens=many", ["phases.train.tokens", "'many'"]),
+        ("train.batch.micro=3", ["train.batch.micro", "3", "phases.train"]),
+        ("data.context=65", ["data.context", "65", "model.max_positions"]),
+        ("model.vocab_size=200", ["model.vocab_size"]),
+        ("steps", ["'steps'", "section.key=value"]),
+        ("sample.prompt=" + "x" * 64, ["sample.prompt"]),
+        ("data.corpus=/missing", ["data.corpus", "/missing"]),
+    ],
+)
+def test_a_wrong_value_is_named_before_anything_is_made(tmp_path, capsys, override, named):
     path = write_run(tmp_path)
-    assert message in refused(capsys, tmp_path, "--config", path, override)
+    sentence = refused(capsys, tmp_path, "--config", path, override)
+    assert all(text in sentence for text in named), sentence
     assert not list((tmp_path / "run").glob("*.jsonl"))
 
 
-def test_a_missing_configuration(tmp_path, capsys):
-    path = tmp_path / "no.yaml"
-    assert f"The configuration {path} cannot be read: No such file" in refused(capsys, tmp_path, "--config", path)
-
-
-def test_a_missing_or_empty_corpus(tmp_path, capsys):
-    path = write_run(tmp_path)
+def test_files_that_are_missing_empty_or_not_text_are_named(tmp_path, capsys):
+    path, bad = write_run(tmp_path), tmp_path / "corpus" / "3.txt"
+    assert str(tmp_path / "no.yaml") in refused(capsys, tmp_path, "--config", tmp_path / "no.yaml")
     (tmp_path / "empty").mkdir()
-    for name, message in (("missing", "is not a folder"), ("empty", "holds no file that ends in .txt")):
-        found = refused(
-            capsys, tmp_path, "--config", path, f"data.corpus={tmp_path / name}", f"run_dir={tmp_path / name}_r"
-        )
-        assert message in found
-        assert name in found
-
-
-def test_a_file_that_is_not_utf8(tmp_path, capsys):
-    path = write_run(tmp_path)
-    bad = tmp_path / "corpus" / "3.txt"
+    assert ".txt" in refused(capsys, tmp_path, "--config", path, f"data.corpus={tmp_path / 'empty'}")
+    for key in ("run_dir", "data.cache_dir"):  # a file where a folder should be
+        sentence = refused(capsys, tmp_path, "--config", path, f"run_dir={tmp_path / key}", f"{key}={path}")
+        assert key in sentence
+        assert str(path) in sentence
     bad.write_bytes(b"fine until \xff")
-    found = refused(capsys, tmp_path, "--config", path)
-    assert f"The corpus file {bad} is not UTF-8: the byte at offset 11 cannot be decoded" in found
+    assert f"{bad} is not UTF-8: the byte at offset 11" in refused(capsys, tmp_path, "--config", path)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "missing"])
@@ -107,9 +81,9 @@ def test_a_damaged_shard(tmp_path, capsys, damage):
         shard.unlink()
     else:
         shard.write_bytes(content[:-7] if damage == "truncated" else content[:-1] + bytes([content[-1] ^ 1]))
-    found = refused(capsys, tmp_path, "--config", path)
-    assert f"The data file {shard} " in found
-    assert f"Delete the folder {shard.parent}" in found
+    sentence = refused(capsys, tmp_path, "--config", path)
+    assert f"The data file {shard} " in sentence
+    assert f"Delete the folder {shard.parent}" in sentence
 
 
 def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
@@ -120,8 +94,7 @@ def test_a_checkpoint_of_another_architecture(tmp_path, capsys):
         tree = to_dict(config)
         other = {**tree, "model": {**tree["model"], "hidden_size": 8}}
         store.save(3, {"x": jnp.ones(1)}, {"config": other})
-    found = refused(capsys, tmp_path, "--config", path)
-    assert f"The checkpoint of step 3 in {config.run_dir} is of another architecture" in found
+    assert "model.hidden_size is 8" in refused(capsys, tmp_path, "--config", path)
 
 
 def test_a_folder_of_another_run(tmp_path, capsys):
@@ -130,24 +103,9 @@ def test_a_folder_of_another_run(tmp_path, capsys):
         claim_run(folder, load_config(path))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
         assert "is in use: another process" in refused(capsys, tmp_path, "--config", path)
-    found = refused(capsys, tmp_path, "--config", path, "seed=3")
-    assert "holds a run of another configuration: seed was 0 and is now 3" in found
+    assert "seed was 0 and is now 3" in refused(capsys, tmp_path, "--config", path, "seed=3")
     (folder / "config.yaml").unlink()
     assert "holds metrics.jsonl but no config.yaml" in refused(capsys, tmp_path, "--config", path)
-
-
-def test_a_file_where_a_folder_should_be(tmp_path, capsys):
-    path = write_run(tmp_path)
-    for key in ("run_dir", "data.cache_dir"):
-        found = refused(capsys, tmp_path, "--config", path, f"run_dir={tmp_path / key}", f"{key}={path}")
-        assert key in found
-        assert str(path) in found
-
-
-def test_a_prompt_that_cannot_fit_is_told_before_training(tmp_path, capsys):
-    path = write_run(tmp_path)
-    assert "sample.prompt" in refused(capsys, tmp_path, "--config", path, f"sample.prompt={'x' * 64}")
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 # --- what goes well, or stops ----------------------------------------------------------------------------------
@@ -227,8 +185,3 @@ def test_what_is_said_without_training_needs_no_jax(tmp_path):
             text=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.stderr.splitlines()[-1] == f"{status} []"
-
-
-def test_the_module_is_the_command():
-    assert module.__doc__.startswith("Train: `python -m zaya_jax.main --config")
-    assert Path(module.__file__).name == "main.py"
