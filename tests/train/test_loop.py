@@ -254,7 +254,7 @@ def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, n
             run_training(config)
     sentence, status = last_words(ended.value)
     assert status == 143
-    assert "which is saved. The same command resumes from there." in sentence
+    assert "which is saved" in sentence
     assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
     result = run_training(config)
     assert not differing(result.state, finished[1].state)
@@ -273,19 +273,13 @@ def copy_of(finished, tmp_path):
     return change(config, {"run_dir": str(tmp_path / "copy")})
 
 
-def test_a_finished_run_gives_its_result_again(finished, tmp_path):
+def test_a_finished_run_gives_its_result_again_and_draws_a_picture_that_is_gone(finished, tmp_path):
     config, before = copy_of(finished, tmp_path), snapshot(finished[1].run_dir)
+    (tmp_path / "copy" / "loss.png").unlink()
     result = run_training(config)
     assert not differing(result.state, finished[1].state)
     assert result.heldout == finished[1].heldout
     assert snapshot(result.run_dir) == before
-
-
-def test_a_finished_run_whose_picture_is_gone_draws_it_again(finished, tmp_path):
-    config = copy_of(finished, tmp_path)
-    (tmp_path / "copy" / "loss.png").unlink()
-    run_training(config)
-    assert (tmp_path / "copy" / "loss.png").exists()
 
 
 def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch):
@@ -378,13 +372,6 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     assert not Path(config.run_dir).exists()
 
 
-def test_a_configuration_that_cannot_be_is_refused_before_a_folder_is_made(tmp_path):
-    config = change(small_run(tmp_path), {"data.context": 65})
-    with pytest.raises(InputError, match=r"data\.context is 65"):
-        run_training(config)
-    assert not Path(config.run_dir).exists()
-
-
 def test_a_corpus_that_was_misspelt_can_be_set_right(finished, tmp_path):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     with pytest.raises(InputError, match="is not a folder"):
@@ -393,12 +380,11 @@ def test_a_corpus_that_was_misspelt_can_be_set_right(finished, tmp_path):
 
 
 def test_another_architecture_is_refused(finished, tmp_path):
-    config = copy_of(finished, tmp_path)
-    other = change(config, {"model.num_experts": 2})
+    config = change(copy_of(finished, tmp_path), {"model.num_experts": 2})
     path = Path(config.run_dir) / "config.yaml"
-    refused(other, "holds a run of another configuration: model.num_experts was 4 and is now 2")
+    refused(config, r"model\.num_experts was 4 and is now 2")
     path.write_text(path.read_text().replace("num_experts: 4", "num_experts: 2"))
-    refused(other, f"The checkpoint of step 12 in {config.run_dir} is of another architecture: model.num_experts")
+    refused(config, rf"step 12 in {config.run_dir} .* model\.num_experts is 4")
 
 
 # --- steps that are not finite ---------------------------------------------------------------------------------
@@ -420,9 +406,7 @@ def poisoned(monkeypatch):
 @pytest.mark.parametrize("most", [1, 3, pytest.param(7, marks=pytest.mark.soak)])
 def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned, most):
     config = change(small_run(tmp_path), {"train.max_skipped_steps": most})
-    match = (
-        rf"^{most} steps in a row, up to step {most}, were skipped, the last one for: not finite, .*resume_from=.*\.$"
-    )
+    match = rf"^{most} steps in a row, up to step {most}, .*: not finite, .*resume_from="
     for _ in range(2):  # the same command says the same
         with pytest.raises(RunStopped, match=match):
             run_training(config)
