@@ -33,7 +33,7 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 def join(
     coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float
 ) -> PeerLiveness | None:
-    """Join the job this process belongs to, and watch over its others; nothing, and None, where it is alone.
+    """Join the job this process belongs to, and watch its peers; nothing, and None, where it is alone.
 
     Args:
       coordinator: HOST:PORT of process 0; with `processes` and `process`, or all three left to the launcher.
@@ -64,8 +64,8 @@ def join(
     except Exception as error:  # of a launcher's variables, or of the Kubernetes API
         raise _unusable(source, error) from error
     job = _job(coordinator, processes, process, source)
-    peers = meet(job, join_seconds)
-    watch = PeerLiveness(peers, peer_timeout) if peers else None
+    connections = meet(job, join_seconds)
+    peers = PeerLiveness(connections, peer_timeout) if connections else None
     # The processes have reached each other directly, where gRPC would ask the proxy of http_proxy. Its variables are
     # in lower case.
     direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
@@ -80,10 +80,10 @@ def join(
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
         refused = _unusable(job.coordinator, error)
-        if watch is not None:
-            watch.leave(*last_words(refused))
+        if peers is not None:
+            peers.leave(*last_words(refused))
         raise refused from error
-    return watch
+    return peers
 
 
 def _unusable(what: str, error: Exception) -> InputError:

@@ -75,9 +75,9 @@ class PeerLiveness:
                     next_beat = now + pause
                     for peer in live:
                         peer.send("")
-                self._judge([peer for peer in closed if peer not in self._done], "was lost: its connection closed")
+                self._end_if([peer for peer in closed if peer not in self._done], "was lost: its connection closed")
                 silent = [peer for peer in live if now - self._heard[peer] > self._timeout]
-                self._judge(silent, f"was not heard for {self._timeout:g} s")
+                self._end_if(silent, f"was not heard for {self._timeout:g} s")
 
     def _hear(self, peer: Peer) -> bool:
         """Whether the connection is still open."""
@@ -92,7 +92,7 @@ class PeerLiveness:
                 self.leave(sentence, status)
         return lines is not None
 
-    def _judge(self, lost: Sequence[Peer], how: str) -> None:
+    def _end_if(self, lost: Sequence[Peer], how: str) -> None:
         if lost:
             sentences = " ".join(f"Process {peer} {how}." for peer in lost)
             self.leave(f"Stopped: {sentences} {_AGAIN}", 1)

@@ -20,12 +20,12 @@ def check_compiled(compiled: Any, phase: str) -> None:
 
     State and batch, the arguments of the step, are allocated already.
     """
-    found, available = compiled.memory_analysis(), available_memory()
-    if found is None or available is None:
+    needs, available = compiled.memory_analysis(), available_memory()
+    if needs is None or available is None:
         return
-    new = found.temp_size_in_bytes + max(0, found.output_size_in_bytes - found.alias_size_in_bytes)
+    new = needs.temp_size_in_bytes + max(0, needs.output_size_in_bytes - needs.alias_size_in_bytes)
     if jax.devices()[0].platform != "cpu":
-        new += found.argument_size_in_bytes  # the limit of another device counts what is there
+        new += needs.argument_size_in_bytes  # the limit of another device counts what is there
     if new > available:
         raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory on a device, but "
                          f"{gigabytes(available)} are available. {TRAINING_REMEDY}.")  # fmt: skip

@@ -18,22 +18,26 @@ from zaya_jax.train.memory_errors import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder; a few lines that say the same to print."""
-    found = summary(config, result)
+    """Write `summary.json` into the run folder.
+
+    Returns:
+      The same in a few lines for a person.
+    """
+    results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
         try:
-            write_atomically(path, json.dumps(finite(found), indent=1, allow_nan=False) + "\n")
+            write_atomically(path, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
         except OSError as error:  # as on a full disk; the run itself is saved
             lines.append(f"Warning: {path} cannot be written: {error.strerror}. Rerun the command to write it.")
-    for name, held in found["heldout_by_source"].items():
+    for name, held in results["heldout_by_source"].items():
         covered, bits = f"{held['bytes']:,}", held["bits_per_byte"]
         # Compressors have read all of it.
         whole = "" if held["bytes"] == held["all_bytes"] else f" (all {held['all_bytes']:,} bytes)"
         if whole:
             covered += f" of {held['all_bytes']:,}"
         rows = [("this model", f"{bits:.3f} bits/byte")]
-        rows += [(row, f"{bits:.3f} bits/byte{whole}") for row, bits in found["baselines"].items()]
+        rows += [(row, f"{bits:.3f} bits/byte{whole}") for row, bits in results["baselines"].items()]
         width = max(len(row) for row, _ in rows)
         source = f" of {name}" if config.data.sources else ""
         lines += [
@@ -44,9 +48,9 @@ def report(config: Config, result: TrainResult) -> str:
     lines += [
         f"Source {name} holds out no document to evaluate, so it has no held-out loss; prepare it with a larger "
         "--heldout."
-        for name in found["sources_without_heldout"]
+        for name in results["sources_without_heldout"]
     ]
-    for sample in found["samples"]:
+    for sample in results["samples"]:
         lines += [f"Continuation of {sample['prompt']!r}:", sample["prompt"] + sample["continuation"]]
     return "\n".join([*lines, f"Run folder: {result.run_dir}"])
 
