@@ -134,8 +134,7 @@ _prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355
 assert "jax" in sys.modules
 from zaya_jax.train.console import ConsoleReport
 
-with ConsoleReport(steps=1, start=0, log_every=1, flops_per_token=abs, bytes_per_token=abs, tokens_left=abs, devices=1,
-                   device_kind="gfx950"):
+with ConsoleReport(load_config({str(ROOT / "configs" / "tiny.yaml")!r}), None, 0, "gfx950", 1):
     pass
 _prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
 import os
@@ -157,7 +156,6 @@ def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
 
     monkeypatch.delenv(APPLIED, raising=False)
     for kind, said in (("gfx942", "Preset: none, since jax was imported before one was set\n"), ("cpu", "")):
-        with ConsoleReport(steps=1, start=0, log_every=1, flops_per_token=lambda _: 1.0, bytes_per_token=lambda _: None,
-                           tokens_left=lambda _: 0, devices=1, device_kind=kind):  # fmt: skip
+        with ConsoleReport(load_config(ROOT / "configs" / "tiny.yaml"), None, 0, kind, 1):
             pass
         assert capsys.readouterr().out == said

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
@@ -9,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import CONFIG, change
-from zaya_jax.config import SourceConfig, Table
+from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.errors import RunStopped
+from zaya_jax.train import console as console_module
 from zaya_jax.train import step_logger as module
 from zaya_jax.train.console import ConsoleReport, _clock
 from zaya_jax.train.step_logger import StepLogger
@@ -119,11 +121,18 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
 # --- the console -----------------------------------------------------------------------------------------------
 
 
-def make(**changes):
-    options = {"steps": 20, "start": 0, "log_every": 5, "flops_per_token": lambda _: 2e6,
-               "bytes_per_token": lambda _: 4.0, "tokens_left": lambda step: (12 - step) * 100, "devices": 2,
-               "device_kind": "cpu"}  # fmt: skip
-    return ConsoleReport(**{**options, **changes})
+@pytest.fixture
+def make(monkeypatch):
+    """A console of 12 steps of 256 tokens; a token takes `flops`, or a GFLOP for each token of the context."""
+
+    def console(log_every=5, device="cpu", flops=None):
+        monkeypatch.setattr(console_module, "training_flops_per_token", lambda _, s, **more: flops or s * 1e9)
+        phases = PhaseConfig(10 * 256), PhaseConfig(2 * 256, "long", context=64)
+        config = change(CONFIG, {"phases": phases, "train.log_every": log_every})
+        plan = SimpleNamespace(phases=[SimpleNamespace(bytes_per_token=4.0)] * 2)
+        return ConsoleReport(config, plan, 0, device, 2)
+
+    return console
 
 
 def row(step, **changes):
@@ -131,8 +140,8 @@ def row(step, **changes):
             "skipped": 0, **changes}  # fmt: skip
 
 
-def test_a_line_every_few_steps_and_one_at_the_end(capsys):
-    with make(steps=12) as report:
+def test_a_line_every_few_steps_and_one_at_the_end(make, capsys):
+    with make(flops=2e6) as report:
         for step in range(1, 13):
             report.write(row(step), {"seconds": 0.5})
     lines = capsys.readouterr().out.splitlines()
@@ -144,34 +153,33 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "share"),
-    [("NVIDIA H200", "MFU 50.0 %"), ("AMD Instinct MI355X", "MFU 21.5 %"), ("new", "GFLOP/s")],
+    ("device", "share"), [("NVIDIA H200", "MFU 50.0 %"), ("AMD Instinct MI355X", "MFU 21.5 %"), ("new", "GFLOP/s")]
 )
-def test_a_known_device_gives_the_share_of_its_peak(capsys, kind, share):
-    report = make(device_kind=kind, flops_per_token=lambda _: 989e12 / 200, log_every=1)
-    report.write(row(1, tokens=100.0), {"seconds": 0.5})
+def test_a_known_device_gives_the_share_of_its_peak(make, capsys, device, share):
+    report = make(1, device, 989e12 / 200)
+    report.write(row(1), {"seconds": 0.5})
     assert share in capsys.readouterr().out
+    assert (report.throughput(1, 100.0, 0.5)["mfu"] is None) == (device == "new")
 
 
-def test_the_operations_of_a_token_are_those_of_the_step(capsys):
-    asked = []
-    report = make(device_kind="new", flops_per_token=lambda step: asked.append(step) or step * 1e9, log_every=2)
-    for step in range(1, 5):
+def test_the_operations_of_a_token_are_those_of_the_step(make, capsys):
+    report = make(10)
+    for step in range(1, 13):
         report.write(row(step), {"seconds": 0.5})
-    assert asked == [2, 4]
-    assert [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()] == ["400.0 GFLOP/s", "800.0 GFLOP/s"]
+    speeds = [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()]
+    assert speeds == ["6400.0 GFLOP/s", "12800.0 GFLOP/s"]
 
 
-def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys):
-    report = make(log_every=2)
+def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(make, capsys):
+    report = make(2)
     for step in (1, 2):
         report.write(row(step, tokens=25.0), {"seconds": 1.0})
     assert " 25 tokens/s " in (out := capsys.readouterr().out)
     assert out.rstrip().endswith("| ETA 0:10")
 
 
-def test_evaluations_and_skipped_steps_are_told(capsys):
-    report = make(log_every=1)
+def test_evaluations_and_skipped_steps_are_told(make, capsys):
+    report = make(1)
     report.labels = {"heldout_loss": "held-out", "accuracy": "acc"}
     report.write(row(1, heldout_loss=3.14159, accuracy=0.5, skipped=2), {"seconds": 1.0})
     out = capsys.readouterr().out
@@ -181,7 +189,7 @@ def test_evaluations_and_skipped_steps_are_told(capsys):
     assert "loss nan" in capsys.readouterr().out
 
 
-def test_text_is_printed_as_it_is_and_never_wrapped(capsys):
+def test_text_is_printed_as_it_is_and_never_wrapped(make, capsys):
     with make() as report:
         report.say("[bold]" + "x" * 300)
     assert capsys.readouterr().out == "[bold]" + "x" * 300 + "\n"
@@ -195,12 +203,12 @@ def test_a_clock_reads_as_clocks_do(seconds):
     assert all(part < 60 for part in parts[1:])
 
 
-def test_a_run_continues_though_nobody_reads_its_output_any_more(monkeypatch):
+def test_a_run_continues_though_nobody_reads_its_output_any_more(make, monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
-        report = make(log_every=1)
+        report = make(1)
         for step in (1, 2):
             report.write(row(step), {"seconds": 0.5})
         output.flush()  # as Python does at exit, where a failure would change the status

@@ -3,10 +3,9 @@
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,7 +15,6 @@ from zaya_jax.data.plan import RunPlan
 from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.hardware.environment import describe_preset
 from zaya_jax.model.arithmetic import training_flops_per_token
-from zaya_jax.parallel.multihost import is_primary
 
 
 class ConsoleReport:
@@ -25,13 +23,13 @@ class ConsoleReport:
     A line has loss, bits per byte, scores of evaluators, tokens/s, FLOP/s or MFU, load entropy and ETA.
     """
 
-    def __init__(self, *, steps: int, start: int, log_every: int, flops_per_token: Callable[[int], float],
-                 bytes_per_token: Callable[[int], float | None], tokens_left: Callable[[int], int], devices: int,
-                 device_kind: str, quiet: bool = False) -> None:  # fmt: skip
-        """Begin after step `start`."""
+    def __init__(
+        self, config: Config, plan: RunPlan, start: int, device_kind: str, devices: int, *, quiet: bool = False
+    ) -> None:
+        """Begin or resume after step `start` of the run of `config`, which reads the data of `plan`."""
         self.labels: Mapping[str, str] = {}  # by which the scores of evaluators are printed
-        self._steps, self._log_every, self._phase = steps, log_every, None
-        self._flops, self._bytes, self._tokens_left = flops_per_token, bytes_per_token, tokens_left
+        self._config, self._plan, self._phase = config, plan, None
+        self._steps = total_steps(config)
         peak = peak_flops(device_kind)
         self._peak = None if peak is None else peak * devices
         self._no_preset = None if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
@@ -40,8 +38,8 @@ class ConsoleReport:
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
             console=self._console, disable=not self._console.is_terminal, transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("training", total=steps, completed=start)
-        self._tokens, self._seconds, self._left = 0.0, 0.0, tokens_left(start)
+        self._task = self._bar.add_task("training", total=self._steps, completed=start)
+        self._tokens, self._seconds, self._left = 0.0, 0.0, self._tokens_left(start)
 
     def __enter__(self) -> Self:
         """Say which preset is in force, and show the bar inside a `with` block."""
@@ -63,8 +61,9 @@ class ConsoleReport:
 
     def throughput(self, step: int, tokens: float, seconds: float) -> dict[str, Any]:
         """`tokens_per_second`, `flops_per_second` and `mfu` (None if the peak of the devices is unknown) of a step."""
-        speed = tokens / max(seconds, 1e-9)
-        work = speed * self._flops(step)
+        speed, config = tokens / max(seconds, 1e-9), self._config
+        context = stage_at(config, step - 1).context
+        work = speed * training_flops_per_token(config.model, context, frozen_head=config.lora is not None)
         mfu = None if self._peak is None else work / self._peak
         return {"tokens_per_second": speed, "flops_per_second": work, "mfu": mfu}
 
@@ -80,10 +79,10 @@ class ConsoleReport:
         self._tokens += row["tokens"]
         self._seconds += timings["seconds"]
         self._bar.update(self._task, completed=step)
-        if step % self._log_every and step != self._steps:
+        if step % self._config.train.log_every and step != self._steps:
             return
         speed = self.throughput(step, self._tokens, self._seconds)
-        per_token = self._bytes(step)
+        per_token = self._plan.phases[stage_at(self._config, step - 1).phase].bytes_per_token
         bits = "" if per_token is None else f" | {row['loss'] / per_token / math.log(2):.3f} bits/byte"
         work = (
             f"{speed['flops_per_second'] / 1e9:.1f} GFLOP/s"
@@ -110,19 +109,8 @@ class ConsoleReport:
         """Take the bar away."""
         self._bar.stop()
 
-
-def make_console(config: Config, plan: RunPlan, start: int) -> ConsoleReport:
-    """The console of a run that begins or resumes after step `start`; process 0 speaks for all."""
-    steps = total_steps(config)
-    return ConsoleReport(
-        steps=steps, start=start, log_every=config.train.log_every,
-        flops_per_token=lambda step: training_flops_per_token(
-            config.model, stage_at(config, step - 1).context, frozen_head=config.lora is not None
-        ),
-        bytes_per_token=lambda step: plan.phases[stage_at(config, step - 1).phase].bytes_per_token,
-        tokens_left=lambda step: tokens_before(config, steps) - tokens_before(config, step),
-        devices=jax.device_count(), device_kind=jax.devices()[0].device_kind, quiet=not is_primary(),
-    )  # fmt: skip
+    def _tokens_left(self, step: int) -> int:
+        return tokens_before(self._config, self._steps) - tokens_before(self._config, step)
 
 
 def _clock(seconds: float) -> str:

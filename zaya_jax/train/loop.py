@@ -29,7 +29,7 @@ from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
 from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
 from zaya_jax.train.beginning import begin, go_on, resume_from
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.console import make_console
+from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.kernels import choose_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
@@ -102,7 +102,8 @@ def run_training(config: Config) -> TrainResult:
         programs = programs.with_kernels(choose_kernels(config, programs.kernels.target))
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
-        console = enter(make_console(config, batches.plan, step))
+        device = jax.devices()[0].device_kind
+        console = enter(ConsoleReport(config, batches.plan, step, device, jax.device_count(), quiet=not is_primary()))
         store.say, disk = console.say, DiskGuard(console.say)
         sinks = [*primary_first(lambda: open_sinks(folder, step, first, disk)), console]
         for sink in sinks:

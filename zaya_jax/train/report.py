@@ -18,11 +18,7 @@ from zaya_jax.train.memory_errors import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder.
-
-    Returns:
-      The same in a few lines for a person.
-    """
+    """Write `summary.json` into the run folder; the same in a few lines for a person."""
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
