@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.config import load_config
 from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset
 from zaya_jax.hardware.presets import PRESETS
 
