@@ -15,17 +15,16 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.checkpoint.test_store import abstract, make_state
-from tests.train_helpers import CONFIG, on_devices
+from tests.train_helpers import CONFIG, make_program, on_devices
 from tests.train_helpers import differing as differing_leaves
-from zaya_jax.checkpoint import environment as module
 from zaya_jax.checkpoint import finite
 from zaya_jax.checkpoint.digest import Part, array_digest, differing, digests, parts_to_save
-from zaya_jax.checkpoint.environment import cpu_name, environment, versions
+from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.checkpoint.finite import is_finite
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, pack_arrays, unpack_array
 from zaya_jax.run.digests import digest, joined, leaf_digest, read_slice, slice_text, uncovered
-from zaya_jax.train.state import init_state, make_blueprint
+from zaya_jax.train.state import init_state
 
 
 def test_names_are_paths_and_keys_are_their_data():
@@ -52,7 +51,7 @@ def test_abstract_states_have_the_same_names_and_shapes():
 
 
 def test_no_two_leaves_of_a_training_state_have_one_name():
-    state = jax.eval_shape(lambda: init_state(CONFIG, make_blueprint(CONFIG)))
+    state = jax.eval_shape(lambda: init_state(make_program(CONFIG)))
     assert len(named(state)) == sum(leaf.size > 0 for leaf in jax.tree.leaves(state))
 
 
@@ -264,13 +263,3 @@ def test_it_says_what_numbers_depend_on_and_json_keeps_it():
     assert json.loads(json.dumps(recorded)) == recorded
     assert (recorded["jax"], recorded["devices"]) == (jax.__version__, jax.device_count())
     assert (recorded["platform"], recorded["cpus"]) == ("cpu", len(os.sched_getaffinity(0)))
-
-
-@pytest.mark.parametrize("text", ["model name\t: A Processor\n", "processor\t: 0\n", None])
-def test_the_processor_has_some_name_wherever_it_is(tmp_path, monkeypatch, text):
-    path = tmp_path / "cpuinfo"
-    if text is not None:
-        path.write_text(text)
-    monkeypatch.setattr(module, "Path", lambda _: path)
-    assert cpu_name()
-    assert (cpu_name() == "A Processor") == ("model name" in (text or ""))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.train_helpers import micro, on_devices
 from zaya_jax.parallel.gradient import summed, summed_gradient
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.rules import placements
+from zaya_jax.parallel.rules import place_leaves
 
 WIDTH = 3
 
@@ -43,12 +43,12 @@ def expected(params: dict, constants: dict, batch: dict) -> tuple[dict, dict]:
 
 def region(mesh, loss=local_loss, reduce="step", dtype=jnp.float32):
     shapes, roles = {"w": (WIDTH,), "bias": ()}, {"w": "norm", "bias": "bias"}
-    return summed_gradient(loss, mesh, placements(shapes, roles, mesh), dict.fromkeys(shapes, dtype), reduce)
+    return summed_gradient(loss, mesh, place_leaves(shapes, roles, mesh), dict.fromkeys(shapes, dtype), reduce)
 
 
 def sums_alone(mesh):
     shapes, roles = {"w": (WIDTH,), "bias": ()}, {"w": "norm", "bias": "bias"}
-    placed = placements(shapes, roles, mesh)
+    placed = place_leaves(shapes, roles, mesh)
     return summed(lambda *arguments: local_loss(*arguments)[1], mesh, placed, dict.fromkeys(shapes, jnp.float32))
 
 
@@ -103,7 +103,7 @@ def test_gradients_are_added_in_fp32_whatever_the_parameters_are():
 
 def test_the_scan_does_not_hold_the_gradient_of_every_micro_batch():
     mesh = make_mesh()
-    placed = placements({"w": (64, 64)}, {"w": "attention"}, mesh)
+    placed = place_leaves({"w": (64, 64)}, {"w": "attention"}, mesh)
 
     def loss(params, _, x):
         return jnp.sum((x @ params["w"]) ** 2), {}

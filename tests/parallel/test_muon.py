@@ -20,7 +20,7 @@ from zaya_jax.ops import ops_for
 from zaya_jax.optim.muon import scale_by_muon
 from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
-from zaya_jax.parallel.rules import placements
+from zaya_jax.parallel.rules import place_leaves
 
 SHAPES = {"blocks.0.attention.query": (5, 32, 24), "blocks.0.mixture.experts.gate_up": (3, 8, 16, 48),
           "blocks.0.router.output": (3, 7, 9), "blocks.0.attention.output": (40, 16, 64)}  # fmt: skip
@@ -55,7 +55,7 @@ def muon_of(iterates):
 
 def compiled_update(muon, mesh, shapes, roles):
     """The update on a mesh, and where its leaves are."""
-    placed = placements(shapes, roles, mesh)
+    placed = place_leaves(shapes, roles, mesh)
     shardings = {name: jax.sharding.NamedSharding(mesh, place.stored) for name, place in placed.items()}
     on_matrices = on_whole_matrices(placed, mesh)
     grads = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name]) for name, shape in shapes.items()}
@@ -144,7 +144,7 @@ def test_on_gpus_kernels_see_what_a_device_has(platform):
     """Also of the leaf that is not split: outside a region the compiler would have to gather for them."""
     target = TARGETS[platform]
     mesh = AbstractMesh((8, 1, 1, 1), AXES, axis_types=(AxisType.Auto,) * len(AXES), **abstract_device(target))
-    muon, placed = scale_by_muon(MuonConfig()), placements(SHAPES, ROLES, mesh)
+    muon, placed = scale_by_muon(MuonConfig()), place_leaves(SHAPES, ROLES, mesh)
     on_matrices = on_whole_matrices(placed, mesh)
     assert placed["blocks.0.router.output"].axis is None
 

@@ -70,7 +70,7 @@ def test_a_leaf_too_narrow_for_all_devices_is_split_over_some_or_none():
 
 
 def test_momentum_lies_as_its_parameter_and_counters_lie_everywhere():
-    program = simulated_programs(load_config("configs/tiny.yaml", ["parallel.fsdp=2"]), 8)[0]
+    program = simulated_programs(load_config("configs/tiny.yaml", ["parallel.fsdp=2"]), 4)[0]
     leaves, shardings, split = program.placement.leaves, program.placement.shardings(program.abstract_state), 0
     for path, sharding in jax.tree_util.tree_leaves_with_path(shardings):
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in leaves]
