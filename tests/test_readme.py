@@ -19,7 +19,8 @@ from zaya_jax.parallel.mesh import axis_sizes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-IN_A_RUN = {"config.yaml", "metrics.jsonl", "timings.jsonl", "phases.json", "checkpoints/", "tokenizer/", "loss.png"}
+IN_A_RUN = {"config.yaml", "metrics.jsonl", "timings.jsonl", "phases.json", "checkpoints/", "tokenizer/", "loss.png",
+           "status.json"}  # fmt: skip
 NOT_IN_EACH_RUN = {"changes.jsonl", "summary.json"}  # of settings that change, and of the command
 OF_A_READER = {"mine.yaml", "tokenizer.json", "benchmarks/smoke_DEVICE.json"}
 

@@ -185,11 +185,11 @@ def small_run(folder: Path, *overrides: str, run: str = "run") -> Config:
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
-    """Every file below `folder` with its content, every folder with None; locks, which hold nothing, left out."""
+    """Every file below `folder` with its content, every folder with None, but for locks and who trained."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
-        if not path.name.endswith(".lock")
+        if not path.name.endswith((".lock", "status.json"))
     }
 
 

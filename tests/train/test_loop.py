@@ -20,6 +20,7 @@ from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.run import open_run
 from zaya_jax.train import beginning, loop, trainer
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import Programs
@@ -63,7 +64,8 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
     assert result.run_dir == folder
     names = {path.name for path in folder.iterdir()} - {".lock"}
     assert names == {"config.yaml", "metrics.jsonl", "timings.jsonl", "checkpoints", "loss.png", "phases.json",
-                     "tokenizer"}  # fmt: skip
+                     "status.json", "tokenizer"}  # fmt: skip
+    assert open_run(folder).status.state == "finished"
     assert load_config(folder / "config.yaml") == config
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert saved_steps(folder / "checkpoints") == [10, 12]  # the newest two of 5, 10, 12
@@ -254,6 +256,7 @@ def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, n
             run_training(config)
     sentence, status = last_words(ended.value)
     assert status == 143
+    assert open_run(config.run_dir).status[-2:] == (status, sentence)
     assert "which is saved" in sentence
     assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
     result = run_training(config)

@@ -26,6 +26,7 @@ from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.checkpoints import has_checkpoint
 from zaya_jax.run.folder import CHECKPOINTS, METRICS, TIMINGS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
+from zaya_jax.run.status import track_status
 from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
 from zaya_jax.train.beginning import begin, go_on, resume_from
 from zaya_jax.train.compiled import CompiledSteps
@@ -98,6 +99,9 @@ def run_training(config: Config) -> TrainResult:
         phase_ends = [end for _, end in phase_steps(config)]
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends))
         state, base, first = _initialize_or_resume(config, programs, folder, prepared, batches, store)
+        if is_primary():
+            enter(track_status(folder))
+            enter(out_of_memory("Training", TRAINING_REMEDY))  # again, so that the status has its sentence
         # Tried only now, since the compiler takes its time.
         programs = programs.with_kernels(choose_kernels(config, programs.kernels.target))
         compiled = enter(CompiledSteps(programs))
