@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zaya_jax.config import load_config
-from zaya_jax.machine.dry_run.account import simulated_programs
+from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.model.tree import shapes
 from zaya_jax.parallel.mesh import AXES
 from zaya_jax.parallel.rules import place_leaves

@@ -13,7 +13,7 @@ from tests.parallel_helpers import WIDE, uneven
 from tests.train.test_step import mean_loss
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, make_program, on_devices, setup
 from zaya_jax.config import LoraConfig, ParallelConfig
-from zaya_jax.machine.dry_run.account import simulated_programs
+from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.model.lora import Adapted, adapted, merge, merged
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import Zaya

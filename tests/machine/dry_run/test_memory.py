@@ -12,8 +12,8 @@ import pytest
 from tests.train_helpers import make_program, on_devices
 from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
-from zaya_jax.machine.dry_run.account import TARGET
-from zaya_jax.machine.dry_run.memory import Memory, memory_of
+from zaya_jax.machine.dry_run.estimate import TARGET
+from zaya_jax.machine.dry_run.memory import Memory, estimate_memory
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.train.program import Programs
@@ -33,7 +33,7 @@ NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are the
 def memory(config, devices=1, sequences=1):
     """Of a device in the first phase."""
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
-    return memory_of(Programs(config, KERNELS, devices)[0], sequences, config.context_of(config.phases[0]))
+    return estimate_memory(Programs(config, KERNELS, devices)[0], sequences, config.context_of(config.phases[0]))
 
 
 def allocated(layouts):

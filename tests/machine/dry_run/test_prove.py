@@ -21,7 +21,7 @@ def test_a_step_is_compiled_for_the_devices_there_are(tmp_path, capsys):
 
 
 def test_a_step_that_does_not_compile_is_one_sentence():
-    # Eight sequences do not split over three devices; the account would have said so first.
+    # Eight sequences do not split over three devices; the estimate would have said so first.
     config = load_config("configs/tiny.yaml", SMALL)
     with pytest.raises(InputError, match=r"^The step of phases\.train cannot be compiled for 3 devices: .*"):
         report.prove(config, 0, 3)

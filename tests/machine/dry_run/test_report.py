@@ -14,7 +14,7 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import report
-from zaya_jax.machine.dry_run.account import account_of, simulated_programs
+from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.report import dry_run
 from zaya_jax.main import main
 
@@ -38,8 +38,8 @@ def found():
 
 
 @functools.cache
-def account():
-    return account_of(simulated_programs(load_config(ROOT / "configs/tiny.yaml", SMALL), 8), 0, HARDWARE["mi300x"])
+def estimate():
+    return estimate_phase(simulated_programs(load_config(ROOT / "configs/tiny.yaml", SMALL), 8), 0, HARDWARE["mi300x"])
 
 
 def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
@@ -47,7 +47,7 @@ def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "prove", lambda *_: phase["compiled"])
     asked = []
-    monkeypatch.setattr(report, "account_of", lambda *given: asked.append(given[1:]) or account())
+    monkeypatch.setattr(report, "estimate_phase", lambda *given: asked.append(given[1:]) or estimate())
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
     heading, table = capsys.readouterr().out.split("\n\n")
@@ -55,19 +55,19 @@ def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
     assert "not from what was compiled" in heading
     assert table.startswith("Phase train: data 8; 8,192 tokens a step, of which a device works through 16 × 1 ")
     assert f"  compiled in {phase['compiled']['seconds']} s with " in table
-    for name, size in account().memory._asdict().items():
+    for name, size in estimate().memory._asdict().items():
         assert re.search(rf"^    {name} +{size / 1e9:.2f} GB$", table, re.MULTILINE), name
-    for one in account().transfers:
+    for one in estimate().transfers:
         assert f"    {one.what}, {one.kind} over data: {one.bytes / 1e9:.3f} GB" in table
     assert "It fits, with 19" in table
 
 
-def test_json_has_the_account_and_the_proof(found):
+def test_json_has_the_estimate_and_the_proof(found):
     assert (found["devices"], found["hardware"]) == (8, None)
     (phase,) = found["phases"]
-    assert phase["memory"] == {**account().memory._asdict(), "total": account().memory.total}
-    assert phase["flops"] == account().flops
-    assert len(phase["transfers"]) == len(account().transfers)
+    assert phase["memory"] == {**estimate().memory._asdict(), "total": estimate().memory.total}
+    assert phase["flops"] == estimate().flops
+    assert len(phase["transfers"]) == len(estimate().transfers)
     assert phase["compiled"]["proof"] == "compiled"
     assert phase["compiled"]["seconds"] > 0
     assert 1e8 < phase["compiled"]["host_bytes"] < 8e9
@@ -116,7 +116,7 @@ def test_the_document_says_whether_a_fine_tune_fits():
     @functools.cache
     def on(devices, reduce):
         config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.reduce={reduce}"])
-        return account_of(simulated_programs(config, int(devices)), 0, HARDWARE["h200"])
+        return estimate_phase(simulated_programs(config, int(devices)), 0, HARDWARE["h200"])
 
     assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.reduce == "step"
     for devices, name, reduce, size, answer in rows:
@@ -124,8 +124,8 @@ def test_the_document_says_whether_a_fine_tune_fits():
         assert f"{total / 1e9:.1f}" == size
         assert (total <= HARDWARE[name].memory) == (answer == "yes")
     block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
-    assert re.search(rf"highest +{on('1', 'step').memory.total / 1e9:.2f} GB of 141", block)
-    assert f"{on('1', 'step').step_seconds:.2f} s a step" in block
+    assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB of 141", block)
+    assert f"{on('1', 'step').step_seconds:.2f} s/step" in block
 
 
 FINETUNE = (ROOT / "docs/finetune.md").read_text(encoding="utf-8")
@@ -143,8 +143,8 @@ WHOLE, ADAPTERS = [], ["lora.rank=16", "lora.alpha=32"]
 )
 def test_the_memory_that_the_manual_shows_is_what_the_command_prints(column, devices, overrides):
     config = load_config(ROOT / "configs/finetune.yaml", overrides)
-    memory = account_of(simulated_programs(config, devices), 0, HARDWARE["h200"]).memory
-    expected = {name: value / 1e9 for name, value in {**memory._asdict(), "highest": memory.total}.items()}
+    memory = estimate_phase(simulated_programs(config, devices), 0, HARDWARE["h200"]).memory
+    expected = {name: value / 1e9 for name, value in {**memory._asdict(), "peak": memory.total}.items()}
     rows = re.findall(r"^\| `(\w+)` \| ([\d. |]+) \|$", FINETUNE, re.MULTILINE)
     shown = {name: float(cells.split(" | ")[column]) for name, cells in rows}
     # Two decimals are shown; versions of jax differ a little in what they keep.

@@ -12,7 +12,7 @@ from tests.train_helpers import on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import memory
-from zaya_jax.machine.dry_run.account import account_of, simulated_programs
+from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.traffic import Transfer, _muon, seconds
 from zaya_jax.parallel.mesh import make_mesh
 
@@ -43,7 +43,7 @@ def sent_by(names):
 def ours(name):
     """Bytes by kind as `transfers` has them, gathers and scatters together as some transfers are both."""
     found = Counter()
-    for one in account_of(simulated_programs(config_of(name), 8), 0, None).transfers:
+    for one in estimate_phase(simulated_programs(config_of(name), 8), 0, None).transfers:
         found[one.kind if one.kind in ("all-to-all", "collective-permute", "all-reduce") else "gathered"] += one.bytes
     return found
 
@@ -78,7 +78,7 @@ def no_residuals(monkeypatch):
 
 
 def test_only_attention_with_convolutions_has_halos():
-    names = {name: {one.what for one in account_of(simulated_programs(config_of(name), 8), 0, None).transfers}
+    names = {name: {one.what for one in estimate_phase(simulated_programs(config_of(name), 8), 0, None).transfers}
              for name in ("ring_zigzag4", "gqa ring_zigzag4")}  # fmt: skip
     assert "halos" in names["ring_zigzag4"]
     assert "halos" not in names["gqa ring_zigzag4"]
@@ -89,7 +89,7 @@ def by_what(phase, parallel=None):
     if parallel is not None:
         config = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], parallel=parallel),))
     found = Counter()
-    for one in account_of(simulated_programs(config, 1024), phase, None).transfers:
+    for one in estimate_phase(simulated_programs(config, 1024), phase, None).transfers:
         found[one.what] += one.bytes
     return found
 
@@ -138,12 +138,12 @@ def test_a_collective_goes_at_the_speed_of_the_slowest_link_it_crosses():
 def test_what_is_frozen_is_gathered_and_has_no_gradient_on_the_wire():
     lora = ["lora.rank=16", "lora.alpha=32", "parallel.fsdp=8", "train.remat=full"]
     whole, small = (
-        account_of(simulated_programs(load_config("configs/finetune.yaml", more), 8), 0, None)
+        estimate_phase(simulated_programs(load_config("configs/finetune.yaml", more), 8), 0, None)
         for more in (lora[2:], lora)
     )
 
-    def sent(account, kind):
-        return sum(one.bytes for one in account.transfers if one.kind == kind)
+    def sent(estimate, kind):
+        return sum(one.bytes for one in estimate.transfers if one.kind == kind)
 
     # Each micro-batch a device sends the gradients of the parts of seven others.
     assert sent(small, "reduce-scatter") == pytest.approx(7 * small.memory.parameters * small.micro_batches, rel=0.01)

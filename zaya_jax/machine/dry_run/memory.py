@@ -56,7 +56,7 @@ class Memory(NamedTuple):
         return self.frozen + self.parameters + self.optimizer + max(passes, self.update)
 
 
-def memory_of(program: PhaseProgram, sequences: int, context: int) -> Memory:
+def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memory:
     """The memory of a device in a phase.
 
     Args:

@@ -14,7 +14,7 @@ def main(path: str, phase: int) -> None:
     config = load_config(path)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    from zaya_jax.machine.dry_run.account import largest_stage
+    from zaya_jax.machine.dry_run.estimate import largest_stage
     from zaya_jax.train.program import make_programs
 
     step = make_programs(config)[phase].trace(largest_stage(config, phase))

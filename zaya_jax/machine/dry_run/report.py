@@ -1,4 +1,4 @@
-"""The dry run: accounts of all phases, and the proof that their steps partition."""
+"""The dry run: estimates of all phases, and the proof that their steps partition."""
 
 import json
 import math
@@ -13,7 +13,14 @@ from typing import Any
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
-from zaya_jax.machine.dry_run.account import REACHED, Account, account_of, advice, as_dict, simulated_programs
+from zaya_jax.machine.dry_run.estimate import (
+    REACHED,
+    PhaseEstimate,
+    advice,
+    as_dict,
+    estimate_phase,
+    simulated_programs,
+)
 
 _GB = 1e9
 # The program is not run: code for the CPU need not be good, only soon there. The pass that is left out would write
@@ -42,12 +49,12 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
     config.check()
     device = None if hardware is None else get_hardware(hardware)
     programs = simulated_programs(config, devices)
-    found = [account_of(programs, phase, device) for phase in range(len(config.phases))]
+    estimates = [estimate_phase(programs, phase, device) for phase in range(len(config.phases))]
     proofs = [prove(config, phase, devices) for phase in range(len(config.phases))]
     if as_json:
-        rows = [{**as_dict(one), "compiled": proof} for one, proof in zip(found, proofs, strict=True)]
+        rows = [{**as_dict(estimate), "compiled": proof} for estimate, proof in zip(estimates, proofs, strict=True)]
         return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
-    tables = [_table(one, proof, device) for one, proof in zip(found, proofs, strict=True)]
+    tables = [_table(estimate, proof, device) for estimate, proof in zip(estimates, proofs, strict=True)]
     return "\n\n".join([_heading(devices, hardware, device), *tables])
 
 
@@ -82,32 +89,34 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
     return {**json.loads(done.stdout), "seconds": round(time.monotonic() - begun, 1)}
 
 
-def _table(account: Account, proof: dict[str, Any], hardware: Hardware | None) -> str:
-    memory, axes = account.memory, " × ".join(f"{name} {size}" for name, size in account.axes.items() if size > 1)
+def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | None) -> str:
+    memory, axes = estimate.memory, " × ".join(f"{name} {size}" for name, size in estimate.axes.items() if size > 1)
     of = f" of {hardware.memory / _GB:.0f}" if hardware else ""
     lines = [
-        f"Phase {account.phase}: {axes or 'one device'}; {account.tokens:,} tokens a step, of which a device "
-        f"works through {account.micro_batches} × {account.sequences} sequences; remat {account.remat}.",
+        f"Phase {estimate.phase}: {axes or 'one device'}; {estimate.tokens:,} tokens a step, of which a device "
+        f"works through {estimate.micro_batches} × {estimate.sequences} sequences; remat {estimate.remat}.",
         f"  {proof['proof']} in {proof['seconds']} s with {proof['host_bytes'] / _GB:.1f} GB of this machine",
         "  bytes of a device",
         *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
-        f"    {'highest':<14}{memory.total / _GB:10.2f} GB{of}: parameters, optimizer and frozen, and the more of "
-        "update and the others",
+        f"    {'peak':<14}{memory.total / _GB:10.2f} GB{of} = parameters + optimizer + frozen + max(update, others)",
         "  operations of a step on all devices",
-        *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in account.flops.items()),
-        "  bytes that a device sends in a step, in rings" + ("" if account.transfers else ": none"),
+        *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in estimate.flops.items()),
+        "  bytes that a device sends in a step, in rings" + ("" if estimate.transfers else ": none"),
         *(
-            f"    {one.what}, {one.kind} over {', '.join(one.axes)}: {one.bytes / _GB:.3f} GB"
-            for one in account.transfers
+            f"    {transfer.what}, {transfer.kind} over {', '.join(transfer.axes)}: {transfer.bytes / _GB:.3f} GB"
+            for transfer in estimate.transfers
         ),
     ]
-    if hardware is not None and account.step_seconds is not None and account.days is not None:
-        bounds = ", ".join(f"{name} {value:.3f} s" for name, value in account.bounds.items())
-        speed = account.tokens / account.step_seconds / math.prod(account.axes.values())
+    if hardware is not None and estimate.step_seconds is not None and estimate.days is not None:
+        bounds = ", ".join(f"{name} {value:.3f} s" for name, value in estimate.bounds.items())
+        speed = estimate.tokens / estimate.step_seconds / math.prod(estimate.axes.values())
         lines.append(f"  a step takes at least: {bounds} (each alone; collectives one after another)")
-        lines.append(f"  the slowest of these, operations at {REACHED:.0%} of the peak: {account.step_seconds:.2f} s a "
-                     f"step, {speed:,.0f} tokens/s a device, {account.days:.1f} days for the phase")  # fmt: skip
-        if changes := advice(account, hardware):
+        times = {**estimate.bounds, "compute": estimate.bounds["compute"] / REACHED}
+        limit = max(times, key=lambda name: times[name])
+        lines.append(f"  {estimate.step_seconds:.2f} s/step, limited by {limit} (compute counted at {REACHED:.0%} of "
+                     f"the peak): {speed:,.0f} tokens/s per device, "
+                     f"{estimate.days:.1f} days for the phase")  # fmt: skip
+        if changes := advice(estimate, hardware):
             lines.append(f"  It does not fit. Try: {'; '.join(changes)}.")
         else:
             lines.append(f"  It fits, with {(hardware.memory - memory.total) / _GB:.1f} GB left.")

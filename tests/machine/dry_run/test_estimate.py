@@ -6,7 +6,7 @@ import pytest
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.dry_run.account import REACHED, account_of, advice, as_dict, model_flops, simulated_programs
+from zaya_jax.machine.dry_run.estimate import REACHED, advice, as_dict, estimate_phase, model_flops, simulated_programs
 from zaya_jax.machine.dry_run.memory import Memory
 from zaya_jax.model.arithmetic import training_flops_per_token
 
@@ -24,25 +24,25 @@ def test_operations_a_token_are_those_published(context, total):
     assert found["rest"] == pytest.approx(3 * 1.505e9, rel=0.001)
 
 
-def test_an_account_of_the_released_model():
-    account = account_of(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"])
-    assert account.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
-    assert (account.tokens, account.sequences, account.micro_batches) == (16_777_216, 1, 4)
-    assert round(account.flops["newton_schulz"] / 1e12, 2) == 444.42  # zaya1.md §3.1
-    model = sum(account.flops.values()) - account.flops["newton_schulz"]
+def test_the_estimate_of_the_released_model():
+    estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"])
+    assert estimate.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
+    assert (estimate.tokens, estimate.sequences, estimate.micro_batches) == (16_777_216, 1, 4)
+    assert round(estimate.flops["newton_schulz"] / 1e12, 2) == 444.42  # zaya1.md §3.1
+    model = sum(estimate.flops.values()) - estimate.flops["newton_schulz"]
     assert model == pytest.approx(16_777_216 * 8.74e9, rel=0.01)
-    assert account.bounds["compute"] == sum(account.flops.values()) / 1024 / 1307e12
-    others = max(account.bounds["memory"], account.bounds["network"])
-    assert account.step_seconds == max(account.bounds["compute"] / REACHED, others)
+    assert estimate.bounds["compute"] == sum(estimate.flops.values()) / 1024 / 1307e12
+    others = max(estimate.bounds["memory"], estimate.bounds["network"])
+    assert estimate.step_seconds == max(estimate.bounds["compute"] / REACHED, others)
     steps = math.ceil(8e12 / 16_777_216)
-    assert account.days == pytest.approx(account.step_seconds * steps / 86400)
-    assert as_dict(account)["memory"]["total"] == account.memory.total
+    assert estimate.days == pytest.approx(estimate.step_seconds * steps / 86400)
+    assert as_dict(estimate)["memory"]["total"] == estimate.memory.total
 
 
 def test_without_hardware_there_are_no_times():
-    account = tiny_account()
-    assert (account.bounds, account.step_seconds, account.days) == ({}, None, None)
-    assert account.micro_batches == 2
+    estimate = tiny_estimate()
+    assert (estimate.bounds, estimate.step_seconds, estimate.days) == ({}, None, None)
+    assert estimate.micro_batches == 2
 
 
 @pytest.mark.parametrize(
@@ -59,13 +59,13 @@ def test_what_cannot_be_laid_out_is_one_sentence(overrides, devices, said):
 
 
 @functools.cache
-def tiny_account():
-    return account_of(simulated_programs(TINY, 8), 0, None)
+def tiny_estimate():
+    return estimate_phase(simulated_programs(TINY, 8), 0, None)
 
 
 def made(**changes):
     memory = Memory(int(10e9), int(10e9), int(20e9), int(50e9), int(40e9), int(5e9), int(20e9))
-    return tiny_account()._replace(**{"memory": memory, "sequences": 2, "remat": "dots", **changes})
+    return tiny_estimate()._replace(**{"memory": memory, "sequences": 2, "remat": "dots", **changes})
 
 
 def test_advice_is_only_of_what_would_help():

@@ -1,4 +1,4 @@
-"""One account a phase: memory, arithmetic, traffic, and the least time a step can take."""
+"""The estimate of a phase: memory, arithmetic, traffic, and the least time a step can take."""
 
 import math
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.machine.dry_run.memory import Memory, local_shapes, memory_of
+from zaya_jax.machine.dry_run.memory import Memory, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
 from zaya_jax.ops.registry import choose
@@ -20,8 +20,8 @@ TARGET = Target("rocm", "gfx942")  # whose operations are traced; none is compil
 REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
 
 
-class Account(NamedTuple):
-    """What a phase takes of each device.
+class PhaseEstimate(NamedTuple):
+    """What a phase takes of each device and of the job.
 
     Attributes:
       phase: its name.
@@ -66,14 +66,14 @@ def simulated_programs(config: Config, devices: int) -> Programs:
     return programs
 
 
-def account_of(programs: Programs, phase: int, hardware: Hardware | None) -> Account:
-    """The account of a phase on the devices of `programs`."""
+def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) -> PhaseEstimate:
+    """The estimate of a phase on the devices of `programs`."""
     config, program = programs.config, programs[phase]
     phase_config, sizes, devices = config.phases[phase], program.placement.mesh.shape, program.placement.mesh.size
     stage = largest_stage(config, phase)
     micro_batches, sequences, _ = program.batch_shape(stage)
     sequences //= batch_shards(program.placement.mesh)
-    memory = memory_of(program, sequences, stage.context)
+    memory = estimate_memory(program, sequences, stage.context)
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
     flops = {
@@ -92,7 +92,7 @@ def account_of(programs: Programs, phase: int, hardware: Hardware | None) -> Acc
         }
         step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
         days = step * math.ceil(phase_config.tokens / tokens) / 86400
-    return Account(phase_config.name, dict(sizes), sequences, micro_batches, tokens, program.remat,
+    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, program.remat,
                    program.placement.config.reduce, memory, flops, moved, bounds, step, days)  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) ->
 
 def largest_stage(config: Config, phase: int) -> Stage:
     """The stage of a phase that has the largest batch."""
-    return max((one for one in stages(config) if one.phase == phase), key=lambda one: one.sequences)
+    return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
 
 
 def _touched(memory: Memory, micro_batches: int) -> float:
@@ -118,27 +118,28 @@ def _touched(memory: Memory, micro_batches: int) -> float:
     return 2 * (memory.parameters + memory.optimizer) + micro_batches * each
 
 
-def advice(account: Account, hardware: Hardware) -> list[str]:
+def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
     """What would make a phase that is too large for a device smaller, the first the cheapest; [] where it fits."""
-    memory, found = account.memory, []
+    memory, changes = estimate.memory, []
     if memory.total <= hardware.memory:
         return []
     left = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= left:  # else only a smaller part of the state helps
-        if account.sequences > 1:
-            found.append(f"batch.micro below {account.sequences}")
-        if account.remat != "full":
-            found.append("remat: full")
-        if account.reduce == "step" and math.prod(account.axes.values()) > 1:
-            found.append("parallel.reduce: micro_batch")
-        if account.axes["data"] > 1:
-            found += ["parallel.fsdp instead of data", "parallel.context instead of data"]
-    return [*found, "more devices"]
+        if estimate.sequences > 1:
+            changes.append(f"batch.micro below {estimate.sequences}")
+        if estimate.remat != "full":
+            changes.append("remat: full")
+        if estimate.reduce == "step" and math.prod(estimate.axes.values()) > 1:
+            changes.append("parallel.reduce: micro_batch")
+        if estimate.axes["data"] > 1:
+            changes += ["parallel.fsdp instead of data", "parallel.context instead of data"]
+    return [*changes, "more devices"]
 
 
-def as_dict(account: Account) -> dict[str, Any]:
+def as_dict(estimate: PhaseEstimate) -> dict[str, Any]:
     """For JSON."""
-    found = account._asdict()
-    found["memory"] = {**account.memory._asdict(), "total": account.memory.total}
-    found["transfers"] = [one._asdict() for one in account.transfers]
-    return found
+    return {
+        **estimate._asdict(),
+        "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
+        "transfers": [transfer._asdict() for transfer in estimate.transfers],
+    }
