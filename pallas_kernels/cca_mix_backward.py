@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.cca_mix import MixArrays, span, tap_row
-from pallas_kernels.cca_mix_heads import Given, Head, head_gradient
+from pallas_kernels.cca_mix_heads import Head, Inputs, head_gradient
 from pallas_kernels.cca_mix_tile import finish_tile, reach
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
@@ -104,33 +104,33 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
 
 def _kernel(*refs: Any, sizes: tuple[int, int], summed: tuple[int, int, int], tiles: int) -> None:
     count = len(MixArrays._fields)
-    given = Given(MixArrays(*refs[:count]), *refs[count : count + 3])
+    inputs = Inputs(MixArrays(*refs[:count]), *refs[count : count + 3])
     out: Any = _Out(*refs[count + 3 :])
-    b, n, num_kv = given.x.u_bsnc.shape[0], given.x.u_bsnc.shape[2], given.k_bskc.shape[2]
+    b, n, num_kv = inputs.x.u_bsnc.shape[0], inputs.x.u_bsnc.shape[2], inputs.k_bskc.shape[2]
     own, part = pl.program_id(0), pl.program_id(1)
     # Sums first: theirs are the long programs.
-    sums = n * pl.cdiv(given.x.grouped_wncc.shape[0], summed[-1])
+    sums = n * pl.cdiv(inputs.x.grouped_wncc.shape[0], summed[-1])
     head, first = jax.lax.rem(own, n), jax.lax.div(own, n) * summed[-1]
     number = own - sums + part * (pl.num_programs(0) - sums)
 
     @pl.when((own < sums) & (head < n - num_kv))
     def _() -> None:
-        _sum_grouped(given, out, given.query(head), first, part, *summed)
+        _sum_grouped(inputs, out, inputs.query(head), first, part, *summed)
 
     @pl.when((own < sums) & (head >= n - num_kv))
     def _() -> None:
-        _sum_grouped(given, out, given.key(head - (n - num_kv)), first, part, *summed)
+        _sum_grouped(inputs, out, inputs.key(head - (n - num_kv)), first, part, *summed)
 
     @pl.when((own >= sums) & (number < b * tiles * num_kv))
     def _() -> None:
         group, which = jax.lax.rem(number, num_kv), jax.lax.div(number, num_kv)
-        finish_tile(given, out, group, which, *sizes, tiles=tiles)
+        finish_tile(inputs, out, group, which, *sizes, tiles=tiles)
 
 
-def _sum_grouped(given: Given, out: Any, head: Head, first: jax.Array, part: jax.Array, tokens: int, depth: int,
+def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: jax.Array, tokens: int, depth: int,
                  count: int) -> None:  # fmt: skip
     """Gradients of some taps of the grouped convolution of a head and of both biases, over a part of the tokens."""
-    x = given.x
+    x = inputs.x
     b, s, _, c = x.u_bsnc.shape
     last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
     taps = [jnp.minimum(first + i, last) for i in range(count)]  # the last one twice where they do not divide

@@ -35,7 +35,7 @@ class Head(NamedTuple):
     scale: jax.Array | float
 
 
-class Given(NamedTuple):
+class Inputs(NamedTuple):
     """References to what the kernel reads."""
 
     x: Any

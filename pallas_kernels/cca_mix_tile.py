@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
 from pallas_kernels.cca_mix import rows_at, segments_at, span
-from pallas_kernels.cca_mix_heads import Given, channels_of, head_gradient, inside_of
+from pallas_kernels.cca_mix_heads import Inputs, channels_of, head_gradient, inside_of
 from pallas_kernels.product import product
 
 
@@ -48,12 +48,12 @@ def reach(x: Any) -> int:
     return x.depthwise_wnc.shape[0] + x.grouped_wncc.shape[0] - 2
 
 
-def finish_tile(given: Given, out: Any, group: jax.Array, number: jax.Array, tokens: int, depth: int, *,
+def finish_tile(inputs: Inputs, out: Any, group: jax.Array, number: jax.Array, tokens: int, depth: int, *,
                 tiles: int) -> None:  # fmt: skip
     """Gradients of u, of its halo, of both halves of the value, and, summed over the tile, of small parameters.
 
     Args:
-      given: what the kernel reads.
+      inputs: what the kernel reads.
       out: what it writes.
       group: the key head, whose queries come with it.
       number: of the tile among those of all rows of the batch.
@@ -61,26 +61,26 @@ def finish_tile(given: Given, out: Any, group: jax.Array, number: jax.Array, tok
       depth: channels of a step of a product.
       tiles: of a row of the batch.
     """
-    x = given.x
+    x = inputs.x
     n, c = x.u_bsnc.shape[2:]
-    num_kv = given.k_bskc.shape[2]
+    num_kv = inputs.k_bskc.shape[2]
     served, row = (n - num_kv) // num_kv, span(0, tokens)
     batch = jax.lax.div(number, tiles)
     time = jax.lax.rem(number, tiles) * (tokens - reach(x)) - x.halo_segments_bw.shape[1] + row
     tile = _Tile(number, batch, time, segments_at(x, batch, time), row < tokens - reach(x))
 
-    key, along = head_gradient(x, given.key(group), batch, time, depth)
+    key, along = head_gradient(x, inputs.key(group), batch, time, depth)
     triton.store(out.temperature_ik.at[number, group], jnp.sum(jnp.where(tile.finished, along, 0.0)))
 
     def query(i: jax.Array, total: jax.Array) -> jax.Array:
         head = group * served + i
-        convolved, _ = head_gradient(x, given.query(head), batch, time, depth)
+        convolved, _ = head_gradient(x, inputs.query(head), batch, time, depth)
         _finish(x, out, tile, head, convolved, key.astype(jnp.float32) * (1 / served), depth)
         return total + convolved.astype(jnp.float32)
 
     total = jax.lax.fori_loop(0, served, query, jnp.zeros((tokens, c), jnp.float32))
     _finish(x, out, tile, n - num_kv + group, key, total, depth)
-    _shift_back(given, out, tile, group)
+    _shift_back(inputs, out, tile, group)
 
 
 def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, others: jax.Array,
@@ -120,9 +120,9 @@ def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array,
     return y.astype(x.u_bsnc.dtype)
 
 
-def _shift_back(given: Given, out: Any, tile: _Tile, group: jax.Array) -> None:
+def _shift_back(inputs: Inputs, out: Any, tile: _Tile, group: jax.Array) -> None:
     """Gradients of both halves of the value, and of what stands at the start of a document."""
-    x, v_ref, batch, time = given.x, given.v_bskc, tile.batch, tile.time
+    x, v_ref, batch, time = inputs.x, inputs.v_bskc, tile.batch, tile.time
     s, half = x.current_bsx.shape[1:]
     c = v_ref.shape[3]
     at = group * c + span(0, c)

@@ -133,14 +133,14 @@ def rows_times_matrix(
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         inner, exists = piece(i, depth, p)
         x = load(x_ref, rows[:, None], inner[None, :], mask=both(None, exists))
-        found = []
+        products = []
         for (column, fits), total in zip(columns, sums, strict=True):
             if transpose:
                 w = load(w_ref, own.group, column[:, None], inner[None, :], mask=both(fits, exists))
             else:
                 w = load(w_ref, own.group, inner[:, None], column[None, :], mask=both(exists, fits))
-            found.append(total + product(x, w, (1, 1 if transpose else 0)))
-        return tuple(found)
+            products.append(total + product(x, w, (1, 1 if transpose else 0)))
+        return tuple(products)
 
     zeros = tuple(jnp.zeros((rows.shape[0], column.shape[0]), jnp.float32) for column, _ in columns)
     return jax.lax.fori_loop(0, own.meets * pl.cdiv(p, depth), step, zeros)
@@ -156,13 +156,13 @@ def _product_kernel(
     column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
-    there = own.rows
+    written = own.rows
     if moved:
         # The rows of others go past the end, or an emulated store would meet them where rows of this tile go.
-        there = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
+        written = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
     for scale_ref in moved[1:]:
-        out = out * triton.load(scale_ref.at[there], mask=own.inside, other=0)[:, None]
-    triton.store(out_ref.at[there[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
+        out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
+    triton.store(out_ref.at[written[:, None], column[None, :]], out.astype(out_ref.dtype), mask=both(own.inside, fits))
 
 
 def grouped_product(
@@ -221,8 +221,8 @@ def _outer_kernel(
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        there = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
-        x_rows, y_rows = there if moved == "x" else rows, there if moved == "y" else rows
+        place = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
+        x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of others are left out of both, since what they hold need not be finite. x is read transposed: AMD's
         # compiler turns such a tile on its way to shared memory, but not one that is transposed once read.
         x = load(x_ref, x_rows[None, :], x_column[:, None], mask=both(x_fits, inside))

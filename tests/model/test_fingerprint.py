@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from tests.helpers import seeds
 from tests.train_helpers import CONFIG, change, make_program, on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.model.fingerprint import fingerprint, fingerprint_of, part_sums
+from zaya_jax.model.fingerprint import combine_sums, fingerprint, part_sums
 
 SHAPES = {"a": (3, 5, 7), "b": (11,), "c": ()}
 DTYPES = {"a": jnp.bfloat16, "b": jnp.float32, "c": jnp.float32}
@@ -55,4 +55,4 @@ def test_a_fingerprint_does_not_depend_on_where_parameters_lie():
 def test_parts_add_up_to_the_whole(seed, cut):
     arrays = drawn(seed)
     sums = {name: part_sums([(0, x[:cut]), (cut, x[cut:])] if x.ndim else [(0, x)]) for name, x in arrays.items()}
-    assert fingerprint_of(sums) == fingerprint(arrays)
+    assert combine_sums(sums) == fingerprint(arrays)

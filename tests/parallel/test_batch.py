@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.parallel.batch import Share, place_batch, share_of
+from zaya_jax.parallel.batch import Share, place_batch, process_share
 from zaya_jax.parallel.context import sequence_order
 from zaya_jax.parallel.mesh import AXES, axis_sizes, make_mesh
 
@@ -43,12 +43,12 @@ def over_processes(config: ParallelConfig, processes: int, each: int) -> Devices
 )
 def test_a_process_reads_the_sequences_its_devices_hold(config, shares):
     mesh = over_processes(config, processes=4, each=2)
-    assert [share_of(mesh, process) for process in range(4)] == shares
+    assert [process_share(mesh, process) for process in range(4)] == shares
 
 
 def test_where_parts_are_not_equal_a_process_reads_all():
     mesh = over_processes(ParallelConfig(context=3), processes=3, each=4)
-    assert [share_of(mesh, process) for process in range(3)] == [Share(0, 2), Share(0, 1), Share(1, 2)]
+    assert [process_share(mesh, process) for process in range(3)] == [Share(0, 2), Share(0, 1), Share(1, 2)]
 
 
 def placed(config: ParallelConfig, micro_batches: int | None):

@@ -14,7 +14,7 @@ from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient, join
-from zaya_jax.parallel.context import gathered_attention, pieces_of, sequence_order, tree_attention
+from zaya_jax.parallel.context import device_pieces, gathered_attention, sequence_order, tree_attention
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.ring import PartialAttention, ring_attention
 
@@ -30,7 +30,7 @@ def test_devices_hold_each_token_once_and_work_alike(config, length):
     assert sorted(order) == list(range(whole))
     mine = order.reshape(config.context, -1)
     for device, tokens in enumerate(mine):
-        pieces = [list(range(piece * length, (piece + 1) * length)) for piece in pieces_of(config, device)]
+        pieces = [list(range(piece * length, (piece + 1) * length)) for piece in device_pieces(config, device)]
         assert tokens.tolist() == list(itertools.chain(*pieces))
     if config.context_layout == "zigzag":  # causal work, the keys that each token sees, is the same everywhere
         assert len({int((tokens + 1).sum()) for tokens in mine}) == 1

@@ -187,7 +187,7 @@ def measure_memory(inputs: Inputs, sizes: Sizes) -> dict[str, Any]:
     for name, (smaller, larger) in sides.items():
         peaks = {}
         for key, side in (("smaller", smaller), ("larger", larger)):
-            with run_in_subprocess(_memory_of, *side) as measure:
+            with run_in_subprocess(_measure_memory, *side) as measure:
                 peaks[key] = measure()
         ratio = peaks["larger"] / peaks["smaller"]
         print(f"memory of {name}: {peaks['smaller'] / 1e6:.0f} MB, and {peaks['larger'] / 1e6:.0f} MB for "
@@ -260,7 +260,7 @@ def _best(
     return max(tried, key=lambda settings_and_speed: settings_and_speed[1])[0], tried
 
 
-def _memory_of(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], int]:
+def _measure_memory(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Callable[[], int]:
     step = make(*arguments)
 
     def measure() -> int:

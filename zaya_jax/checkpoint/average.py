@@ -7,7 +7,7 @@ import numpy as np
 
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
-from zaya_jax.checkpoint.inspection import open_checkpoint, slices_of
+from zaya_jax.checkpoint.inspection import open_checkpoint, saved_slices
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import LoraConfig, ModelConfig, to_dict
@@ -77,7 +77,7 @@ def _average_parameters(opened: Sequence[Opened], target: Path) -> None:
     for manifest, other in others:
         if {name: (leaf["dtype"], leaf["shape"]) for name, leaf in manifest.leaves.items()} != kinds:
             raise InputError(f"{other.folder} and {reader.folder} have different arrays, so they have no average.")
-    slices = slices_of(reader.folder, newest)
+    slices = saved_slices(reader.folder, newest)
 
     def parts() -> Iterator[Part]:
         for name in sorted(slices):

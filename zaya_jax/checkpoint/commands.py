@@ -50,8 +50,8 @@ def inspect(path: str) -> Iterator[str]:
 def diff(first: str, second: str) -> Iterator[str]:
     """A line for each array and each key of the configuration in which two checkpoints differ."""
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
-    for key, here, there in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
-        yield f"{key}: {shown(here)} and {shown(there)}"
+    for key, first_value, second_value in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
+        yield f"{key}: {shown(first_value)} and {shown(second_value)}"
     for distance in compare_checkpoints(*folders):
         yield f"{distance.name}: " + (
             distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"

@@ -46,7 +46,7 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
         raise InputError(str(error)) from error
 
 
-def slices_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
+def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
     """The slices each array was saved in; the whole of it where that is not known."""
     digests = read_digests(folder, manifest)
     whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
@@ -56,7 +56,7 @@ def slices_of(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
 def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
     """Its arrays in order of name."""
     manifest, reader = open_checkpoint(folder)
-    for name, slices in sorted(slices_of(folder, manifest).items()):
+    for name, slices in sorted(saved_slices(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
         for where in slices:
             x = _float64(_read(reader, name, where))
@@ -71,15 +71,15 @@ def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Dis
     """What differs between two checkpoints, array by array; nothing where all arrays are bitwise equal."""
     first, first_reader = open_checkpoint(first_folder)
     second, second_reader = open_checkpoint(second_folder)
-    slices = slices_of(first_folder, first)
+    slices = saved_slices(first_folder, first)
     for name in sorted({*first.leaves, *second.leaves}):
-        here, there = first.leaves.get(name), second.leaves.get(name)
-        if here is None or there is None:
-            yield Distance(name, math.nan, math.nan, f"only in the {'second' if here is None else 'first'}")
-        elif (here["dtype"], here["shape"]) != (there["dtype"], there["shape"]):
+        left, right = first.leaves.get(name), second.leaves.get(name)
+        if left is None or right is None:
+            yield Distance(name, math.nan, math.nan, f"only in the {'second' if left is None else 'first'}")
+        elif (left["dtype"], left["shape"]) != (right["dtype"], right["shape"]):
             yield Distance(name, math.nan, math.nan,
-                           f"{here['dtype']} {here['shape']} and {there['dtype']} {there['shape']}")  # fmt: skip
-        elif here.get("digest") is None or here.get("digest") != there.get("digest"):
+                           f"{left['dtype']} {left['shape']} and {right['dtype']} {right['shape']}")  # fmt: skip
+        elif left.get("digest") is None or left.get("digest") != right.get("digest"):
             distance = _distance(name, first_reader, second_reader, slices[name])
             if distance is not None:
                 yield distance

@@ -129,7 +129,7 @@ def _restore(
     arrays: dict[str, jax.Array] | None = None
     problem, digests = "", {}
     try:
-        digests = {name: one for name, one in read_digests(folder, manifest).items() if name in wanted}
+        digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in wanted}
         if store is not None and digests:
             arrays = store.local.read(manifest.step, wanted, digests)
     except (Damaged, ValueError) as error:
@@ -156,11 +156,11 @@ def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any], p
         return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {what}")
 
     for name, leaf in wanted.items():
-        there = manifest.leaves.get(name)
-        if there is None:
+        saved = manifest.leaves.get(name)
+        if saved is None:
             raise refuse(f"it holds no array {name}.")
-        if tuple(there["shape"]) != leaf.shape or there["dtype"] != str(leaf.dtype):
-            raise refuse(f"its {name} is {there['dtype']} {there['shape']}, and here it is {leaf.dtype} "
+        if tuple(saved["shape"]) != leaf.shape or saved["dtype"] != str(leaf.dtype):
+            raise refuse(f"its {name} is {saved['dtype']} {saved['shape']}, and here it is {leaf.dtype} "
                          f"{list(leaf.shape)}.")  # fmt: skip
     if more := [name for name in manifest.leaves if name not in wanted and not part]:
         raise refuse(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")

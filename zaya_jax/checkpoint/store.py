@@ -130,8 +130,8 @@ class CheckpointStore:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 names.clean(self.folder)
                 token = take_token(self.folder, self._tokens(self._newest)).number
-                for one in self._verified.intersection(self.steps()):
-                    names.mark_verified(self.folder, one)
+                for step in self._verified.intersection(self.steps()):
+                    names.mark_verified(self.folder, step)
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
@@ -366,12 +366,12 @@ class CheckpointStore:
         """Write the manifest and give the checkpoint its name; what stands against it."""
         try:
             verifying = self._config.verify != "none"
-            found = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
+            taken = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
             if verifying and (
-                unseen := uncovered(found, {name: leaf["shape"] for name, leaf in saving.leaves.items()})
+                unseen := uncovered(taken, {name: leaf["shape"] for name, leaf in saving.leaves.items()})
             ):
                 return f"The digests of {unseen[0]} that its processes took are not all to be seen in {saving.work}."
-            leaves = {name: leaf | ({"digest": leaf_digest(found[name])} if name in found else {})
+            leaves = {name: leaf | ({"digest": leaf_digest(taken[name])} if name in taken else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
                 saving.step, self._token, saving.metadata, leaves, list_files(saving.work),

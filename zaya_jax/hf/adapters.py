@@ -15,7 +15,7 @@ from zaya_jax.config.schema import HF
 from zaya_jax.errors import InputError
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.tensors import is_bias
-from zaya_jax.model.fingerprint import fingerprint_of, part_sums
+from zaya_jax.model.fingerprint import combine_sums, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
 from zaya_jax.model.router import INERT
 from zaya_jax.model.tree import compute_dtypes, roles, shapes
@@ -147,6 +147,6 @@ def _check_base(folder: Path, where: str, frozen: Read, sizes: Mapping[str, tupl
             sums[name] = part_sums((group, frozen(name, group)[None]) for group in range(shape[0]))
         else:
             sums[name] = part_sums([(0, frozen(name, None))])
-    if then != (now := fingerprint_of(sums)):
+    if then != (now := combine_sums(sums)):
         raise InputError(f"{where} is not what the adapters in {folder} were begun with (fingerprint {now}, then "
                          f"{then}); name that with --base.")  # fmt: skip

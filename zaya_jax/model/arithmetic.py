@@ -80,9 +80,11 @@ def training_flops_per_token(config: ModelConfig, context: int, frozen_head: boo
 
 def cache_bytes_per_token(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
     """Bytes that one more cached token takes over all layers, keys and values in `dtype`."""
-    one, two = (jax.eval_shape(functools.partial(init_cache, config, 1, tokens, dtype)).layers for tokens in (1, 2))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(two)) - sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(one)
+    shorter, longer = (
+        jax.eval_shape(functools.partial(init_cache, config, 1, tokens, dtype)).layers for tokens in (1, 2)
+    )
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(longer)) - sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(shorter)
     )
 
 

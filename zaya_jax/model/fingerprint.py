@@ -17,15 +17,15 @@ def fingerprint(arrays: Mapping[str, jax.Array]) -> str:
     Of each array a sum over its elements of bits times a number that depends on their place, in whole numbers: these
     add up to the same in any order. It tells a mistake, not a forger.
     """
-    return fingerprint_of(jax.device_get(_all_sums(dict(arrays))))
+    return combine_sums(jax.device_get(_all_sums(dict(arrays))))
 
 
-def fingerprint_of(sums: Mapping[str, Sums]) -> str:
+def combine_sums(sums: Mapping[str, Sums]) -> str:
     """`fingerprint` of arrays whose sums are known, see `part_sums`."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(sums):
-        found.update(f"{name} {sums[name].tolist()}\n".encode())
-    return found.hexdigest()[:32]
+        digest.update(f"{name} {sums[name].tolist()}\n".encode())
+    return digest.hexdigest()[:32]
 
 
 def part_sums(parts: Iterable[tuple[int, Any]]) -> Sums:

@@ -47,17 +47,17 @@ def adapter_shapes(
     shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], rank: int
 ) -> dict[str, tuple[int, ...]]:
     """Shape of each adapter by name, of a model whose parameters have these `shapes` and `roles`."""
-    found = {}
+    adapters = {}
     for name, shape in shapes.items():
         if roles[name] in ADAPTED:
             a, b = adapter_names(name)
-            found |= {a: (*shape[:-1], rank), b: (*shape[:-2], rank, shape[-1])}
-    return found
+            adapters |= {a: (*shape[:-1], rank), b: (*shape[:-2], rank, shape[-1])}
+    return adapters
 
 
 def adapter_roles(roles: Mapping[str, Role]) -> dict[str, Role]:
     """Role of each adapter by name: that of its matrix."""
-    return {one: role for name, role in roles.items() if role in ADAPTED for one in adapter_names(name)}
+    return {adapter: role for name, role in roles.items() if role in ADAPTED for adapter in adapter_names(name)}
 
 
 def draw_adapters(
@@ -77,7 +77,7 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
       scale: alpha / rank.
     """
     pairs = {name: adapter_names(name) for name in params}
-    used = {one for a, b in pairs.values() if a in params for one in (a, b)}
+    used = {name for a, b in pairs.values() if a in params for name in (a, b)}
     return {
         name: Adapted(x, params[pairs[name][0]], params[pairs[name][1]], scale) if pairs[name][0] in params else x
         for name, x in params.items()
@@ -85,11 +85,11 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
     }
 
 
-def merge(one: Adapted) -> jax.Array:
+def merge(matrix: Adapted) -> jax.Array:
     """The matrix that an `Adapted` stands for, [.., in, out] in the dtype of its base; of any stack, or none."""
-    exact = accumulation_dtype(one.base.dtype)
-    product = jnp.matmul(one.a.astype(exact), one.b.astype(exact), precision="highest")
-    return (one.base.astype(exact) + one.scale * product).astype(one.base.dtype)
+    exact = accumulation_dtype(matrix.base.dtype)
+    product = jnp.matmul(matrix.a.astype(exact), matrix.b.astype(exact), precision="highest")
+    return (matrix.base.astype(exact) + matrix.scale * product).astype(matrix.base.dtype)
 
 
 @functools.partial(jax.jit, static_argnames="scale")
@@ -103,5 +103,5 @@ def merged(params: Arrays, adapters: Arrays, scale: float) -> dict[str, jax.Arra
       adapters: by name.
       scale: alpha / rank.
     """
-    return {name: jax.lax.map(merge, one) if isinstance(one, Adapted) else one
-            for name, one in adapted({**params, **adapters}, scale).items()}  # fmt: skip
+    return {name: jax.lax.map(merge, x) if isinstance(x, Adapted) else x
+            for name, x in adapted({**params, **adapters}, scale).items()}  # fmt: skip

@@ -72,10 +72,10 @@ def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
 def map_variables(module: Any, function: Callable[[str, Any], jax.Array]) -> Any:
     """`module` with `function` of each variable's name within it and value, an array or `lora.Adapted`."""
 
-    def one(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
+    def replace_value(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
         return variable.replace(function(_name(path), variable.get_value()))
 
-    return jax.tree_util.tree_map_with_path(one, module, is_leaf=_is_variable)
+    return jax.tree_util.tree_map_with_path(replace_value, module, is_leaf=_is_variable)
 
 
 def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:

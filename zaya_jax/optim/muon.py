@@ -98,14 +98,14 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         steps, momenta = (0, old.trace) if summed else (old.steps + 1, old.mean)
         coefficients = momentum_coefficients(config, steps)
 
-        def one(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
+        def move_leaf(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
             name = jax.tree_util.keystr(path, simple=True)
             return _step(config, parts.get(name, 1), ops, functools.partial(on_matrices, name),
                          gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        found = [one(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
-        momenta, directions = (tree.unflatten([pair[which] for pair in found]) for which in range(2))
+        pairs = [move_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
+        momenta, directions = (tree.unflatten([pair[which] for pair in pairs]) for which in range(2))
         if summed:
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)

@@ -22,7 +22,7 @@ class Share(NamedTuple):
 WHOLE = Share()
 
 
-def share_of(mesh: Mesh, process: int | None = None) -> Share:
+def process_share(mesh: Mesh, process: int | None = None) -> Share:
     """What of each batch a process needs: the sequences of which its devices hold any part.
 
     Processes whose devices hold parts of the same sequences have the same share. Where its sequences are not one of

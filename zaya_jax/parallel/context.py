@@ -23,10 +23,12 @@ def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
     if config.chunks == config.context:
         return None
     chunks = np.arange(length).reshape(config.chunks, -1)
-    return np.concatenate([chunks[piece] for device in range(config.context) for piece in pieces_of(config, device)])
+    return np.concatenate(
+        [chunks[piece] for device in range(config.context) for piece in device_pieces(config, device)]
+    )
 
 
-def pieces_of(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
+def device_pieces(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
     """Pieces of a sequence, counted from its front, that a device of the axis holds; `device` may be traced."""
     return (device,) if config.chunks == config.context else (device, config.chunks - 1 - device)
 
@@ -119,7 +121,7 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
         _refuse_offset(query_offset)
         whole = gather_sequence(config, jnp.concatenate([k_btkc, v_btkc], -1))
         k, v = jnp.split(whole, 2, axis=-1)
-        pieces = pieces_of(config, jax.lax.axis_index(SEQUENCE_AXIS))
+        pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
         length = q_bshc.shape[1] // len(pieces)
         out = [
             local(q_bshc[:, i * length : (i + 1) * length], k, v,

@@ -62,12 +62,12 @@ def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
         back = jnp.argsort(order, stable=True)
         sizes_e = jnp.zeros(devices * own + 1, jnp.int32).at[expert_t].add(1)[:-1]
         sizes_xe = jax.lax.all_gather(sizes_e, AXIS)  # of each sender
-        there, home = _routes(sizes_xe, devices)
-        arrived = _travel(exchange, devices * t, permute(h_td, order, back), there, home)
+        dispatch, combine = _routes(sizes_xe, devices)
+        arrived = _travel(exchange, devices * t, permute(h_td, order, back), dispatch, combine)
         mine_xe = jax.lax.dynamic_slice_in_dim(sizes_xe, jax.lax.axis_index(AXIS) * own, own, 1)
-        out = local(arrived, _experts_of(mine_xe, devices * t), jnp.ones(devices * t, weight_t.dtype), gate_up_edf,
+        out = local(arrived, _arrived_experts(mine_xe, devices * t), jnp.ones(devices * t, weight_t.dtype), gate_up_edf,
                     down_efd)  # fmt: skip
-        returned: jax.Array = _travel(exchange, t, out, home, there)
+        returned: jax.Array = _travel(exchange, t, out, combine, dispatch)
         return permute(returned, back, order) * weight_t[:, None].astype(returned.dtype)
 
     return experts
@@ -83,17 +83,17 @@ class Route(NamedTuple):
 
 
 def _routes(sizes_xe: jax.Array, devices: int) -> tuple[Route, Route]:
-    """The way to the experts and the way home; rows stand by receiver on the one side, by sender on the other."""
+    """The way to the experts and the way back; rows stand by receiver on the one side, by sender on the other."""
     rank = jax.lax.axis_index(AXIS)
     moved_xy = sizes_xe.reshape(devices, devices, -1).sum(-1)  # from sender x to receiver y
     begin_here_xy = jnp.cumsum(moved_xy, 1) - moved_xy  # among the rows of sender x
     begin_there_xy = jnp.cumsum(moved_xy, 0) - moved_xy  # among the rows of receiver y
-    there = Route(begin_here_xy[rank], moved_xy[rank], begin_there_xy[rank], moved_xy[:, rank])
-    home = Route(begin_there_xy[:, rank], moved_xy[:, rank], begin_here_xy[:, rank], moved_xy[rank])
-    return there, home
+    dispatch = Route(begin_here_xy[rank], moved_xy[rank], begin_there_xy[rank], moved_xy[:, rank])
+    combine = Route(begin_there_xy[:, rank], moved_xy[:, rank], begin_here_xy[:, rank], moved_xy[rank])
+    return dispatch, combine
 
 
-def _experts_of(mine_xe: jax.Array, rows: int) -> jax.Array:
+def _arrived_experts(mine_xe: jax.Array, rows: int) -> jax.Array:
     """The expert (of the device's own) of each row that arrived: by sender, then by expert; past them, none."""
     own = mine_xe.shape[1]
     ends = jnp.cumsum(mine_xe.reshape(-1))
@@ -102,21 +102,23 @@ def _experts_of(mine_xe: jax.Array, rows: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _travel(exchange: Exchange, rows: int, x: jax.Array, there: Route, home: Route) -> jax.Array:
-    """`x` [t, d] by `there` into [rows, d], zero where nothing arrives; gradients go by `home`."""
-    del home
-    return exchange(x, jnp.zeros((rows, x.shape[1]), x.dtype), *there, axis_name=AXIS)
+def _travel(exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combine: Route) -> jax.Array:
+    """`x` [t, d] by `dispatch` into [rows, d], zero where nothing arrives; gradients go by `combine`."""
+    del combine
+    return exchange(x, jnp.zeros((rows, x.shape[1]), x.dtype), *dispatch, axis_name=AXIS)
 
 
-def _travel_forward(exchange: Exchange, rows: int, x: jax.Array, there: Route, home: Route) -> tuple[jax.Array, Any]:
-    return _travel(exchange, rows, x, there, home), (x[:, :0], there, home)
+def _travel_forward(
+    exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combine: Route
+) -> tuple[jax.Array, Any]:
+    return _travel(exchange, rows, x, dispatch, combine), (x[:, :0], dispatch, combine)
 
 
 def _travel_backward(exchange: Exchange, rows: int, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     del rows
-    like, there, home = saved
-    no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (there, home))
-    return _travel(exchange, like.shape[0], g, home, there), *no_gradient
+    like, dispatch, combine = saved
+    no_gradient = jax.tree.map(lambda a: np.zeros(a.shape, jax.dtypes.float0), (dispatch, combine))
+    return _travel(exchange, like.shape[0], g, combine, dispatch), *no_gradient
 
 
 _travel.defvjp(_travel_forward, _travel_backward)

@@ -36,13 +36,13 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
         axis, dtype = by_layer[name]
         return _gather(x, x.ndim + axis, dtype)
 
-    def one(name: str, x: jax.Array | Adapted) -> jax.Array:
+    def gather(name: str, x: jax.Array | Adapted) -> jax.Array:
         if not isinstance(x, Adapted):
             return whole(name, x)
         a, b = adapter_names(name)
         return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
 
-    return lambda block: map_variables(block, one)
+    return lambda block: map_variables(block, gather)
 
 
 def _inner(name: str) -> str:

@@ -18,7 +18,7 @@ from zaya_jax.ops import Ops
 from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import KernelSelection
-from zaya_jax.parallel.batch import WHOLE, Share, place_batch, share_of
+from zaya_jax.parallel.batch import WHOLE, Share, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
@@ -94,8 +94,8 @@ class Placement:
 
     @property
     def share(self) -> Share:
-        """`batch.share_of` of this process."""
-        return WHOLE if isinstance(self.mesh, AbstractMesh) else share_of(self.mesh)
+        """`batch.process_share` of this process."""
+        return WHOLE if isinstance(self.mesh, AbstractMesh) else process_share(self.mesh)
 
     def shardings(self, state: Any) -> Any:
         """The sharding of each leaf of a training state."""

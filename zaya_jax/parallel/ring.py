@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import Part, join
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.parallel.context import pieces_of
+from zaya_jax.parallel.context import device_pieces
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
@@ -60,8 +60,8 @@ def _next(x: Any, devices: int) -> Any:
 def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.Array]]:
     """For each piece of the queries and of the keys that came `hop` devices, the first query's index among the keys."""
     rank = jax.lax.axis_index(SEQUENCE_AXIS)
-    mine = pieces_of(static.config, rank)
-    theirs = pieces_of(static.config, (rank - hop) % static.config.context)
+    mine = device_pieces(static.config, rank)
+    theirs = device_pieces(static.config, (rank - hop) % static.config.context)
     return [[(query - key) * length for key in theirs] for query in mine]
 
 
@@ -115,9 +115,9 @@ def _gradients(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array
     for row, (query, segments, o, lse, d_out) in zip(offsets, mine, strict=True):
         total: Any = 0.0
         for index, (offset, (key, value, key_segments)) in enumerate(zip(row, keys, strict=True)):
-            found = static.local.gradient(query, key, value, segments, key_segments, offset, static.window,
+            part = static.local.gradient(query, key, value, segments, key_segments, offset, static.window,
                                           Part(o, lse), d_out)  # fmt: skip
-            total, dk[index], dv[index] = total + found[0], dk[index] + found[1], dv[index] + found[2]
+            total, dk[index], dv[index] = total + part[0], dk[index] + part[1], dv[index] + part[2]
         dq.append(total)
     return jnp.concatenate(dq, 1), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)
 

@@ -65,7 +65,7 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
 
 def usable_checkpoints(folder: Path) -> list[Checkpoint]:
     """Those that can be restored, as far as manifests say; retention removes no others."""
-    return [one for one in list_checkpoints(folder, check_files=False) if one.is_usable]
+    return [checkpoint for checkpoint in list_checkpoints(folder, check_files=False) if checkpoint.is_usable]
 
 
 def has_checkpoint(folder: Path) -> bool:

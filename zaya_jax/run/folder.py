@@ -115,9 +115,9 @@ def _compare(folder: Path, config: Config) -> None:
                                  "another run_dir.")  # fmt: skip
         return
     try:
-        there = yaml.safe_load(path.read_text(encoding="utf-8"))
-        old = {"resume_from": None} | dict(_leaves(there, ""))  # a key that runs of earlier versions do not have
-        _recorded(there)
+        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
+        old = {"resume_from": None} | dict(_leaves(saved, ""))  # a key that runs of earlier versions do not have
+        _recorded(saved)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
     new = dict(_leaves(to_dict(config), ""))

@@ -79,14 +79,14 @@ def _factors(config: Config, steps: int) -> np.ndarray:
 
 def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
     """Phase, first step, end, context and sequences of each stage in the first `step` steps."""
-    return [(one.phase, one.first_step, min(one.end, step), one.context, one.sequences)
-            for one in stages(config) if one.first_step < step]  # fmt: skip
+    return [(stage.phase, stage.first_step, min(stage.end, step), stage.context, stage.sequences)
+            for stage in stages(config) if stage.first_step < step]  # fmt: skip
 
 
 def _fixed(phase: PhaseConfig) -> dict[str, Any]:
     """What of a phase may not change once it is begun; that lengths and rates fit is seen from the steps themselves."""
     free = ("parallel", "remat", "tokens", "schedule")
-    found = {key: value for key, value in to_dict(phase).items() if key not in free}
-    if found["batch"] is not None:
-        found["batch"] = {key: value for key, value in found["batch"].items() if key != "micro"}
-    return found
+    settings = {key: value for key, value in to_dict(phase).items() if key not in free}
+    if settings["batch"] is not None:
+        settings["batch"] = {key: value for key, value in settings["batch"].items() if key != "micro"}
+    return settings

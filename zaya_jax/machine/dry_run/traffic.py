@@ -46,33 +46,33 @@ def transfers(
       micro_batches: of a step.
     """
     config, parallel, sizes = program.config, program.placement.config, program.placement.mesh.shape
-    found = [*_parameters(program, local, micro_batches), *_layers(program, local, micro_batches)]
+    sent = [*_parameters(program, local, micro_batches), *_layers(program, local, micro_batches)]
     if config.matrices == "muon":
-        found += _muon(program, local)
+        sent += _muon(program, local)
     tokens = sequences * context // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if program.remat != "none" else 2)
     item = _compute_bytes(config)
     if sizes["context"] > 1:
         n, kv = sizes["context"], 2 * config.model.kv_size * tokens * config.model.num_layers
         if parallel.context_attention == "ring":
-            there = kv * item * (n - 1) * passes
-            back = kv * accumulation_dtype(config.train.compute_dtype).itemsize * n * micro_batches
-            found.append(Transfer("keys and values", "collective-permute", ("context",), there + back))
+            forward = kv * item * (n - 1) * passes
+            backward = kv * accumulation_dtype(config.train.compute_dtype).itemsize * n * micro_batches
+            sent.append(Transfer("keys and values", "collective-permute", ("context",), forward + backward))
         else:
-            found.append(Transfer("keys and values", "all-gather", ("context",), kv * item * (n - 1) * passes))
+            sent.append(Transfer("keys and values", "all-gather", ("context",), kv * item * (n - 1) * passes))
         if config.model.attention == "cca":  # whose convolutions and value shift read the tokens before a piece
             rows = config.model.depthwise_kernel + config.model.grouped_kernel - 2
             width = rows * (config.model.query_size + config.model.kv_size) + config.model.kv_size // 2
             pieces = parallel.chunks // n
             halo = width * item * pieces * sequences * config.model.num_layers * passes
-            found.append(Transfer("halos", "collective-permute", ("context",), halo))
+            sent.append(Transfer("halos", "collective-permute", ("context",), halo))
     if (n := sizes["expert"]) > 1:
         ragged = parallel.expert_exchange == "ragged"
         share = (n - 1) / n if ragged else n - 1  # evenly routed, or all tokens to all devices
         there_and_back = 2 * tokens * config.model.hidden_size * item * config.model.num_layers * share
         kind = "ragged-all-to-all" if ragged else "all-gather, reduce-scatter"
-        found.append(Transfer("tokens to experts and back", kind, ("expert",), there_and_back * passes))
-    return [transfer for transfer in found if transfer.bytes]
+        sent.append(Transfer("tokens to experts and back", kind, ("expert",), there_and_back * passes))
+    return [transfer for transfer in sent if transfer.bytes]
 
 
 def _compute_bytes(config: Config) -> int:
@@ -126,9 +126,9 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
 
-def seconds(found: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware) -> float:
+def seconds(sent: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware) -> float:
     """The least time on the wire: each collective at the speed of the slowest link it crosses."""
-    return sum(one.bytes / _speed(one.axes, sizes, hardware) for one in found)
+    return sum(transfer.bytes / _speed(transfer.axes, sizes, hardware) for transfer in sent)
 
 
 def _speed(axes: tuple[str, ...], sizes: Mapping[str, int], hardware: Hardware) -> float:
