@@ -2,14 +2,15 @@
 
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.config import Config, from_dict
-from zaya_jax.data.convert import Record, convert, read_note, remove_notes
-from zaya_jax.data.manifest import Manifest, describe_file
+from zaya_jax.data.convert import Conversion, Record, remove_notes
+from zaya_jax.data.manifest import Manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
@@ -24,17 +25,15 @@ def small_tokenizer() -> Tokenizer:
     return train_tokenizer([f"def function_{i}(self, value):\n    return value + {i}\n" for i in range(50)], VOCAB)
 
 
-class _Given:
-    """Work that gives documents as they are."""
-
-    def __call__(self, unit: tuple[str, Any]) -> Any:
-        split, documents = unit
-        for document in documents:
-            if isinstance(document, list) and document and isinstance(document[0], dict):
-                yield Record(split, json.dumps(document).encode(), 9, 9)
-            else:
-                tokens = np.array(document, token_dtype(VOCAB))
-                yield Record(split, tokens.tobytes(), len(tokens), len(tokens))
+def _records(unit: tuple[str, list[Any]]) -> Iterator[Record]:
+    """The documents of a unit as they are."""
+    split, documents = unit
+    for document in documents:
+        if document and isinstance(document[0], dict):
+            yield Record(split, json.dumps(document).encode(), 9, 9)
+        else:
+            tokens = np.array(document, token_dtype(VOCAB))
+            yield Record(split, tokens.tobytes(), len(tokens), len(tokens))
 
 
 def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str = "tokens", shards: int = 1) -> Manifest:
@@ -43,21 +42,9 @@ def write_source(folder: Path, train: list[Any], heldout: list[Any], kind: str =
     small_tokenizer().save(folder / TOKENIZER)
     cut = -(-len(train) // shards)
     units = [("train", train[i * cut : (i + 1) * cut]) for i in range(shards)] + [("heldout", heldout)]
-    convert(
-        folder,
-        units,
-        range(len(units)),
-        _Given(),
-        sizes=[0] * len(units),
-        workers=1,
-        limit=0,
-        advice="Fix it.",
-        label="test",
-    )
-    notes = [note for number in range(len(units)) if (note := read_note(folder, number)) is not None]
-    manifest = write_merged(folder, notes, kind=kind, inputs="",
-                            special=SpecialTokens(*[small_tokenizer().eot_text] * 3),
-                            tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
+    Conversion(folder, units, [0] * len(units), "Fix it.").convert(_records, "test")
+    special = SpecialTokens(*[small_tokenizer().eot_text] * 3)
+    manifest = write_merged(folder, len(units), kind=kind, inputs="", special=special)
     remove_notes(folder)
     return manifest
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from zaya_jax.data.convert import Record, Skipped, convert, default_workers, read_note, remove_notes
+from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, read_note, remove_notes
 from zaya_jax.data.manifest import describe_file
 from zaya_jax.data.shards import Records
 from zaya_jax.errors import InputError, RunStopped
@@ -79,9 +79,7 @@ def make_units(count=5, **events):
 
 
 def run(folder, units, work, *, numbers=None, workers=1, limit=0):
-    numbers = range(len(units)) if numbers is None else numbers
-    convert(folder, units, numbers, work, sizes=[SIZE] * len(units), workers=workers, limit=limit, label="working",
-            advice="Fix them.")  # fmt: skip
+    Conversion(folder, units, [SIZE] * len(units), "Fix them.", numbers, workers, limit).convert(work, "working")
 
 
 def started(work):

@@ -86,7 +86,7 @@ def test_it_is_done_once_for_each_template_and_limit(chat, tmp_path, monkeypatch
             ("train", str(tmp_path / "other.jinja"), None)]  # fmt: skip
     first = [open_rendered(*chat, *way, tmp_path / "cache") for way in ways]
     assert len({folder for folder, _ in first}) == len(ways)
-    monkeypatch.setattr(module, "convert", None)
+    monkeypatch.setattr(module, "Conversion", None)
     assert [open_rendered(*chat, *way, tmp_path / "cache") for way in ways] == first
     left = {path.name for folder, _ in first for path in folder.iterdir()}
     assert not [name for name in left if "partial" in name or name.startswith("unit-")]

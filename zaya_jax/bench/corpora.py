@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.convert import Record, convert, read_note, remove_notes
-from zaya_jax.data.manifest import Manifest, describe_file, digest_of
+from zaya_jax.data.convert import Conversion, Record, remove_notes
+from zaya_jax.data.manifest import Manifest, digest_of
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
@@ -43,13 +43,10 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
     loaded = load_tokenizer(tokenizer)
     [eot] = loaded.encode_template(loaded.eot_text)
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
-    units = range(shards)
-    convert(folder, units, units, draw, sizes=[draw.bytes] * shards, workers=1, limit=0,
-            advice="No drawn document is bad.", label="drawing documents")  # fmt: skip
-    notes = [note for unit in units if (note := read_note(folder, unit)) is not None]
-    manifest = write_merged(folder, notes, kind="tokens", inputs=digest_of(draw, shards),
-                            special=SpecialTokens(*[loaded.eot_text] * 3),
-                            tokenizer=describe_file(folder / TOKENIZER))  # fmt: skip
+    conversion = Conversion(folder, range(shards), [draw.bytes] * shards, "No drawn document is bad.")
+    conversion.convert(draw, "drawing documents")
+    manifest = write_merged(folder, shards, kind="tokens", inputs=digest_of(draw, shards),
+                            special=SpecialTokens(*[loaded.eot_text] * 3))  # fmt: skip
     remove_notes(folder)
     return manifest
 

@@ -20,7 +20,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,14 +32,14 @@ from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.files import partial_name, write_atomically
 from zaya_jax.run.signals import interrupts_kept_from_children
 
-EXAMPLES = 20  # of what was left out, kept for the manifest
+EXAMPLES = 20  # skipped documents that the manifest lists
 
-_TOLD_EVERY = 1 << 20  # bytes of input between two words on progress
-_PARENT_LOOK = 0.2  # seconds
+_REPORT_EVERY = 1 << 20  # bytes of input between two reports of progress
+_PARENT_POLL = 0.2  # seconds
 
 
 class Record(NamedTuple):
-    """A document that becomes a record."""
+    """A document as the bytes of a record."""
 
     split: Split
     data: bytes
@@ -57,8 +57,12 @@ class Skipped(NamedTuple):
     detail: str
 
 
+T = TypeVar("T", Record, int)
+Work = Callable[[Any], Iterable[Record | Skipped]]  # from a unit to its records, in order; picklable
+
+
 class _Job(NamedTuple):
-    """A unit to do."""
+    """A unit to convert or to check."""
 
     folder: Path
     number: int
@@ -66,17 +70,9 @@ class _Job(NamedTuple):
     size: int  # bytes, for progress
 
 
-class Work(Protocol):
-    """What is done with a unit; picklable."""
-
-    def __call__(self, unit: Any, /) -> Iterable[Record | Skipped]:
-        """The unit's records, in order."""
-        ...
-
-
 @dataclass(frozen=True)
 class UnitNote:
-    """What a finished unit left."""
+    """What is known of a finished unit."""
 
     shards: dict[Split, ShardEntry]  # without those that would be empty
     lengths: dict[Split, FileEntry]  # .npy, int64 [documents], tokens of each; of the same splits
@@ -86,77 +82,71 @@ class UnitNote:
     examples: list[str]
 
 
-class Survey(NamedTuple):
-    """What was found in a unit that was read and not converted."""
-
-    skipped: dict[str, int]
-    examples: list[str]
+_Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argument adds bytes to the progress
 
 
-_Do = Callable[[_Job, Callable[[int], None]], UnitNote | Survey]  # the second argument adds bytes to the progress
+@dataclass(frozen=True)
+class Conversion:
+    """Units of input, and how they are worked through.
 
-
-def survey(folder: Path, units: Sequence[Any], numbers: Sequence[int], check: Callable[[Any], Iterable[int | Skipped]],
-           *, sizes: Sequence[int], workers: int, limit: int, advice: str, label: str) -> None:  # fmt: skip
-    """Read units without writing anything, and refuse them where too many documents cannot be used.
-
-    Args:
-      folder: the notes in it say what units that are done have left out.
-      units: as for `convert`, like all that follows but `check`.
-      numbers: of those to read.
-      check: gives for each document of a unit its bytes, or why it cannot be used.
-      sizes: bytes of each unit.
-      workers: processes.
-      limit: documents that may be left out.
-      advice: what to do where there are more.
-      label: what the progress bar says.
-
-    Raises:
-      InputError: more documents cannot be used than `limit`; all are counted.
-      RunStopped: a process was killed.
-    """
-    _run(folder, units, numbers, functools.partial(_survey, check), sizes=sizes, workers=workers, limit=limit,
-         advice=advice, label=label)  # fmt: skip
-
-
-def convert(folder: Path, units: Sequence[Any], numbers: Sequence[int], work: Work, *, sizes: Sequence[int],
-            workers: int, limit: int, advice: str, label: str) -> None:  # fmt: skip
-    """Turn units into shards of `folder`.
-
-    Args:
+    Attributes:
       folder: gets for unit i `train-i.arrayrecord`, `heldout-i.arrayrecord` and the note `unit-i.json`.
-      units: all there are, in order.
-      numbers: of those to do now; the ones that have a note are passed over.
-      work: what is done with each.
+      units: all units, in order.
       sizes: bytes of each unit, for progress.
+      advice: what to do where too many documents cannot be used, a sentence in which `{count}` stands for how many
+        there are.
+      numbers: of the units to do now; those that have a note are passed over. None means all.
       workers: processes; with one the work is done in this one.
-      limit: documents that may be left out, over `numbers`.
-      advice: what to do where there are more, a sentence in which `{count}` stands for how many there are.
-      label: what the progress bar says.
-
-    Raises:
-      InputError: more documents cannot be used than `limit` once all units are done, or one of the work's own.
-      RunStopped: a process was killed, or a shard cannot be written.
+      limit: documents that may be skipped, over `numbers`.
     """
-    _run(folder, units, numbers, functools.partial(_do, work), sizes=sizes, workers=workers, limit=limit,
-         advice=advice, label=label)  # fmt: skip
 
+    folder: Path
+    units: Sequence[Any]
+    sizes: Sequence[int]
+    advice: str
+    numbers: Sequence[int] | None = None
+    workers: int = 1
+    limit: int = 0
 
-def _run(folder: Path, units: Sequence[Any], numbers: Sequence[int], do: _Do, *, sizes: Sequence[int], workers: int,
-         limit: int, advice: str, label: str) -> None:  # fmt: skip
-    refuse_in_worker()
-    results: dict[int, UnitNote | Survey] = {}
-    results.update((number, note) for number in numbers if (note := read_note(folder, number)) is not None)
-    todo = [number for number in numbers if number not in results]
-    with WorkProgress(label, sum(sizes[number] for number in todo)) as progress:
-        jobs = [_Job(folder, number, units[number], sizes[number]) for number in todo]
-        results.update(_each(jobs, do, min(workers, len(todo)), progress))
-    skipped, examples = Counter[str](), []
-    for _, result in sorted(results.items()):
-        skipped.update(result.skipped)
-        examples += result.examples
-    if skipped.total() > limit:
-        raise InputError(_refusal(skipped, examples, limit, advice))
+    def check(self, check: Callable[[Any], Iterable[int | Skipped]], label: str) -> None:
+        """Read the units without writing anything, and refuse them where too many documents cannot be used.
+
+        Args:
+          check: gives for each document of a unit its bytes, or why it cannot be used.
+          label: what the progress bar says.
+
+        Raises:
+          InputError: more documents cannot be used than `limit`; all are counted.
+          RunStopped: a process was killed.
+        """
+        self._run(functools.partial(_check_unit, check), label)
+
+    def convert(self, work: Work, label: str) -> None:
+        """Turn the units into shards of `folder`.
+
+        Args:
+          work: what is done with each.
+          label: what the progress bar says.
+
+        Raises:
+          InputError: more documents cannot be used than `limit` once all units are done, or one of the work's own.
+          RunStopped: a process was killed, or a shard cannot be written.
+        """
+        self._run(functools.partial(_convert_unit, work), label)
+
+    def _run(self, convert: _Convert, label: str) -> None:
+        refuse_in_worker()
+        numbers = range(len(self.units)) if self.numbers is None else self.numbers
+        notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
+        jobs = [_Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
+        with WorkProgress(label, sum(job.size for job in jobs)) as progress:
+            notes.update(_run_jobs(jobs, convert, min(self.workers, len(jobs)), progress))
+        skipped, examples = Counter[str](), []
+        for _, note in sorted(notes.items()):
+            skipped.update(note.skipped)
+            examples += note.examples
+        if skipped.total() > self.limit:
+            raise InputError(_refusal(skipped, examples, self.limit, self.advice))
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:
@@ -200,18 +190,19 @@ def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice:
             f"{advice.replace('{count}', str(count))}{listed}{more}")  # fmt: skip
 
 
-def _each(jobs: list[_Job], do: _Do, workers: int, progress: WorkProgress) -> Iterator[tuple[int, UnitNote | Survey]]:
+def _run_jobs(jobs: list[_Job], convert: _Convert, workers: int,
+              progress: WorkProgress) -> Iterator[tuple[int, UnitNote]]:  # fmt: skip
     if workers <= 1:
         for job in jobs:
-            yield job.number, do(job, progress.add)
+            yield job.number, convert(job, progress.add)
         return
     # Not forked: this process may hold threads, as that of a training run does.
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
-    pool = ProcessPoolExecutor(workers, context, _begin, (do, done, stop, os.getpid()))
+    pool = ProcessPoolExecutor(workers, context, _start_worker, (convert, done, stop, os.getpid()))
     try:
         with interrupts_kept_from_children():
-            futures = {pool.submit(_do_here, job): job.number for job in jobs}
+            futures = {pool.submit(_run_in_worker, job): job.number for job in jobs}
         with progress.follow(lambda: done.value):
             for future in as_completed(futures):
                 yield futures[future], future.result()
@@ -220,16 +211,16 @@ def _each(jobs: list[_Job], do: _Do, workers: int, progress: WorkProgress) -> It
                          "begins the work without `if __name__ == '__main__':`. The same command goes on from what is "
                          "done.") from error  # fmt: skip
     finally:
-        stop.set()  # where this ends before its time, what is begun need not be finished
+        stop.set()  # where this ends before its time, no worker need finish its unit
         pool.shutdown(cancel_futures=True)
 
 
-_here: dict[str, Any] = {}  # what `_begin` gives to the `_do_here` of the same process
+_worker: dict[str, Any] = {}  # what `_start_worker` hands to the `_run_in_worker` of the same process
 
 
-def _begin(do: _Do, done: Any, stop: Any, parent: int) -> None:
+def _start_worker(convert: _Convert, done: Any, stop: Any, parent: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
-    _here.update(do=do, done=done, stop=stop)
+    _worker.update(convert=convert, done=done, stop=stop)
     end_with_parent(parent)
 
 
@@ -238,64 +229,62 @@ def end_with_parent(parent: int) -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(_PARENT_LOOK)
+            time.sleep(_PARENT_POLL)
         os._exit(1)  # a successor of the parent may begin the work again
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _do_here(job: _Job) -> UnitNote | Survey:
+def _run_in_worker(job: _Job) -> UnitNote:
     def add(count: int) -> None:
-        if _here["stop"].is_set():
+        if _worker["stop"].is_set():
             raise RunStopped("The work was stopped.")
-        with _here["done"].get_lock():
-            _here["done"].value += count
+        with _worker["done"].get_lock():
+            _worker["done"].value += count
 
-    return _here["do"](job, add)
+    return _worker["convert"](job, add)
 
 
-def _survey(check: Callable[[Any], Iterable[int | Skipped]], job: _Job, add: Callable[[int], None]) -> Survey:
-    skipped, examples, read = Counter[str](), [], 0
-    for found in check(job.unit):
-        if isinstance(found, Skipped):
-            _count(found, skipped, examples)
+def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None], skipped: Counter[str],
+            examples: list[str]) -> Iterator[T]:  # fmt: skip
+    """Those of a unit's results that are not skipped; counts the others, and reports progress."""
+    read = reported = 0
+    for result in results:
+        if isinstance(result, Skipped):
+            skipped[result.reason] += 1
+            if len(examples) < EXAMPLES:
+                examples.append(f"{result.where}: {result.reason}: {result.detail}")
             continue
-        read += found
-        if read >= _TOLD_EVERY:
-            add(read)
-            read = 0
-    add(read)
-    return Survey(dict(skipped), examples)
+        yield result
+        read += result.read if isinstance(result, Record) else result
+        if read - reported >= _REPORT_EVERY:
+            add(read - reported)
+            reported = read
+    add(job.size - reported)
 
 
-def _count(found: Skipped, skipped: Counter[str], examples: list[str]) -> None:
-    skipped[found.reason] += 1
-    if len(examples) < EXAMPLES:
-        examples.append(f"{found.where}: {found.reason}: {found.detail}")
+def _check_unit(check: Callable[[Any], Iterable[int | Skipped]], job: _Job, add: Callable[[int], None]) -> UnitNote:
+    skipped, examples = Counter[str](), []
+    for _ in _usable(check(job.unit), job, add, skipped, examples):
+        pass
+    return UnitNote({}, {}, {}, dict(skipped), {}, examples)
 
 
-def _do(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
+def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
     lengths = {split: array("q") for split in SPLITS}
     text_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
-    skipped, outcomes, examples, read, told = Counter[str](), Counter[str](), [], 0, 0
+    skipped, outcomes, examples = Counter[str](), Counter[str](), []
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(ShardWriter(job.folder / f"{split}-{job.number:06d}.arrayrecord"))
             for split in SPLITS
         }
-        for found in work(job.unit):
-            if isinstance(found, Skipped):
-                _count(found, skipped, examples)
-                continue
-            writers[found.split].write(found.data)
-            lengths[found.split].append(found.tokens)
-            text_bytes[found.split] += found.text_bytes
-            if found.outcome is not None:
-                outcomes[found.outcome] += 1
-            read += found.read
-            if read - told >= _TOLD_EVERY:
-                add(read - told)
-                told = read
+        for record in _usable(work(job.unit), job, add, skipped, examples):
+            writers[record.split].write(record.data)
+            lengths[record.split].append(record.tokens)
+            text_bytes[record.split] += record.text_bytes
+            if record.outcome is not None:
+                outcomes[record.outcome] += 1
         finished: dict[Split, ShardEntry | None] = {split: writers[split].finish() for split in SPLITS}
     shards: dict[Split, ShardEntry] = {split: entry for split, entry in finished.items() if entry is not None}
     saved: dict[Split, FileEntry] = {
@@ -303,7 +292,6 @@ def _do(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote:
     }
     note = UnitNote(shards, saved, text_bytes, dict(skipped), dict(outcomes), examples)
     write_atomically(_note_path(job.folder, job.number), json.dumps(dataclasses.asdict(note)))
-    add(job.size - told)
     return note
 
 

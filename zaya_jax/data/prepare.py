@@ -15,13 +15,12 @@ import numpy as np
 from zaya_jax.config.checks import shown
 from zaya_jax.data.convert import (
     EXAMPLES,
+    Conversion,
     UnitNote,
-    convert,
     default_workers,
     read_note,
     remove_notes,
     save_lengths,
-    survey,
 )
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
@@ -29,7 +28,6 @@ from zaya_jax.data.manifest import (
     FORMAT,
     MANIFEST,
     PLAN,
-    FileEntry,
     Kind,
     Manifest,
     ShardEntry,
@@ -102,20 +100,19 @@ def prepare(
     units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes)
     plan = _plan(inputs, units, tokenizer, settings, special, tasks)
     _refuse_foreign(output)
-    numbers = range(task, len(units), tasks)
-    shared = {"sizes": [unit.bytes for unit in units], "workers": workers or default_workers(), "limit": max_bad,
-              "advice": "Fix them, or skip up to {count} with --max-bad {count}."}  # fmt: skip
+    conversion = Conversion(output, units, [unit.bytes for unit in units],
+                            "Fix them, or skip up to {count} with --max-bad {count}.", range(task, len(units), tasks),
+                            workers or default_workers(), max_bad)  # fmt: skip
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
     # Whatever raises here leaves no file behind.
     if not _finished(output, plan):
         _check_plan(output, plan)
-        survey(output, units, numbers, PrepareWork(tokenizer, plan["tokenizer"], special, settings).check,
-               label=f"checking{of_task}", **shared)  # fmt: skip
+        conversion.check(PrepareWork(tokenizer, plan["tokenizer"], special, settings).check, f"checking{of_task}")
     with locked(output / f".task-{task}.lock", "--output", wait=False):
         if _claim(output, tokenizer, plan):
             return merge(output)
         work = PrepareWork(output / TOKENIZER, plan["tokenizer"], special, settings)
-        convert(output, units, numbers, work, label=f"preparing{of_task}", **shared)
+        conversion.convert(work, f"preparing{of_task}")
         write_atomically(_done_path(output, task), json.dumps({"max_bad": max_bad}) + "\n")
     return merge(output) if tasks == 1 else None
 
@@ -136,12 +133,8 @@ def merge(output: Path) -> Manifest:
             plan = _read_plan(output)
             if missing:
                 raise InputError(_incomplete(output, missing, plan["tasks"]))
-            notes = [note for number in range(plan["units"]) if (note := read_note(output, number)) is not None]
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
-            extras = [output / name for name in TOKENIZER_FILES if (output / name).exists()]
-            write_merged(output, notes, kind=plan["kind"], inputs=plan["digest"], special=special,
-                         tokenizer=describe_file(output / TOKENIZER),
-                         extras=tuple(map(describe_file, extras)))  # fmt: skip
+            write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special)
         manifest = read_manifest(output, remedy(output))
         # A kill may have come after the manifest, so this is done whoever wrote it.
         remove_notes(output)
@@ -151,9 +144,19 @@ def merge(output: Path) -> Manifest:
     return manifest
 
 
-def write_merged(folder: Path, notes: list[UnitNote], *, kind: Kind, inputs: str, special: SpecialTokens,
-                 tokenizer: FileEntry, extras: tuple[FileEntry, ...] = ()) -> Manifest:  # fmt: skip
-    """Write the lengths and the manifest of a folder whose shards are all there, from their notes in order."""
+def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens) -> Manifest:
+    """Write the lengths and the manifest of a folder whose units are all converted and have notes.
+
+    Args:
+      folder: with the shards, the notes, the tokenizer and any files beside it.
+      units: how many were converted.
+      kind: of the documents.
+      inputs: digest of the inputs and settings.
+      special: tokens that begin and end documents.
+    """
+    notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
+    tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
+                          if (folder / name).exists())  # fmt: skip
     splits: dict[Split, SplitEntry] = {split: _merge_split(folder, split, notes) for split in SPLITS}
     counts = Counter[str]()
     for note in notes:
@@ -163,7 +166,7 @@ def write_merged(folder: Path, notes: list[UnitNote], *, kind: Kind, inputs: str
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
     content = content_of(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
-                        splits["heldout"], dict(counts), examples, extras, special.bos, special.eos)  # fmt: skip
+                        splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos)  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
 

@@ -10,16 +10,15 @@ import numpy as np
 
 from zaya_jax.data.chat import Conversation, Span, Template, encode_pieces, load_template
 from zaya_jax.data.convert import (
+    Conversion,
     Record,
     Skipped,
-    convert,
     default_workers,
-    read_note,
     refuse_in_worker,
     remove_notes,
 )
 from zaya_jax.data.corpus import Split
-from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, describe_file, digest_of, read_manifest
+from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, digest_of, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
@@ -117,12 +116,11 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
     units = [RenderUnit(folder, split, shard) for shard in manifest.split(split).shards]
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit)
-    convert(target, units, range(len(units)), work, sizes=[unit.shard.bytes for unit in units],
-            workers=default_workers(), limit=0, label=f"writing out the {split} conversations of {folder.name}",
-            advice=f"The chat template {template.name} must write out each of them.")  # fmt: skip
-    notes = [note for number in range(len(units)) if (note := read_note(target, number)) is not None]
-    write_merged(target, notes, kind="masked", inputs=inputs, special=manifest.special,
-                 tokenizer=describe_file(target / TOKENIZER))  # fmt: skip
+    conversion = Conversion(target, units, [unit.shard.bytes for unit in units],
+                            f"The chat template {template.name} must write out each of them.",
+                            workers=default_workers())  # fmt: skip
+    conversion.convert(work, f"writing out the {split} conversations of {folder.name}")
+    write_merged(target, len(units), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)
 
 
