@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from zaya_jax.data import baselines
-from zaya_jax.data.baselines import compressor_baselines, end_of
+from zaya_jax.data.baselines import compressor_baselines, last_window
 
 NOISE = np.random.default_rng(0).integers(0, 256, 50_000, np.uint8).tobytes()
 
@@ -33,6 +33,6 @@ def test_the_end_of_the_texts_is_what_fits(monkeypatch):
     monkeypatch.setattr(baselines, "WINDOW_BYTES", 5)
     read = []
     texts = (read.append(text) or text for text in ["last", "☃b", "first"])
-    assert end_of(texts) == b"blast"
+    assert last_window(texts) == b"blast"
     assert read == ["last", "☃b"]
-    assert end_of(["b", "a"]) == b"ab"
+    assert last_window(["b", "a"]) == b"ab"

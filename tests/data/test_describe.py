@@ -1,4 +1,5 @@
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -6,7 +7,7 @@ import pytest
 
 from tests.data_helpers import run_config, small_tokenizer, write_source
 from zaya_jax.config import BatchConfig
-from zaya_jax.data.describe import describe, shown
+from zaya_jax.data.describe import describe, render_row
 from zaya_jax.errors import InputError
 
 CHAT = [
@@ -52,7 +53,14 @@ def test_a_batch_that_rises_is_told_by_its_sizes(config):
     assert "Phase phase1: steps 10 to 14, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
 
 
-def test_the_picture_goes_where_it_is_wanted(config, tmp_path):
+@pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
+def test_a_step_or_a_storage_of_nothing_is_refused_by_its_option(config, value):
+    for option in ("step_seconds", "max_iops"):
+        with pytest.raises(InputError, match=f"^--{option.replace('_', '-')} is {value:g}, "):
+            describe(config, **{option: value})
+
+
+def test_the_plot_goes_where_it_is_wanted(config, tmp_path):
     describe(config, png=tmp_path / "there" / "a.png", samples=0)
     assert (tmp_path / "there" / "a.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "file").touch()
@@ -69,9 +77,9 @@ def test_a_row_shows_documents_apart_and_what_counts():
     mask = np.array([True] * (len(one) - 1) + [False] + [False] * (len(two) - 1) + [True, False, False])
     row = {"tokens": tokens, "targets": targets, "segment_ids": segments, "loss_mask": mask}
     first = tokenizer.decode(one[:1])
-    assert shown(row, tokenizer) == f"{first}[[{'def one'[len(first) :]}]]\n----\nreturn two[[<|endoftext|>]]"
+    assert render_row(row, tokenizer) == f"{first}[[{'def one'[len(first) :]}]]\n----\nreturn two[[<|endoftext|>]]"
 
 
 def test_a_row_of_padding_shows_nothing():
     empty = {name: np.zeros(4, np.int32) for name in ("tokens", "targets", "segment_ids")}
-    assert shown({**empty, "loss_mask": np.zeros(4, bool)}, small_tokenizer()) == ""
+    assert render_row({**empty, "loss_mask": np.zeros(4, bool)}, small_tokenizer()) == ""

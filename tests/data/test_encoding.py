@@ -6,8 +6,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import tokenizers
-from tokenizers import models, pre_tokenizers
 
 from tests.data.prepare_helpers import (
     CHAT,
@@ -20,7 +18,7 @@ from tests.data.prepare_helpers import (
     write_megatron,
 )
 from zaya_jax.data.corpus import SPLITS
-from zaya_jax.data.prepare import PrepareSettings, prepare
+from zaya_jax.data.prepare import prepare
 from zaya_jax.data.shards import Records
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
@@ -94,17 +92,6 @@ def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
     with pytest.raises(InputError, match=r"in\.parquet:2: no conversation: it holds what JSON cannot"):
         prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1)
     assert prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=1).counts == {"no conversation": 1}
-
-
-def test_a_text_that_makes_the_token_which_ends_documents_is_refused(tmp_path):
-    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "</s>": 1, "b": 2}, "a"))  # where it is not special
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.save(str(tmp_path / "words.json"))
-    path, output = write_jsonl(tmp_path / "in.jsonl", ["a b", "a </s> b", "b"]), tmp_path / "out"
-    with pytest.raises(InputError, match=rf"\n  {path}:2: end inside: its text makes the token '</s>'$"):
-        prepare([str(path)], tmp_path / "words.json", output, PrepareSettings(heldout=0), workers=1)
-    manifest = prepare([str(path)], tmp_path / "words.json", output, PrepareSettings(heldout=0), workers=1, max_bad=1)
-    assert (manifest.train.documents, manifest.counts) == (2, {"end inside": 1})
 
 
 def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(tmp_path, tokenizer):

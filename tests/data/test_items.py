@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,15 +73,3 @@ def test_what_was_begun_stays_as_it_is():
     originals = Items(np.array([0, 0, 1, 2]), np.array([0, 10, 0, 0]), np.array([10, 20, 7, 9]))
     rest = Items(np.array([1, 0, 0, 2]), np.array([3, 0, 10, 0]), np.array([2, 4, 4, 3]))
     assert rest.untrimmed(originals, 4).length.tolist() == [2, 10, 20, 3]  # the last one's end is read already
-
-
-@pytest.mark.parametrize("chosen", [[2, 0], [False, True, True]])
-def test_take_follows_indices_and_masks(chosen):
-    taken = whole_documents(np.array([3, 4, 5])).take(np.array(chosen))
-    assert taken.length.tolist() == ([5, 3] if chosen == [2, 0] else [4, 5])
-
-
-def test_adding_puts_items_behind_each_other():
-    whole = whole_documents(np.array([3, 4]))
-    both = whole + whole.take(np.array([1]))
-    assert (both.document.tolist(), both.length.tolist()) == ([0, 1, 1], [3, 4, 4])

@@ -2,7 +2,6 @@ import math
 import pickle
 from fractions import Fraction
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,24 +126,7 @@ def test_a_small_weight_keeps_a_row_of_the_period(weights, expected):
     assert mixture.counts(LONGEST_PERIOD) == expected
 
 
-def test_numpy_numbers_do():
-    mixture = Mixture({"a": np.float64(0.1), "b": np.float32(0.3)})
-    assert mixture.period == 4
-    assert mixture.locate(np.int64(5)) == (0, 1)
-
-
 @pytest.mark.parametrize("weight", [0, -1.5, math.nan, math.inf])
 def test_a_weight_that_is_no_share_is_named(weight):
     with pytest.raises(InputError, match=f"The weight of the source 'code' is {weight}; it must be finite and above 0"):
         Mixture({"web": 1.0, "code": weight})
-
-
-def test_a_mixture_of_nothing_is_an_error():
-    with pytest.raises(InputError, match="has no source"):
-        Mixture({})
-
-
-@pytest.mark.parametrize("method", ["locate", "counts"])
-def test_a_negative_row_is_an_error(method):
-    with pytest.raises(IndexError, match="Row -1 is not in the mixture"):
-        getattr(Mixture({"web": 1.0}), method)(-1)

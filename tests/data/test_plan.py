@@ -3,6 +3,7 @@ import itertools
 import shutil
 from collections import Counter
 
+import chex
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +11,6 @@ from hypothesis import strategies as st
 
 from tests.data_helpers import run_config, write_source
 from zaya_jax.config import Table
-from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_batches, heldout_text, train_batches
 from zaya_jax.data.plan import plan_run
 from zaya_jax.data.sources import open_sources
@@ -47,34 +47,6 @@ def make_run(folder, corpora, phases, **options):
     return config, open_sources(config)
 
 
-def same(first, second):
-    return first.keys() == second.keys() and all(np.array_equal(first[name], second[name]) for name in first)
-
-
-@given(corpora=corpora, phases=st.lists(phase_settings, min_size=1, max_size=3), seed=st.integers(0, 9),
-       before=st.sampled_from([1, 2, 4, 8]), after=st.sampled_from([1, 2, 4, 8]), stop=st.integers(0, 8))  # fmt: skip
-def test_any_hosts_and_any_interruption_give_the_stream_of_one_host(
-    tmp_path_factory, corpora, phases, seed, before, after, stop
-):
-    config, prepared = make_run(tmp_path_factory.getbasetemp() / "hosts", corpora, phases, seed=seed)
-    with train_batches(config, prepared) as one:
-        stream = list(one)
-    assert len(stream) == total_steps(config)
-    state = None
-    for count, steps in ((before, range(stop)), (after, range(stop, total_steps(config)))):
-        hosts = [train_batches(config, prepared, shares=[(i, count)] * len(config.phases)) for i in range(count)]
-        for host in hosts:
-            if state is not None:
-                host.set_state(state)
-        for step in steps:
-            shares = [next(host) for host in hosts]
-            together = {name: np.concatenate([share[name] for share in shares]) for name in shares[0]}
-            assert same(together, stream[step])
-        (state,) = {str(host.get_state()): host.get_state() for host in hosts}.values()
-        for host in hosts:
-            host.close()
-
-
 @given(corpora=corpora, phases=st.lists(phase_settings, min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_no_source_repeats_a_token_before_it_has_given_all_others(tmp_path_factory, corpora, phases, seed):
     phases = [(packing, context, "split", some) for packing, context, _, some in phases]
@@ -103,10 +75,10 @@ def test_each_phase_is_mixed_as_its_weights_say(tmp_path_factory, phases):
     assert len(plan) == 30 * 8
     assert [phase.first_row for phase in plan.phases] == [24 * index for index in range(len(phases))]
     for phase, (_, context, _, some) in zip(plan.phases, phases, strict=True):
-        found = Counter(int(plan[phase.first_row + i]["tokens"].max()) // 100 for i in range(phase.rows))
+        rows = Counter(int(plan[phase.first_row + i]["tokens"].max()) // 100 for i in range(phase.rows))
         for number, weight in enumerate(some):
-            assert found[number] == phase.shares[NAMES[number]].rows
-            assert abs(found[number] - phase.rows * weight / sum(some)) <= 1
+            assert rows[number] == phase.shares[NAMES[number]].rows
+            assert abs(rows[number] - phase.rows * weight / sum(some)) <= 1
         assert plan[phase.first_row]["tokens"].shape == (context,)
 
 
@@ -119,11 +91,11 @@ def test_worker_processes_change_nothing(tmp_path, workers):
         stream = list(batches)
     data = dataclasses.replace(config.data, workers=workers)
     with train_batches(dataclasses.replace(config, data=data), prepared) as batches:
-        assert all(map(same, [next(batches) for _ in range(3)], stream))
+        chex.assert_trees_all_equal([next(batches) for _ in range(3)], stream[:3])
         state = batches.get_state()
     with train_batches(config, prepared) as batches:
         batches.set_state(state)
-        assert all(map(same, list(batches), stream[3:]))
+        chex.assert_trees_all_equal(list(batches), stream[3:])
 
 
 def test_without_weights_sources_are_mixed_by_their_tokens(tmp_path):
@@ -180,13 +152,13 @@ def test_the_order_tells_phases_sources_and_seed_apart(tmp_path):
 def test_a_template_is_known_by_what_it_writes(tmp_path):
     talk = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
     write_source(tmp_path / "talk", [talk] * 4, [talk], kind="chat")
-    found = []
+    digests = []
     for name, text in (("one", "A"), ("one", "BB"), ("two", "A")):
         body = "{% generation %}{{ messages[1].content }}{% endgeneration %}"
         (tmp_path / name).write_text(f"{{{{ messages[0].content }}}}{text}{body}")
         config = run_config(tmp_path, ["talk"], [{"template": str(tmp_path / name)}])
-        found.append(orders(config))
-    assert found[0] == found[2] != found[1]
+        digests.append(orders(config))
+    assert digests[0] == digests[2] != digests[1]
 
 
 def test_sources_of_one_shape_have_orders_of_their_own(tmp_path):
@@ -195,7 +167,7 @@ def test_sources_of_one_shape_have_orders_of_their_own(tmp_path):
     config = run_config(tmp_path, ["a", "b"], [{"mixture": {"a": 1, "b": 1}}], steps=4, context=9)
     plan = plan_run(config, open_sources(config))
     tokens = [plan[index]["tokens"][-1] for index in range(32)]
-    assert np.mean([one == other for one, other in zip(tokens[::2], tokens[1::2], strict=True)]) < 0.3
+    assert np.mean(np.equal(tokens[::2], tokens[1::2])) < 0.3
 
 
 def test_each_source_is_held_out_by_itself(tmp_path):

@@ -3,12 +3,9 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
-import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import models, pre_tokenizers
 
 from tests.data.prepare_helpers import (
     QUARTER,
@@ -28,7 +25,6 @@ from zaya_jax.data.prepare import (
     open_manifest,
     prepare,
 )
-from zaya_jax.data.shards import Records
 from zaya_jax.data.tokenizer import train_tokenizer
 
 documents = st.lists(
@@ -86,19 +82,6 @@ def test_another_field_and_other_endings_are_read_where_they_are_named(tmp_path,
     assert read_back(tmp_path / "logs") == {"train": ["left out"] * 20, "heldout": []}
 
 
-@pytest.mark.parametrize(("tokens", "dtype"), [(256, "|u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4")])
-def test_a_token_takes_the_fewest_bytes_that_hold_the_vocabulary(tmp_path, tokens, dtype):
-    backend = tokenizers.Tokenizer(models.WordLevel({f"w{i}": i for i in range(tokens)}, "w0"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    backend.save(str(tmp_path / "words.json"))
-    path = write_jsonl(tmp_path / "in.jsonl", [f"w1 w{tokens - 2}"])
-    settings = PrepareSettings(eot=f"w{tokens - 1}", heldout=0)
-    manifest = prepare([str(path)], tmp_path / "words.json", tmp_path / "out", settings, workers=1)
-    assert (manifest.dtype, manifest.eot) == (dtype, f"w{tokens - 1}")
-    [record] = Records(tmp_path / "out", manifest.train.shards)
-    assert record == np.array([tokens - 1, 1, tokens - 2, tokens - 1], dtype).tobytes()
-
-
 # --- which are held out ----------------------------------------------------------------------------------------
 
 
@@ -116,12 +99,6 @@ def test_held_out_is_a_part_of_the_documents_that_their_content_decides(tmp_path
     assert set(found["heldout"]) < set(read_back(tmp_path / "more")["heldout"])
 
 
-def test_with_a_part_of_nothing_nothing_is_held_out(tmp_path, tokenizer, given_texts):
-    manifest = prepare([str(given_texts)], tokenizer, tmp_path / "out", PrepareSettings(heldout=0), workers=1)
-    assert (manifest.train.documents, manifest.heldout.documents, manifest.heldout.shards) == (40, 0, ())
-    assert read_back(tmp_path / "out")["heldout"] == []
-
-
 # --- what it does not depend on --------------------------------------------------------------------------------
 
 
@@ -136,16 +113,6 @@ def test_processes_and_tasks_change_no_byte(tmp_path, tokenizer, given_texts):
     assert len(manifest.train.shards) > 3
     assert contents(tmp_path / "three") == contents(tmp_path / "one") == contents(tmp_path / "tasks")
     check_nothing_else(tmp_path / "one")
-
-
-def test_the_size_of_a_unit_changes_no_document(tmp_path, tokenizer, given_texts):
-    found = []
-    for unit_bytes in (None, 130, 777, 3000):
-        output = tmp_path / f"out{unit_bytes}"
-        manifest = prepare([str(given_texts)], tokenizer, output, QUARTER, unit_bytes=unit_bytes or 10**6, workers=1)
-        lengths = (output / manifest.train.lengths.file).read_bytes()
-        found.append((read_back(output), lengths, manifest.train.tokens))
-    assert all(some == found[0] for some in found)
 
 
 def test_more_tasks_than_units_leave_some_without_work(tmp_path, tokenizer, given_texts):

@@ -14,8 +14,6 @@ from zaya_jax.data.chat import load_template
 from zaya_jax.data.tokenizer import (
     EOT_TEXT,
     EOT_TEXTS,
-    Tokenizer,
-    check_vocabulary,
     load_tokenizer,
     train_tokenizer,
     vocabulary_warning,
@@ -89,16 +87,6 @@ def test_too_small_a_vocabulary_is_named():
     with pytest.raises(InputError, match=r"model\.vocab_size is 256, but must be at least 257"):
         train_tokenizer(TEXTS, 256)
     assert train_tokenizer(TEXTS, 257).vocab_size == 257
-
-
-def test_a_model_with_fewer_tokens_is_refused(tokenizer, tmp_path):
-    tokenizer.save(tmp_path / "t.json")
-    with pytest.raises(
-        InputError, match=re.escape(f"{tmp_path / 't.json'} has 300 tokens, more than model.vocab_size")
-    ):
-        check_vocabulary(load_tokenizer(tmp_path / "t.json"), 299, tmp_path / "t.json")
-    for enough in (300, 301):
-        check_vocabulary(load_tokenizer(tmp_path / "t.json"), enough, tmp_path / "t.json")
 
 
 def test_rows_that_no_token_uses_are_warned_of_with_both_values(tokenizer):
@@ -241,8 +229,3 @@ def special(tokenizer, tmp_path_factory):
 def test_tokens_that_are_added_count(special, tokenizer):
     assert special.vocab_size == tokenizer.vocab_size + 2
     assert special.decode(range(300, 302)) == "<|begin|><|end|>"
-
-
-def test_a_wrapped_tokenizer_of_the_library_is_the_same(tokenizer):
-    wrapped = Tokenizer(tokenizers.Tokenizer.from_str(tokenizer._backend.to_str()))
-    assert wrapped.encode(TEXTS[7] + EOT_TEXT) == tokenizer.encode(TEXTS[7] + EOT_TEXT)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zaya_jax.data.convert import Conversion, Record, remove_notes
-from zaya_jax.data.manifest import Manifest, digest_of
+from zaya_jax.data.manifest import Manifest, json_digest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
@@ -45,7 +45,7 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
     conversion = Conversion(folder, range(shards), [draw.bytes] * shards, "No drawn document is bad.")
     conversion.convert(draw, "drawing documents")
-    manifest = write_merged(folder, shards, kind="tokens", inputs=digest_of(draw, shards),
+    manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards),
                             special=SpecialTokens(*[loaded.eot_text] * 3))  # fmt: skip
     remove_notes(folder)
     return manifest

@@ -1,4 +1,4 @@
-"""What general compressors need for the held-out text: the figures a model's bits per byte stand against."""
+"""Bits per byte of general compressors on the held-out text, to compare a model's with."""
 
 import gzip
 import itertools
@@ -34,7 +34,7 @@ def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
     return bits_per_byte
 
 
-def end_of(texts: Iterable[str]) -> bytes:
+def last_window(texts: Iterable[str]) -> bytes:
     """The end of the concatenated texts that a compressor's window can hold, in UTF-8.
 
     Args:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zaya_jax.errors import InputError
-
 
 @dataclass(frozen=True, eq=False)
 class Bins:
@@ -25,13 +23,7 @@ class Bins:
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The items of one bin: int64 [items of the bin], a view of `members`.
-
-        Raises:
-          IndexError: `index` is not in [0, len).
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"Bin {index} is not among the {len(self)} bins.")
+        """The items of one bin: int64 [items of the bin], a view of `members`."""
         return self.members[self.starts[index] : self.starts[index + 1]]
 
 
@@ -48,31 +40,12 @@ def pack(sizes: np.ndarray, capacity: int) -> Bins:
 
     Returns:
       The bins; none where there are no items.
-
-    Raises:
-      InputError: `capacity` is below 1, `sizes` is not a vector of integers, or an item is of another size
-        than allowed (the first such is named).
     """
-    sizes = np.asarray(sizes)
-    _check(sizes, capacity)
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     bin_of = _best_fit(sizes[order], capacity)
     by_bin = np.argsort(bin_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(bin_of))])
     return Bins(members=order[by_bin], starts=starts.astype(np.int64))
-
-
-def _check(sizes: np.ndarray, capacity: int) -> None:
-    if capacity < 1:
-        raise InputError(f"The capacity of a bin is {capacity}; it must be at least 1.")
-    if sizes.ndim != 1 or not np.issubdtype(sizes.dtype, np.integer):
-        raise InputError(f"The sizes are {sizes.dtype} of shape {sizes.shape}; they must be a vector of integers.")
-    wrong = np.flatnonzero((sizes < 1) | (sizes > capacity))
-    if len(wrong):
-        raise InputError(
-            f"Item {wrong[0]} is of size {sizes[wrong[0]]}, but only sizes from 1 to the capacity of a bin "
-            f"({capacity}) can be packed; leave it out, trim it, or raise the capacity."
-        )
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

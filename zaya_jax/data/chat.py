@@ -1,4 +1,4 @@
-"""Conversations to text and tokens: what was asked, what the assistant is to learn, and what of it is reasoning."""
+"""Conversations to text and tokens, with the parts that the assistant wrote and those that are reasoning marked."""
 
 import hashlib
 import re
@@ -46,7 +46,7 @@ _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # t
 _MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
 _HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
 _THINK, _THINK_END = "<think>", "</think>"
-_SHOWN = 200  # characters of what a template says
+_MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
 class Piece(NamedTuple):
@@ -106,7 +106,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
         message["content"] = _content(value, where)
     if role != "assistant":
         return message
-    reasoning = _reasoning(message.pop("reasoning", None), message.pop("reasoning_content", None), where)
+    reasoning = _reasoning(message, where)
     if not reasoning and (content := message.get("content")):
         reasoning, message["content"] = _split(content, where)
     return {**message, "reasoning": reasoning} if reasoning else message
@@ -134,15 +134,15 @@ def _content(message: dict[str, Any], where: str) -> str | None:
     return "".join(part["text"] for part in content)
 
 
-def _reasoning(one: Any, other: Any, where: str) -> str:
-    """The reasoning given under one of its two names; empty where there is none."""
-    given = [text for text in (one, other) if text is not None]
-    if not all(isinstance(text, str) for text in given):
+def _reasoning(message: dict[str, Any], where: str) -> str:
+    """Take the reasoning, under either of its two names, out of a message; empty where there is none."""
+    texts = [text for key in ("reasoning", "reasoning_content") if (text := message.pop(key, None)) is not None]
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where} has a reasoning that is not a string")
-    given = [text for text in given if text.strip()]
-    if len(set(given)) > 1:
+    texts = [text for text in texts if text.strip()]
+    if len(set(texts)) > 1:
         raise ValueError(f"{where} has a reasoning and a reasoning_content that differ")
-    return given[0] if given else ""
+    return texts[0] if texts else ""
 
 
 def _split(content: str, where: str) -> tuple[str, str]:
@@ -173,15 +173,15 @@ def find_special(conversation: Conversation, specials: frozenset[str]) -> str | 
 
     A rendering is encoded with special tokens meant, so such a text would become one and could forge a turn's end.
     """
-    pattern = _any_of(specials)
+    pattern = _alternatives(specials)
     for text in _strings(conversation) if specials else ():
-        if found := pattern.search(text):
-            return found.group()
+        if match := pattern.search(text):
+            return match.group()
     return None
 
 
 @lru_cache(maxsize=4)
-def _any_of(texts: frozenset[str]) -> re.Pattern[str]:
+def _alternatives(texts: frozenset[str]) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=lambda text: (-len(text), text))))
 
 
@@ -243,13 +243,7 @@ class Template:
         """
         tokens = {"bos_token": bos, "eos_token": eos}
         names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
-        plain, marked = self._run(
-            {"marks": ["", ""], "names": {"messages": _messages(conversation, marked=False), **names}},
-            {
-                "marks": [_GENERATION, _GENERATION_END],
-                "names": {"messages": _messages(conversation, marked=True), **names},
-            },
-        )
+        plain, marked = self._run(_request(conversation, names), _request(conversation, names, marked=True))
         if _HALF_OF_PAIR.search(plain):
             raise ValueError("the chat template writes half of a surrogate pair")
         pieces = _cut(marked)
@@ -263,10 +257,10 @@ class Template:
         """Raise `ValueError` where the rendering would be the same without the calls."""
         without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in conversation]
         try:
-            [other] = self._run({"marks": ["", ""], "names": {"messages": _messages(without, marked=False), **names}})
+            [rendering] = self._run(_request(without, names))
         except ValueError:  # a template that needs them reads them
             return
-        if other == plain:
+        if rendering == plain:
             raise ValueError("the chat template does not write the tool_calls of the conversation")
 
     def _run(self, *renderings: dict[str, Any]) -> list[str]:
@@ -297,7 +291,7 @@ def load_template(path: str | None) -> Template:
 
 
 def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
-    """Encode a rendering as a whole, as transformers does, and tell its parts apart by where each token stands.
+    """Encode a rendering as a whole, as transformers does, and assign each token to the pieces it stands for.
 
     A token that lies on several pieces is generated if the first or the last of them is, and of a reasoning only if
     both are: what is cut from a reasoning takes nothing else along.
@@ -316,8 +310,8 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
     lasts = np.searchsorted(ends[:-1], np.maximum(stops - 1, starts), side="right")
     spans: list[Span] = []
     for token, first, last in zip(tokens, firsts.tolist(), lasts.tolist(), strict=True):
-        one, other = pieces[first], pieces[last]
-        kind = one.generated or other.generated, one.reasoning if one.reasoning == other.reasoning else None
+        left, right = pieces[first], pieces[last]
+        kind = left.generated or right.generated, left.reasoning if left.reasoning == right.reasoning else None
         if spans and spans[-1][1:] == kind:
             spans[-1].tokens.append(token)
         else:
@@ -327,17 +321,18 @@ def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> 
 
 def _shorten(message: str) -> str:
     printable = _HALF_OF_PAIR.sub("", message)
-    return textwrap.shorten(printable, _SHOWN, placeholder=" …").rstrip(".")
+    return textwrap.shorten(printable, _MAX_MESSAGE, placeholder=" …").rstrip(".")
 
 
-def _messages(conversation: Conversation, *, marked: bool) -> Conversation:
-    """Copies for a template."""
+def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False) -> dict[str, Any]:
+    """A rendering to ask `run_template` for, of copies of the messages."""
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("reasoning"):
             reasoning = _mark(message["reasoning"], number) if marked else message["reasoning"]
             message["reasoning"] = message["reasoning_content"] = reasoning
-    return messages
+    marks = [_GENERATION, _GENERATION_END] if marked else ["", ""]
+    return {"marks": marks, "names": {"messages": messages, **names}}
 
 
 def _mark(reasoning: str, number: int) -> str:

@@ -1,7 +1,7 @@
-"""Units of input to shards, on all cores: each unit's shards appear whole, and a unit that is done stays done.
+"""Units of input to shards, on all cores.
 
-A unit's output depends on the unit alone, never on the number of processes, and a note written last says what it
-holds. So work can be killed at any moment, shared among tasks, and started again: what is noted is passed over.
+A unit's output depends on the unit alone, never on the number of processes, and a note that describes it is written
+last. So work can be killed at any moment, shared among tasks, and resumed: units that have a note are passed over.
 """
 
 import dataclasses
@@ -163,14 +163,14 @@ def read_note(folder: Path, number: int) -> UnitNote | None:
 
 
 def remove_notes(folder: Path) -> None:
-    """Remove notes and lengths of units, once the manifest says what they said, and what killed processes left."""
+    """Remove the notes and lengths of units, once the manifest has their content, and files of killed processes."""
     for pattern in ("unit-*.json", "unit-*.npy", "*.partial"):
         for leftover in folder.glob(pattern):
             leftover.unlink(missing_ok=True)
 
 
 def refuse_in_worker() -> None:
-    """Raise `InputError` in a process that was started for such work, by a script that begins it unguarded."""
+    """Raise `InputError` in a worker process, which re-imports a script without a `__main__` guard."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InputError("Work in several processes was begun while a script is imported by one of them; put what the "
                          "script does under `if __name__ == '__main__':`.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The text files of a corpus, and which of them are held out.
+"""The text files of a corpus, split into training and held-out files.
 
 No text is kept in memory: a corpus is two lists of paths with a hash of each file, and texts are read when they are
 iterated over.

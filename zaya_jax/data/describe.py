@@ -1,5 +1,6 @@
-"""What a configured run reads, in words and a picture: sources, phases, padding, load on storage, samples."""
+"""A report of what a configured run reads: sources, phases, padding, load on storage, samples, a histogram."""
 
+import math
 from pathlib import Path
 from typing import get_args
 
@@ -8,7 +9,7 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.data.corpus import SPLITS
-from zaya_jax.data.io_estimate import StorageLoad, fragmentation, io_estimate
+from zaya_jax.data.io_estimate import StorageLoad, io_estimate
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
 from zaya_jax.data.rows import Row
 from zaya_jax.data.sources import Prepared, open_sources
@@ -22,18 +23,21 @@ _SHOWN = 600  # characters of a sample
 
 def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5,
              max_iops: float = 70_000) -> str:  # fmt: skip
-    """Plan a run's data and say what it is. Whatever has to be made for that is made, and kept for the run.
+    """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are kept for the run.
 
     Args:
       config: of the run; nothing is written to its `run_dir`.
       png: file for a histogram of the documents' lengths; none is drawn where it is None.
-      samples: rows shown of each source in each phase.
+      samples: rows render_row of each source in each phase.
       step_seconds: of a step, for the load on storage.
       max_iops: reads a second that the storage can do.
 
     Raises:
-      InputError: the data cannot be used as configured, or the picture cannot be written.
+      InputError: the data cannot be used as configured, an option is not positive, or the plot cannot be written.
     """
+    for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(f"{option} is {value:g}, but must be finite and greater than zero.")
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
     parts = [_sources(prepared)]
@@ -41,38 +45,31 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
         # Documents of a row lie apart from each other: reading each begins with a page of its own.
-        sigma = fragmentation(extra_faults=_documents_a_row(phase), context=phase.context, token_bytes=token_bytes)
-        load = io_estimate(
-            global_batch=steps[-1].sequences,
-            context=phase.context,
-            step_seconds=step_seconds,
-            max_operations_per_second=max_iops,
-            token_bytes=token_bytes,
-            fragmentation=sigma,
-        )
-        storage = _storage(load, sigma, step_seconds, max_iops)
-        parts.append("\n".join([_phase(phase, steps), storage]))
+        load = io_estimate(sequences=steps[-1].sequences, context=phase.context, token_bytes=token_bytes,
+                           extra_pages=_documents_per_row(phase), step_seconds=step_seconds,
+                           max_operations_per_second=max_iops)  # fmt: skip
+        parts.append("\n".join([_phase(phase, steps), _storage(load, step_seconds, max_iops)]))
     if png is not None:
-        _picture(plan, png)
+        _plot_lengths(plan, png)
         parts.append(f"Histogram of document lengths: {png}")
     for phase in plan.phases:
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
-                row = share.stage.row(number)
+                row = share.phase_rows.row(number)
                 parts.append(f"Phase {phase.config.name}, {name}, row {number}, [[what the loss counts]], ---- between "
-                             f"documents:\n{shown(row, prepared.tokenizer)}")  # fmt: skip
+                             f"documents:\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
     return "\n\n".join(parts)
 
 
-def shown(row: Row, tokenizer: Tokenizer) -> str:
-    """A row's text, what the loss counts between [[ and ]], documents apart, cut where it is long."""
+def render_row(row: Row, tokenizer: Tokenizer) -> str:
+    """The text of a row: the loss covers what stands between [[ and ]]; long texts are cut."""
     parts, length = [], 0
     for segment in range(1, int(row["segment_ids"].max()) + 1):
         here = np.flatnonzero(row["segment_ids"] == segment)
         # The first token is given; each target follows what it is predicted from.
         tokens = np.concatenate([row["tokens"][here[:1]], row["targets"][here]])
         counted = np.concatenate([[False], row["loss_mask"][here]])
-        if _is_of_next(row, int(here[-1])):
+        if _targets_next_document(row, int(here[-1])):
             tokens, counted = tokens[:-1], counted[:-1]
         edges = np.flatnonzero(np.diff(counted.astype(np.int8))) + 1
         text = ""
@@ -87,7 +84,7 @@ def shown(row: Row, tokenizer: Tokenizer) -> str:
     return "\n----\n".join(parts)
 
 
-def _is_of_next(row: Row, last: int) -> bool:
+def _targets_next_document(row: Row, last: int) -> bool:
     """Whether the target of a document's last place is the first token of the next, as it is in a window."""
     if row["loss_mask"][last] or last + 1 == len(row["tokens"]) or row["segment_ids"][last + 1] == 0:
         return False
@@ -112,14 +109,16 @@ def _phase(phase: PhasePlan, stages: list[Stage]) -> str:
     rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents")]
     trimmed = []
     for name, share in phase.shares.items():
-        counts = ", ".join(f"{count:,} {what}" for what, count in share.stage.first.counts.items() if count) or "none"
+        epoch = share.phase_rows.first
+        long = ", ".join(f"{count:,} {outcome}" for outcome, count in epoch.counts.items() if count) or "none"
         if settings.packing == "windows" and settings.over_length == "split":
-            counts = "split by windows"
+            long = "split by windows"
         rows.append((name, f"{share.rows:,}", f"{share.rows * phase.context:,}",
-                     f"{100 * share.rows / phase.rows:.2f} %", f"{share.epochs:.3f}",
-                     f"{100 * share.stage.first.padding:.3f} %", counts))  # fmt: skip
+                     f"{100 * share.rows / phase.rows:.2f} %", f"{share.epochs:.3f}", f"{100 * epoch.padding:.3f} %",
+                     long))  # fmt: skip
         if share.counts:
-            outcomes = ", ".join(f"{share.counts.get(of, 0):,} {of.replace('_', ' ')}" for of in get_args(Outcome))
+            outcomes = ", ".join(f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}"
+                                 for outcome in get_args(Outcome))  # fmt: skip
             trimmed.append(f"{name}: conversations made to fit {phase.context:,} tokens: {outcomes}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
     head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
@@ -127,17 +126,18 @@ def _phase(phase: PhasePlan, stages: list[Stage]) -> str:
     return "\n".join([head, _table(rows), *trimmed])
 
 
-def _documents_a_row(phase: PhasePlan) -> float:
+def _documents_per_row(phase: PhasePlan) -> float:
     """Documents, whole or in part, that a row of the phase is made of, on average."""
-    each = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
+    means = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
             for share in phase.shares.values() if share.rows]  # fmt: skip
-    return sum(rows * max(1.0, phase.context / length) for rows, length in each) / sum(rows for rows, _ in each)
+    return sum(rows * max(1.0, phase.context / length) for rows, length in means) / sum(rows for rows, _ in means)
 
 
-def _storage(load: StorageLoad, sigma: float, step_seconds: float, max_iops: float) -> str:
+def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
     return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB a step, {load.operations_per_step:,.6g} reads of a page "
-            f"(fragmentation {sigma:.2f}); at {step_seconds:g} s a step {load.operations_per_second:,.6g} reads/s; "
-            f"{max_iops:,.6g} reads/s feed steps of {load.shortest_step_seconds:.3g} s and more")  # fmt: skip
+            f"(fragmentation {load.fragmentation:.2f}); at {step_seconds:g} s a step "
+            f"{load.operations_per_second:,.6g} reads/s; {max_iops:,.6g} reads/s feed steps of "
+            f"{load.shortest_step_seconds:.3g} s and more")  # fmt: skip
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:
@@ -150,17 +150,17 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     return "\n".join(lines)
 
 
-def _picture(plan: RunPlan, path: Path) -> None:
+def _plot_lengths(plan: RunPlan, path: Path) -> None:
     from matplotlib.figure import Figure
 
     lengths = {f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
                for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
-    longest = max((int(some.max(initial=1)) for some in lengths.values()), default=1)
+    longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for label, some in lengths.items():
-        axes.hist(some, bins=edges.tolist(), histtype="step", label=label)
+    for label, tokens in lengths.items():
+        axes.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
     for context in sorted({phase.context for phase in plan.phases}):
         axes.axvline(context, color="grey", linestyle=":", linewidth=1)
     axes.set(xscale="log", xlabel="tokens of a document (dotted: the contexts)", ylabel="documents")
@@ -169,4 +169,4 @@ def _picture(plan: RunPlan, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise InputError(f"The picture {path} cannot be written: {error}.") from error
+        raise InputError(f"The plot {path} cannot be written: {error}.") from error

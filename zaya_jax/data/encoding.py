@@ -1,4 +1,4 @@
-"""Documents as records: what can be used, its tokens, and the split it belongs to."""
+"""Documents to records: checks, tokens and the split of each document."""
 
 import functools
 import json
@@ -13,18 +13,18 @@ from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
 from zaya_jax.data.readers.read import read_unit
-from zaya_jax.data.readers.unit import Bad, Document, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
 
-_AT_ONCE, _CHARACTERS_AT_ONCE = 256, 2**20  # documents encoded together, and their size
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # documents encoded together, and their size
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """What the documents of a prepared folder depend on, beside the inputs."""
+    """Settings of a preparation that its documents depend on."""
 
     kind: Kind = "tokens"  # or 'chat': the field holds conversations
     field: str = "text"  # key of JSON lines, column of Parquet and Arrow files
@@ -52,13 +52,13 @@ class PrepareWork:
         """The unit's records, in the order of its documents."""
         tokenizer = self._tokenizer()
         records = self._conversations if self.settings.kind == "chat" else self._texts
-        for documents in _some_at_once(read_unit(unit, field=self.settings.field)):
+        for documents in _batched(read_unit(unit, field=self.settings.field)):
             yield from records(tokenizer, documents)
 
     def check(self, unit: Unit) -> Iterator[int | Skipped]:
         """For each document of the unit, its bytes or why it cannot be used; encodes nothing."""
         tokenizer = self._tokenizer()
-        use = _use_conversation if self.settings.kind == "chat" else self._use_text
+        use = _check_conversation if self.settings.kind == "chat" else self._check_text
         for document in read_unit(unit, field=self.settings.field):
             used = use(tokenizer, document)
             yield used if isinstance(used, Skipped) else _bytes(document)
@@ -66,21 +66,21 @@ class PrepareWork:
     def _tokenizer(self) -> Tokenizer:
         return _load_tokenizer(self.tokenizer, self.digest, self.special)
 
-    def _use_text(self, tokenizer: Tokenizer, document: Document | Bad) -> str | np.ndarray | Skipped:
+    def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
         """A document's text or token ids, or why it cannot be used."""
-        if isinstance(document, Bad):
+        if isinstance(document, BadDocument):
             return _skipped(document, document.reason, document.detail)
         if isinstance(document.value, np.ndarray):
-            return _use_ids(tokenizer, document, document.value)
+            return _check_ids(tokenizer, document, document.value)
         if not isinstance(document.value, str):
             return _skipped(document, "wrong type", f"the field {self.settings.field!r} holds no text; --chat reads "
                             "conversations")  # fmt: skip
         return document.value
 
-    def _texts(self, tokenizer: Tokenizer, documents: list[Document | Bad]) -> Iterator[Record | Skipped]:
+    def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
         """Each document as the token that begins one, if any, its tokens, and the token that ends it."""
         dtype = token_dtype(tokenizer.vocab_size)
-        used = [self._use_text(tokenizer, document) for document in documents]
+        used = [self._check_text(tokenizer, document) for document in documents]
         encoded = tokenizer.encode_all(value for value in used if isinstance(value, str))
         for document, value in zip(documents, used, strict=True):
             if isinstance(value, Skipped):
@@ -97,29 +97,25 @@ class PrepareWork:
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
             yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document))
 
-    def _conversations(self, tokenizer: Tokenizer, documents: list[Document | Bad]) -> Iterator[Record | Skipped]:
-        """Each conversation as JSON; its tokens are those of what was said, since a template adds its own later."""
+    def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
+        """Each conversation as JSON; counts the tokens of contents and reasoning, as a template adds its own later."""
         for document in documents:
-            conversation = _use_conversation(tokenizer, document)
+            conversation = _check_conversation(tokenizer, document)
             if isinstance(conversation, Skipped):
                 yield conversation
                 continue
-            said = spoken(conversation)
+            texts = [text for message in conversation
+                     for text in (message.get("reasoning"), message.get("content")) if text]  # fmt: skip
             data = _to_json(conversation)
-            tokens = sum(map(len, tokenizer.encode_all(said)))
-            yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in said), _bytes(document))
+            tokens = sum(map(len, tokenizer.encode_all(texts)))
+            yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in texts), _bytes(document))
 
     def _split(self, content: bytes) -> Split:
-        """By content, so that two copies of a document are on the same side."""
+        """The split by content, so that two copies of a document are in the same one."""
         return "heldout" if content_hash(content) < self.settings.heldout * 2**64 else "train"
 
 
-def spoken(conversation: Conversation) -> list[str]:
-    """The texts of a conversation: contents and reasoning."""
-    return [text for message in conversation for text in (message.get("reasoning"), message.get("content")) if text]
-
-
-def _use_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
+def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
     """Token ids without the tokens that begin and end a document."""
     if tokenizer.prefix and ids[0] == tokenizer.prefix[0]:
         ids = ids[1:]
@@ -133,9 +129,9 @@ def _use_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.nd
     return ids
 
 
-def _use_conversation(tokenizer: Tokenizer, document: Document | Bad) -> Conversation | Skipped:
+def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | Skipped:
     """A conversation, or why the document cannot be used as one."""
-    if isinstance(document, Bad):
+    if isinstance(document, BadDocument):
         return _skipped(document, document.reason, document.detail)
     try:
         conversation = parse_conversation(document.value)
@@ -155,24 +151,24 @@ def _to_json(conversation: Conversation) -> bytes:
     return json.dumps(conversation, ensure_ascii=False, sort_keys=True, allow_nan=False).encode()
 
 
-def _bytes(document: Document | Bad) -> int:
-    return 0 if isinstance(document, Bad) else document.bytes
+def _bytes(document: Entry) -> int:
+    return 0 if isinstance(document, BadDocument) else document.bytes
 
 
-def _skipped(document: Document | Bad, reason: str, detail: str) -> Skipped:
+def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
     return Skipped(f"{document.file}:{document.line}", reason, detail)
 
 
-def _some_at_once(documents: Iterable[Document | Bad]) -> Iterator[list[Document | Bad]]:
-    """The documents in groups that are worth encoding together and are not too much for memory."""
-    some, size = [], 0
+def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
+    """Batches of documents, large enough to encode on all cores and small enough for memory."""
+    batch, size = [], 0
     for document in documents:
-        some.append(document)
+        batch.append(document)
         size += len(document.value) if isinstance(document, Document) and isinstance(document.value, str) else 1
-        if len(some) == _AT_ONCE or size >= _CHARACTERS_AT_ONCE:
-            yield some
-            some, size = [], 0
-    yield some
+        if len(batch) == _BATCH_DOCUMENTS or size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 @functools.lru_cache(maxsize=1)

@@ -1,4 +1,4 @@
-"""Which parts of which documents are read: the unit that packing works with."""
+"""Items, the parts of documents that packing works with."""
 
 from typing import NamedTuple, Self
 
@@ -20,7 +20,7 @@ class Items(NamedTuple):
         return int(self.length.sum())
 
     def take(self, chosen: np.ndarray) -> Self:
-        """Those that `chosen` names, by a mask or by indices, in its order."""
+        """The items that `chosen` selects, a mask or indices, in its order."""
         return type(self)(self.document[chosen], self.start[chosen], self.length[chosen])
 
     def untrimmed(self, originals: "Items", most: int) -> Self:
@@ -36,7 +36,7 @@ class Items(NamedTuple):
         return self._replace(length=np.where(trimmed, originals.length[place], self.length))
 
     def __add__(self, other: "Items") -> "Items":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """These and then the others."""
+        """The items of both, one after the other."""
         return Items(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
@@ -51,7 +51,7 @@ def whole_documents(lengths: np.ndarray) -> Items:
 
 
 class Fitted(NamedTuple):
-    """Items after the policy for those that are too long."""
+    """Items once the policy for those that are too long was applied."""
 
     used: Items
     dropped: Items  # left out whole; another phase may take them

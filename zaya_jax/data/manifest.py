@@ -1,4 +1,4 @@
-"""What a folder of prepared documents holds: files, sizes, digests, counts. No manifest, no prepared folder."""
+"""The manifest of a prepared folder: its files, their sizes and digests, and counts. It is written last."""
 
 import dataclasses
 import hashlib
@@ -86,18 +86,18 @@ class Manifest:
         return entries
 
 
-def digest_of(*values: object) -> str:
+def json_digest(*values: object) -> str:
     """A digest of values that JSON can hold."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
-def content_of(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry,
+def content_digest(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry,
                splits: Iterable[SplitEntry]) -> str:  # fmt: skip
     """The digest of the documents: equal where all of them are, in order."""
     shards = [
         [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits
     ]
-    return digest_of(kind, dtype, list(special), tokenizer.digest, shards)
+    return json_digest(kind, dtype, list(special), tokenizer.digest, shards)
 
 
 def describe_file(path: Path) -> FileEntry:
@@ -113,7 +113,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:
-    """Read the manifest, and look whether the files it names are there and as long as it says.
+    """Read the manifest, and check that the files it names are there and have the sizes it gives.
 
     Args:
       folder: a prepared folder.
@@ -124,13 +124,13 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
     """
     try:
         tree = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        found = tree["format"]
-        manifest = _parse(tree) if found == FORMAT else None
+        version = tree["format"]
+        manifest = _parse(tree) if version == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
     if manifest is None:  # its fields may be others too
         raise InputError(
-            f"The manifest {folder / MANIFEST} is of format {found}, but this version reads {FORMAT}. {remedy}"
+            f"The manifest {folder / MANIFEST} is of format {version}, but this version reads {FORMAT}. {remedy}"
         )
     for entry in manifest.files():
         if not isinstance(entry.file, str) or Path(entry.file).name != entry.file:

@@ -1,4 +1,4 @@
-"""Which source each row of a phase comes from, for given weights, found by the row's number alone.
+"""The source that each row of a phase comes from: a function of the weights and the row's number.
 
 Each source's rows are spread evenly over a period, as Webster's (Sainte-Laguë's) method hands out seats: nothing is
 drawn at random, so that every stretch of rows is mixed in the given proportions.
@@ -35,14 +35,12 @@ class Mixture:
         """Mix the sources that are the keys.
 
         Args:
-          weights: of each source, relative to each other; finite and above 0. Their unit is rows: with rows of
-            equal size also tokens.
+          weights: of each source, relative to each other; finite and above 0. Their unit is rows: with rows of equal
+            size also tokens.
 
         Raises:
-          InputError: there is no source, or a weight is not finite and above 0.
+          InputError: a weight is not finite and above 0.
         """
-        if not weights:
-            raise InputError("A mixture has no source; give at least one with its weight.")
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
                 raise InputError(f"The weight of the source {name!r} is {weight}; it must be finite and above 0.")
@@ -59,32 +57,18 @@ class Mixture:
             self._within[rows] = np.arange(len(rows))
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The source of a row, as its index in `names`, and which of that source's own rows it is, both from 0.
-
-        Raises:
-          IndexError: `row` is negative.
-        """
-        period, place = divmod(_not_negative(row), self.period)
+        """The source of a row, as its index in `names`, and which of that source's own rows it is, both from 0."""
+        period, place = divmod(row, self.period)
         source = int(self._source[place])
         return source, period * self._per_period[source] + int(self._within[place])
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows are of each source, in the order of `names`.
-
-        Raises:
-          IndexError: `rows` is negative.
-        """
-        periods, rest = divmod(_not_negative(rows), self.period)
+        """How many of the first `rows` rows are of each source, in the order of `names`."""
+        periods, rest = divmod(rows, self.period)
         return [
             periods * count + int(np.searchsorted(places, rest))
             for count, places in zip(self._per_period, self._rows, strict=True)
         ]
-
-
-def _not_negative(row: int) -> int:
-    if row < 0:
-        raise IndexError(f"Row {row} is not in the mixture; rows are counted from 0.")
-    return int(row)
 
 
 def _integers(weights: list[Fraction]) -> list[int]:

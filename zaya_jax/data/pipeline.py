@@ -8,8 +8,8 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.stages import Stage, first_step, rows_before, stages
-from zaya_jax.data.plan import RunPlan, heldout_phase, packer_of, plan_run
-from zaya_jax.data.rows import Packing, Part, Row
+from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run
+from zaya_jax.data.rows import DocumentPart, PackedRows, Row
 from zaya_jax.data.shards import Documents, Text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.data.stream import Position
@@ -17,7 +17,7 @@ from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError, WorkerLost
 from zaya_jax.run.signals import interrupts_kept_from_children
 
-Batch = dict[str, np.ndarray]  # of `rows.Packing.row`, each array [b, s]
+Batch = dict[str, np.ndarray]  # of `rows.PackedRows.row`, each array [b, s]
 Share = tuple[int, int]  # the i-th of n equal parts
 
 _THREADS = 2
@@ -61,7 +61,7 @@ class TrainBatches(Iterator[Batch]):
                 f"A process that reads data was killed ({code}), as happens where memory runs out: lower data.workers, "
                 f"now {self._workers} (with 0 this process reads), or give the run more memory."
             ) from error
-        self._sequences += _stage_of_row(self._stages, self._sequences).sequences
+        self._sequences += _stage_at_row(self._stages, self._sequences).sequences
         return batch
 
     def __enter__(self) -> Self:
@@ -103,7 +103,7 @@ class TrainBatches(Iterator[Batch]):
                 "held out files of data.corpus by path and encoded conversations piece by piece. Restore the old "
                 "values, or start a new run_dir."
             )
-        if not _begins_a_step(self._stages, int(state["sequences"])):
+        if not _is_step_boundary(self._stages, int(state["sequences"])):
             raise InputError(
                 f"The saved position is after {state['sequences']} rows, where no step of this run begins: the batch "
                 "of a phase that is begun has changed since. Restore the old one, or start a new run_dir."
@@ -131,7 +131,7 @@ class _Batches:
 
     def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, shares: Sequence[Share]) -> None:
         self._plan, self._stages, self._shares = plan, steps, shares
-        stage = _stage_of_row(steps, start)
+        stage = _stage_at_row(steps, start)
         self._first = stage.first_step + (start - stage.first_row) // stage.sequences
 
     def __len__(self) -> int:
@@ -146,13 +146,13 @@ class _Batches:
         return _stack([self._plan[row] for row in range(start, start + rows)])
 
 
-def _stage_of_row(steps: tuple[Stage, ...], row: int) -> Stage:
+def _stage_at_row(steps: tuple[Stage, ...], row: int) -> Stage:
     return steps[bisect.bisect_right(steps, row, key=lambda stage: stage.first_row) - 1]
 
 
-def _begins_a_step(steps: tuple[Stage, ...], row: int) -> bool:
+def _is_step_boundary(steps: tuple[Stage, ...], row: int) -> bool:
     """Whether a step, or the end of the run, comes after `row` rows."""
-    stage = _stage_of_row(steps, row)
+    stage = _stage_at_row(steps, row)
     return (row - stage.first_row) % stage.sequences == 0
 
 
@@ -166,7 +166,7 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Share]
         of them where none are given.
 
     Returns:
-      An iterator over dicts of arrays [a step's sequences / n, s]; see `rows.Packing.row`.
+      An iterator over dicts of arrays [a step's sequences / n, s]; see `rows.PackedRows.row`.
 
     Raises:
       InputError: a step's sequences are not a multiple of n, or as `plan_run`.
@@ -232,7 +232,7 @@ def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | Non
 
 class _Heldout(NamedTuple):
     documents: Documents
-    rows: Packing
+    rows: PackedRows
     batches: list[range]  # of rows
 
 
@@ -244,20 +244,20 @@ def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | No
     documents, manifest = prepared.open(name, "heldout", phase, config.data.context)
     if documents.lengths.max(initial=0) < 2:
         return None
-    packer = packer_of(config, prepared, phase, None)
-    rows = packer.stage(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
+    packer = make_packer(config, prepared, phase, None)
+    rows = packer.phase_rows(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
     size = config.evaluation.batch
     starts = range(0, rows.per_epoch, size)
-    given = len(starts) if limit is None else min(limit, len(starts))
-    chosen = [starts[index * len(starts) // given] for index in range(given)]
+    count = len(starts) if limit is None else min(limit, len(starts))
+    chosen = [starts[index * len(starts) // count] for index in range(count)]
     return _Heldout(documents, rows, [range(start, min(start + size, rows.per_epoch)) for start in chosen])
 
 
-def _part_bytes(tokenizer: Tokenizer, text: Text, part: Part) -> int:
+def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:
     """UTF-8 bytes of the tokens of a part that are predicted and that the loss counts."""
     tokens = text.tokens[part.start : part.stop].tolist()
-    if text.counts is not None:
-        counted = zip(tokens[1:], text.counts[part.start + 1 : part.stop], strict=True)
+    if text.loss_mask is not None:
+        counted = zip(tokens[1:], text.loss_mask[part.start + 1 : part.stop], strict=True)
         return len(tokenizer.decode([token for token, counts in counted if counts]).encode())
     # A token inside a document is decoded after the one before it: some tokenizers leave out a space at the start.
     before = tokens[:1] if part.start or not tokenizer.prefix else []

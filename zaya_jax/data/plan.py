@@ -1,4 +1,4 @@
-"""The rows of a whole run, each found by its number: phases, mixtures, and each source's way through them."""
+"""The rows of a whole run, each a function of its number: phases, mixtures and the position of every source."""
 
 import bisect
 import dataclasses
@@ -10,21 +10,21 @@ import numpy as np
 from zaya_jax.config import Config, PhaseConfig
 from zaya_jax.config.data import CORPUS
 from zaya_jax.config.stages import phase_steps, rows_before
-from zaya_jax.data.manifest import digest_of
+from zaya_jax.data.manifest import json_digest
 from zaya_jax.data.mixture import Mixture
 from zaya_jax.data.rows import Row
 from zaya_jax.data.shards import Documents
 from zaya_jax.data.sources import Prepared, Source
-from zaya_jax.data.stream import Packer, Position, Stage
+from zaya_jax.data.stream import Packer, PhaseRows, Position
 from zaya_jax.errors import InputError
 
 
 class Share(NamedTuple):
-    """What a phase takes of a source."""
+    """The rows that a phase takes of a source."""
 
     rows: int
     epochs: float  # read in this phase
-    stage: Stage
+    phase_rows: PhaseRows
     documents: Documents
     counts: dict[str, int]  # what was done to conversations to make them fit
 
@@ -44,13 +44,13 @@ class PhasePlan:
     sources: tuple[str, ...]  # of the run
 
     def row(self, index: int) -> Row:
-        """Row `index` of the phase, see `rows.Packing.row`; in a run of several sources also `sources` int16 [s].
+        """Row `index` of the phase, see `rows.PackedRows.row`; in a run of several sources also `sources` int16 [s].
 
         All its values are the index of the row's source.
         """
         source, place = self.mixture.locate(index)
         name = self.mixture.names[source]
-        row = self.shares[name].stage.row(place)
+        row = self.shares[name].phase_rows.row(place)
         if len(self.sources) == 1:
             return row
         return row | {"sources": np.full(self.context, self.sources.index(name), np.int16)}
@@ -67,11 +67,11 @@ class RunPlan:
         return self.phases[-1].first_row + self.phases[-1].rows
 
     def __getitem__(self, index: int) -> Row:
-        """One row, see `rows.Packing.row`."""
-        phase = self.phase_of_row(index)
+        """One row, see `rows.PackedRows.row`."""
+        phase = self.phase_at(index)
         return phase.row(index - phase.first_row)
 
-    def phase_of_row(self, index: int) -> PhasePlan:
+    def phase_at(self, index: int) -> PhasePlan:
         """The phase that a row of the run belongs to."""
         return self.phases[bisect.bisect_right([phase.first_row for phase in self.phases], index) - 1]
 
@@ -95,21 +95,21 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
         shares = {}
         for name, count in zip(mixture.names, mixture.counts(rows), strict=True):
             documents, manifest = prepared.open(name, "train", phase, context)
-            packer = packer_of(config, prepared, phase, _seed_of(config, name))
-            stage = packer.stage(documents, manifest.content, positions[name], f"data.sources.{name}")
-            before, after = positions[name], stage.after(count, positions[name])
+            packer = make_packer(config, prepared, phase, _source_seed(config, name))
+            phase_rows = packer.phase_rows(documents, manifest.content, positions[name], f"data.sources.{name}")
+            before, after = positions[name], phase_rows.after(count, positions[name])
             epochs = after.epochs_read
             _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-            shares[name] = Share(count, epochs - before.epochs_read, stage, documents, counts)
+            shares[name] = Share(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
         phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
-                                _order(config.seed, phase, context, first_row, mixture, shares),
+                                _order_digest(config.seed, phase, context, first_row, mixture, shares),
                                 tuple(prepared.sources)))  # fmt: skip
     return RunPlan(tuple(phases))
 
 
-def packer_of(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
+def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
     """How `phase` makes rows of documents, in an order drawn from `seed` or in their own."""
     return Packer(phase.packing, phase.over_length, config.context_of(phase), seed, prepared.cache / "plans")
 
@@ -145,17 +145,17 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, Share]) -> float | No
     return total / sum(share.rows for share in shares.values())
 
 
-def _order(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
+def _order_digest(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
            shares: dict[str, Share]) -> str:  # fmt: skip
-    """Neither batch nor budget is a part: rows are the same, whatever number of them makes a step or is read."""
-    described = [
-        [name, parts, share.stage.content]
+    """The digest leaves out batch and budget: they change neither a row nor the order of rows."""
+    sources = [
+        [name, parts, share.phase_rows.content]
         for (name, share), parts in zip(shares.items(), mixture.counts(mixture.period), strict=True)
     ]
-    return digest_of(seed, first_row, context, phase.packing, phase.over_length, described)
+    return json_digest(seed, first_row, context, phase.packing, phase.over_length, sources)
 
 
-def _seed_of(config: Config, name: str) -> int:
+def _source_seed(config: Config, name: str) -> int:
     """A seed of each source's own, so that sources of equal size are not in the same order; the corpus is alone."""
     own = 0 if name == CORPUS else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     return config.seed + (own << 32)

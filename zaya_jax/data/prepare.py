@@ -32,9 +32,9 @@ from zaya_jax.data.manifest import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    content_of,
+    content_digest,
     describe_file,
-    digest_of,
+    json_digest,
     read_manifest,
     write_manifest,
 )
@@ -62,7 +62,7 @@ def prepare(
     tasks: int = 1,
     unit_bytes: int | None = None,
 ) -> Manifest | None:
-    """Do one task's share of a preparation; where there is one task alone, finish it.
+    """Do one task's share of a preparation; a single task also merges it.
 
     Args:
       inputs: files and folders, see `list_units`.
@@ -91,10 +91,10 @@ def prepare(
     if workers is not None and workers < 1:
         raise InputError(f"--workers is {workers}, but must be at least 1.")
     try:
-        there = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
+        is_file = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
     except (OSError, ValueError) as error:
         raise InputError(f"--output is {str(output)!r}, which can be no folder: {error}.") from error
-    if there:
+    if is_file:
         raise InputError(f"--output is {str(output)!r}, which is a file, but must be a folder.")
     special = find_special_tokens(tokenizer, chat=settings.kind == "chat", eot=settings.eot, bos=settings.bos)
     units = list_units(inputs, suffixes=settings.suffixes, unit_bytes=unit_bytes)
@@ -164,7 +164,7 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
         counts.update(note.outcomes)
     examples = tuple(islice((example for note in notes for example in note.examples), EXAMPLES))
     dtype = token_dtype(load_tokenizer(folder / tokenizer.file, special.eot).vocab_size).str
-    content = content_of(kind, dtype, special, tokenizer, splits.values())
+    content = content_digest(kind, dtype, special, tokenizer, splits.values())
     manifest = Manifest(FORMAT, kind, inputs, content, dtype, tokenizer, special.eot, splits["train"],
                         splits["heldout"], dict(counts), examples, tuple(extras), special.bos, special.eos)  # fmt: skip
     write_manifest(folder, manifest)
@@ -172,9 +172,9 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
 
 
 def missing_tasks(output: Path) -> list[int]:
-    """The tasks of a preparation that is not merged which have units to do, or never came to their end.
+    """List the tasks of a preparation that have units to do or did not finish.
 
-    One that left out more documents than it may has no unit to do, and yet must not be merged.
+    A task that skipped more documents than it may has no unit to do, and yet must not be merged.
 
     Raises:
       InputError: `output` holds no preparation.
@@ -185,7 +185,7 @@ def missing_tasks(output: Path) -> list[int]:
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """The manifest of a prepared folder, whose files are there and as long as it says.
+    """Read the manifest of a prepared folder, and check the sizes of its files.
 
     Raises:
       InputError: there is none (the message names missing tasks), or a file is missing or has another size.
@@ -199,13 +199,13 @@ def open_manifest(folder: Path) -> Manifest:
 
 
 def remedy(folder: Path) -> str:
-    """What to do about a damaged prepared folder."""
+    """The advice for a damaged prepared folder."""
     return f"Bring the file back, or prepare the data anew in another folder than {folder}."
 
 
 def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens,
           tasks: int) -> dict[str, Any]:  # fmt: skip
-    """What two calls must agree on to work in the same folder."""
+    """The settings and inputs that all calls on one folder must share."""
     stats = [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns]
              for file in dict.fromkeys(file for unit in units for file in _files(unit))]  # fmt: skip
     chosen = dataclasses.asdict(settings) | {"suffixes": list(settings.suffixes)}
@@ -218,20 +218,20 @@ def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: Prepa
         **special._asdict(),
         "tokenizer": entry.digest,
         "inputs": list(map(str, inputs)),
-        "files": digest_of(stats),
+        "files": json_digest(stats),
         "units": len(units),
         "tasks": tasks,
-        "digest": digest_of(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others),
+        "digest": json_digest(chosen, eot, entry.digest, [list(unit) for unit in units], stats, *others),
     }
 
 
 def _files(unit: Unit) -> tuple[str, ...]:
-    """All that a unit is read from."""
+    """The files that a unit is read from."""
     return (*unit.files, *map(index_path, unit.files)) if unit.format == "megatron" else unit.files
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> bool:
-    """Whether this preparation is finished already."""
+    """Whether this preparation is finished already; raise `InputError` where another one is."""
     if not (output / MANIFEST).exists():
         return False
     if read_manifest(output, remedy(output)).inputs != plan["digest"]:
@@ -241,7 +241,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
 
 
 def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
-    """Make the folder this preparation's, or see that it is; whether it is finished already."""
+    """Claim the folder for this preparation; True if the preparation is finished already."""
     with locked(output / ".merge.lock", "--output"):
         if _finished(output, plan):
             return True
@@ -263,11 +263,11 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     """Whether this preparation is under way in the folder; raise `InputError` where another one is."""
     if not (output / PLAN).exists():
         return False
-    there = _read_plan(output)
+    saved = _read_plan(output)
     for key, value in plan.items():
-        if there.get(key) != value:
+        if saved.get(key) != value:
             of_files = key in ("files", "digest")
-            how = "a name, a size or a time has changed" if of_files else f"{shown(there.get(key))}, now {shown(value)}"
+            how = "a name, a size or a time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
             raise InputError(f"The folder {output} holds an unfinished preparation with other {key}: {how}. "
                              "Continue with the same, or choose another --output.")  # fmt: skip
     return True
@@ -323,7 +323,7 @@ def _merge_split(folder: Path, split: Split, notes: list[UnitNote]) -> SplitEntr
 
 
 def summary(folder: Path, manifest: Manifest) -> str:
-    """A few lines to print about a prepared folder."""
+    """Describe a prepared folder in a few lines."""
     lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)

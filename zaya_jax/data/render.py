@@ -1,4 +1,4 @@
-"""Conversations as tokens: a template writes them out, trimming makes them fit, and the result is kept."""
+"""Conversations as tokens: rendered by a template, trimmed to fit, and cached."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from zaya_jax.data.convert import (
     remove_notes,
 )
 from zaya_jax.data.corpus import Split
-from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, digest_of, read_manifest
+from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
@@ -39,7 +39,7 @@ class RenderUnit:
 
 @dataclass(frozen=True)
 class RenderWork:
-    """A shard of conversations to records of tokens and what the loss counts: what an assistant writes."""
+    """A shard of conversations to records of tokens and a loss mask that covers assistant turns only."""
 
     tokenizer: Path
     special: SpecialTokens
@@ -69,9 +69,9 @@ class RenderWork:
                 continue
             spans = spans or []
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
-            counts = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
-            said = len(tokenizer.decode(tokens[counts].tolist()).encode())
-            yield Record(unit.split, pack_text(tokens, counts), len(tokens), said, len(data), outcome)
+            loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
+            text_bytes = len(tokenizer.decode(tokens[loss_mask].tolist()).encode())
+            yield Record(unit.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
 
 
 def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
@@ -99,7 +99,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     """
     refuse_in_worker()  # which would wait for its parent
     loaded = load_template(template)
-    inputs = digest_of(FORMAT, manifest.content, split, loaded.digest, limit)
+    inputs = json_digest(FORMAT, manifest.content, split, loaded.digest, limit)
     target = cache / inputs
     remedy = f"Delete the folder {target}, so that it is made anew."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):

@@ -1,4 +1,4 @@
-"""Rows of a fixed length from items, each row found by its index alone.
+"""Rows of a fixed length from items, each row a function of its index alone.
 
 Nothing is carried from one row to the next: any row can be made first, by any process, and a run resumes by
 knowing one number.
@@ -16,12 +16,12 @@ from zaya_jax.data.shards import Documents, Text
 
 Row = dict[str, np.ndarray]
 
-LANES = 64  # places of the concatenation that windows are read from in turn
+LANES = 64  # places of the concatenation that windows are read from in rotation
 
-_EPOCHS_KEPT = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
+_CACHED_EPOCHS = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
 
 
-class Part(NamedTuple):
+class DocumentPart(NamedTuple):
     """The tokens [start, stop) of a document."""
 
     document: int
@@ -29,7 +29,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Packing(Protocol):
+class PackedRows(Protocol):
     """Items as rows, in an order of each epoch's own."""
 
     @property
@@ -47,7 +47,7 @@ class Packing(Protocol):
         """
         ...
 
-    def parts(self, epoch: int, index: int) -> list[Part]:
+    def parts(self, epoch: int, index: int) -> list[DocumentPart]:
         """The parts of documents that row `index` of an epoch is made of; the first token of each is only an input."""
         ...
 
@@ -80,11 +80,11 @@ class Windows:
         self._tokens = items.tokens
         self.per_epoch = max(0, -(-(self._tokens - 1) // context))  # the last one may be padded
         self._lanes = max(1, min(lanes, self.per_epoch))
-        self._epoch = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._order)
+        self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._order)
 
     def row(self, epoch: int, index: int) -> Row:
-        """See `Packing.row`."""
-        row = _RowMaker(self._context + 1)
+        """See `PackedRows.row`."""
+        row = _RowBuilder(self._context + 1)
         for document, start, stop in self.parts(epoch, index):
             row.add(self._documents[document], start, stop)
         return {
@@ -92,11 +92,11 @@ class Windows:
             "targets": row.tokens[1:],
             "segment_ids": row.segments[:-1],
             "positions": row.positions[:-1],
-            "loss_mask": (row.segments[1:] == row.segments[:-1]) & (row.segments[1:] > 0) & row.counts[1:],
+            "loss_mask": (row.segments[1:] == row.segments[:-1]) & (row.segments[1:] > 0) & row.loss_mask[1:],
         }
 
-    def parts(self, epoch: int, index: int) -> list[Part]:
-        """See `Packing.parts`."""
+    def parts(self, epoch: int, index: int) -> list[DocumentPart]:
+        """See `PackedRows.parts`."""
         order, ends = self._epoch(epoch)
         start = self._window(index) * self._context
         stop = min(start + self._context + 1, self._tokens)
@@ -107,11 +107,11 @@ class Windows:
             begin = ends[place] - self._items.length[item]  # of the item in the concatenation
             skip = self._items.start[item] - begin  # from a place in the concatenation to one in the document
             document = int(self._items.document[item])
-            parts.append(Part(document, int(max(start, begin) + skip), int(min(stop, ends[place]) + skip)))
+            parts.append(DocumentPart(document, int(max(start, begin) + skip), int(min(stop, ends[place]) + skip)))
         return parts
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `Packing.after`. Items that a read window's edge cuts are left with what is not read of them."""
+        """See `PackedRows.after`. Items that a read window's edge cuts are left with what is not read of them."""
         rounds, more = divmod(rows, self._lanes)
         edges = [self._lane(lane) for lane in range(self._lanes + 1)]
         runs: list[list[int]] = []  # windows in a row that are not read: the first, and the one after the last
@@ -151,8 +151,9 @@ class Windows:
         return part
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The orders kept in memory do not travel to another process."""
-        return _windows, (self._documents, self._items, self._context, self._seed, self._lanes)
+        """Pickle without the cached orders."""
+        make = functools.partial(Windows, seed=self._seed, lanes=self._lanes)
+        return make, (self._documents, self._items, self._context)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """The epoch's items in order, and where in its concatenation each ends: int64 [items] both."""
@@ -176,17 +177,17 @@ class BinRows:
         self._documents, self._items, self._bins = documents, items, bins
         self._context, self._seed = context, seed
         self.per_epoch = len(bins)
-        self._epoch = functools.lru_cache(maxsize=_EPOCHS_KEPT)(self._order)
+        self._epoch = functools.lru_cache(maxsize=_CACHED_EPOCHS)(self._order)
 
     def row(self, epoch: int, index: int) -> Row:
-        """See `Packing.row`."""
-        row = _RowMaker(self._context)
+        """See `PackedRows.row`."""
+        row = _RowBuilder(self._context)
         targets, mask = np.zeros((2, self._context), np.int32)
         for document, start, stop in self.parts(epoch, index):
             text = self._documents[document]
             place = slice(row.filled, row.filled + stop - start - 1)
             targets[place] = text.tokens[start + 1 : stop]
-            mask[place] = True if text.counts is None else text.counts[start + 1 : stop]
+            mask[place] = True if text.loss_mask is None else text.loss_mask[start + 1 : stop]
             row.add(text, start, stop - 1)
         return {
             "tokens": row.tokens,
@@ -196,22 +197,22 @@ class BinRows:
             "loss_mask": mask.astype(bool),
         }
 
-    def parts(self, epoch: int, index: int) -> list[Part]:
-        """See `Packing.parts`."""
+    def parts(self, epoch: int, index: int) -> list[DocumentPart]:
+        """See `PackedRows.parts`."""
         items = self._items.take(self._bins[int(self._epoch(epoch)[index])])
-        return [Part(*map(int, part)) for part in zip(items.document, items.start, items.start + items.length,
+        return [DocumentPart(*map(int, part)) for part in zip(items.document, items.start, items.start + items.length,
                                                       strict=True)]  # fmt: skip
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `Packing.after`."""
+        """See `PackedRows.after`."""
         bins, starts = self._epoch(epoch)[rows:], self._bins.starts
         sizes = starts[bins + 1] - starts[bins]
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return self._items.take(self._bins.members[np.repeat(starts[bins], sizes) + within])
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The orders kept in memory do not travel to another process."""
-        return _bin_rows, (self._documents, self._items, self._bins, self._context, self._seed)
+        """Pickle without the cached orders."""
+        return functools.partial(BinRows, seed=self._seed), (self._documents, self._items, self._bins, self._context)
 
     def _order(self, epoch: int) -> np.ndarray:
         return permutation(len(self._bins), self._seed, epoch)
@@ -226,12 +227,12 @@ def permutation(count: int, seed: int | None, epoch: int) -> np.ndarray:
     return np.argsort(bits, kind="stable")
 
 
-class _RowMaker:
+class _RowBuilder:
     """Arrays of a row, filled from the left."""
 
     def __init__(self, size: int) -> None:
         self.tokens, self.segments, self.positions = np.zeros((3, size), np.int32)
-        self.counts = np.ones(size, bool)
+        self.loss_mask = np.ones(size, bool)
         self.filled, self._segment = 0, 0
 
     def add(self, text: Text, start: int, stop: int) -> None:
@@ -241,14 +242,6 @@ class _RowMaker:
         self.tokens[place] = text.tokens[start:stop]
         self.segments[place] = self._segment
         self.positions[place] = np.arange(stop - start)
-        if text.counts is not None:
-            self.counts[place] = text.counts[start:stop]
+        if text.loss_mask is not None:
+            self.loss_mask[place] = text.loss_mask[start:stop]
         self.filled = place.stop
-
-
-def _windows(documents: Documents, items: Items, context: int, seed: int | None, lanes: int) -> Windows:
-    return Windows(documents, items, context, seed=seed, lanes=lanes)
-
-
-def _bin_rows(documents: Documents, items: Items, bins: Bins, context: int, seed: int | None) -> BinRows:
-    return BinRows(documents, items, bins, context, seed=seed)

@@ -18,15 +18,15 @@ from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.files import partial_name
 
 _WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
-_MOST_OPEN = 16384  # shards
-_DECODED_DOCUMENTS = 128  # kept in memory: each lane of windows (`rows.LANES`) often goes on in the same document
+_MAX_OPEN = 16384  # shards
+_CACHED_DOCUMENTS = 128  # kept in memory: each lane of windows (`rows.LANES`) often goes on in the same document
 
 
 class Text(NamedTuple):
-    """A document as it is read."""
+    """A document as token ids."""
 
     tokens: np.ndarray  # unsigned [n], read-only
-    counts: np.ndarray | None  # bool [n], whether the loss counts a token; None where it counts all
+    loss_mask: np.ndarray | None  # bool [n], true where the loss counts a token; None where it counts all
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -34,26 +34,26 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
-def pack_text(tokens: np.ndarray, counts: np.ndarray) -> bytes:
+def pack_text(tokens: np.ndarray, loss_mask: np.ndarray) -> bytes:
     """The record of a 'masked' document."""
-    return tokens.tobytes() + np.packbits(counts).tobytes()
+    return tokens.tobytes() + np.packbits(loss_mask).tobytes()
 
 
 class ShardWriter:
     """One shard, which appears under its name whole or not at all; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Begin the shard that will lie at `path`."""
+        """Prepare to write the shard `path`."""
         self._path, self._part = path, partial_name(path)
         self._writer: ArrayRecordWriter | None = None
         self.documents = 0
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Return the writer; its file is created by the first record."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing behind of a shard that was not finished."""
+        """Remove a shard that was not finished."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -77,7 +77,7 @@ class ShardWriter:
         self.documents += 1
 
     def finish(self) -> ShardEntry | None:
-        """Bring the shard to the disk and to its name; None where it has no record, and no file.
+        """Write the shard to disk under its name; None, and no file, where it has no record.
 
         Raises:
           RunStopped: it cannot be written.
@@ -102,8 +102,8 @@ class ShardWriter:
 
 
 @dataclass
-class _Part:
-    """What the data source must know of a shard so as not to open it before it is read; the names are its own."""
+class _ShardSpec:
+    """A shard as the data source wants it described so as to open it when it is read; the field names are its own."""
 
     filename: str
     skip: int
@@ -120,7 +120,7 @@ class Records:
         self._ends = np.cumsum([shard.documents for shard in shards]).tolist()
         # Open shards are kept, but leave room for what else the process opens.
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        kept = _MOST_OPEN if allowed == resource.RLIM_INFINITY else min(_MOST_OPEN, max(16, allowed // 4))
+        kept = _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, max(16, allowed // 4))
         self._open = functools.lru_cache(maxsize=kept)(self._source)
 
     def __len__(self) -> int:
@@ -149,16 +149,16 @@ class Records:
 
     def _source(self, shard: int) -> ArrayRecordDataSource:
         entry = self._shards[shard]
-        return ArrayRecordDataSource([_Part(str(self._folder / entry.file), 0, entry.documents, entry.documents)])
+        return ArrayRecordDataSource([_ShardSpec(str(self._folder / entry.file), 0, entry.documents, entry.documents)])
 
     def damaged(self, index: int) -> InputError:
-        """The error of a record that cannot be what was written."""
+        """The error for a record whose bytes were altered."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
         return InputError(f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
                           "Prepare the data again, or bring the file back.")  # fmt: skip
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Open files do not travel to another process."""
+        """Pickle without open files."""
         return Records, (self._folder, self._shards)
 
 
@@ -169,7 +169,7 @@ class Documents:
         """Wrap the records; see `open_documents`."""
         self.lengths = lengths  # int64 [documents], tokens of each
         self._records, self._dtype, self._masked = records, dtype, masked
-        self._read = functools.lru_cache(maxsize=_DECODED_DOCUMENTS)(self._decode)
+        self._read = functools.lru_cache(maxsize=_CACHED_DOCUMENTS)(self._decode)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -185,7 +185,7 @@ class Documents:
         return self._read(index)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """The decoded documents do not travel to another process."""
+        """Pickle without decoded documents."""
         return Documents, (self._records, self.lengths, self._dtype, self._masked)
 
     def _decode(self, index: int) -> Text:

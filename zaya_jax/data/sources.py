@@ -1,4 +1,4 @@
-"""What a run reads: its prepared sources, checked to fit one another and the model."""
+"""The prepared sources of a run, checked to fit one another and the model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +32,7 @@ class Prepared:
 
     tokenizer: Tokenizer
     sources: dict[str, Source]
-    baselines: dict[str, float]  # bits per byte of the embedded corpus' held-out text, see `compressor_baselines`
+    baselines: dict[str, float]  # bits per byte of the text corpus' held-out text, see `compressor_baselines`
     cache: Path
     _opened: dict[tuple[str, str], Documents] = field(default_factory=dict, repr=False, compare=False)
 
@@ -77,17 +77,18 @@ def open_sources(config: Config) -> Prepared:
         raise InputError(f"The folder data.cache_dir ({cache}) cannot be written: {error.strerror}.") from error
     if config.data.sources:
         sources = {}
-        for name, given in config.data.sources.items():
-            folder = Path(given.path).expanduser()
+        for name, source in config.data.sources.items():
+            folder = Path(source.path).expanduser()
             try:
-                sources[name] = Source(name, folder, open_manifest(folder), given.max_epochs)
+                sources[name] = Source(name, folder, open_manifest(folder), source.max_epochs)
             except InputError as error:
                 raise InputError(f"data.sources.{name} cannot be read. {error}") from error
     else:
         sources = {CORPUS: Source(CORPUS, *open_corpus(config))}
     first = next(iter(sources.values()))
     for source in sources.values():
-        if _tokenizer_of(source) != _tokenizer_of(first):
+        pair = source.manifest, first.manifest
+        if len({(manifest.tokenizer.digest, manifest.eot) for manifest in pair}) > 1:
             raise InputError(
                 f"data.sources.{source.name} was prepared with another tokenizer than data.sources.{first.name}; "
                 "prepare both with the same tokenizer.json."
@@ -104,9 +105,9 @@ def open_sources(config: Config) -> Prepared:
         raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) holds out a document, so nothing "
                          "could be evaluated; prepare one with a larger --heldout.")  # fmt: skip
     for source in sources.values():
-        what_to_do = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
+        advice = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
         try:
-            verify_files(source.folder, source.manifest, cache, what_to_do)
+            verify_files(source.folder, source.manifest, cache, advice)
         except OSError as error:
             raise InputError(f"{error.filename} cannot be used: {error.strerror}.") from error
     path = first.folder / first.manifest.tokenizer.file
@@ -114,7 +115,3 @@ def open_sources(config: Config) -> Prepared:
     check_vocabulary(tokenizer, config.model.vocab_size, path)
     baselines = {} if config.data.sources else read_baselines(first.folder)
     return Prepared(tokenizer, sources, baselines, cache)
-
-
-def _tokenizer_of(source: Source) -> tuple[str, str]:
-    return source.manifest.tokenizer.digest, source.manifest.eot

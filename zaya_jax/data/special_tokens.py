@@ -1,4 +1,4 @@
-"""Special tokens of a tokenizer: what ends a document, what begins one, and what chat templates are given."""
+"""The special tokens that begin and end documents, and those that chat templates receive."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A source through a run: epoch after epoch, and on from one phase to the next without repetition."""
+"""The position of a source in a run: epoch after epoch, carried from phase to phase without repetition."""
 
 import hashlib
 import os
@@ -12,8 +12,7 @@ import numpy as np
 from zaya_jax.config.phases import OverLength, Packing
 from zaya_jax.data.bins import Bins, pack
 from zaya_jax.data.items import Items, fit, whole_documents
-from zaya_jax.data.rows import LANES, BinRows, Row, Windows
-from zaya_jax.data.rows import Packing as PackedItems
+from zaya_jax.data.rows import LANES, BinRows, PackedRows, Row, Windows
 from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import partial_name
@@ -31,13 +30,13 @@ class Position(NamedTuple):
 
     @property
     def epochs_read(self) -> float:
-        """Epochs done, the last one as the part of its predictions that was made."""
+        """Epochs read, the last one as the fraction of its predictions that was made."""
         if self.rest is None or self.lengths is None:
             return float(self.epoch)
         return self.epoch + 1 - _predictions(self.rest.length) / max(_predictions(self.lengths), 1)
 
-    def whole(self, lengths: np.ndarray) -> Items:
-        """The documents of which nothing was read, in the order to come, for documents that now have `lengths`."""
+    def unread_documents(self, lengths: np.ndarray) -> Items:
+        """Documents of which nothing was read, in the order to come, with `lengths` as their new lengths."""
         if self.rest is None or self.lengths is None:
             return whole_documents(lengths)
         left = np.bincount(self.rest.document, np.maximum(self.rest.length - 1, 0), len(self.lengths))
@@ -47,10 +46,10 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedEpoch:
     """Items of one epoch as rows."""
 
-    rows: PackedItems
+    rows: PackedRows
     trimmed: Items | None  # the items before they were trimmed; None where they were not
     most: int  # tokens they were trimmed to
     left_out: Items  # by that policy
@@ -59,22 +58,22 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Stage:
+class PhaseRows:
     """The rows of a source in one phase: what is left of an epoch, then whole ones."""
 
     epoch: int
-    first: Packed
-    later: Packed
+    first: PackedEpoch
+    later: PackedEpoch
     content: str
     lengths: np.ndarray  # of the documents
 
     def row(self, index: int) -> Row:
-        """Row `index` of the source in this phase, see `Packing.row`."""
+        """Row `index` of the source in this phase, see `PackedRows.row`."""
         epoch, place, packed = self._locate(index)
         return packed.rows.row(epoch, place)
 
     def after(self, rows: int, before: Position) -> Position:
-        """Where the source stands after `rows` rows of a phase that began at `before`."""
+        """The position after `rows` rows of a phase that began at the position `before`."""
         if rows == 0:
             return before
         epoch, place, packed = self._locate(rows - 1)
@@ -86,7 +85,7 @@ class Stage:
             return Position(epoch + 1)
         return Position(epoch, rest, self.content, self.lengths)
 
-    def _locate(self, index: int) -> tuple[int, int, Packed]:
+    def _locate(self, index: int) -> tuple[int, int, PackedEpoch]:
         beyond = index - self.first.rows.per_epoch
         if beyond < 0:
             return self.epoch, index, self.first
@@ -103,8 +102,8 @@ class Packer(NamedTuple):
     seed: int | None  # of the order; None leaves it
     plans: Path  # folder that keeps bins
 
-    def stage(self, documents: Documents, content: str, position: Position, key: str) -> Stage:
-        """The stage that begins at `position`.
+    def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
+        """The rows of a source from `position` on.
 
         Args:
           documents: of the source, as this phase reads them.
@@ -116,31 +115,31 @@ class Packer(NamedTuple):
           InputError: the policy for long documents leaves nothing.
         """
         everything = whole_documents(documents.lengths)
-        later = self._packed(documents, everything, self.seed)
+        later = self._pack(documents, everything, self.seed)
         if later.rows.per_epoch == 0:
             raise InputError(f"{key} gives no row of {self.context} tokens: its {len(documents)} documents are all too "
                              f"short, or left out by over_length {self.over_length!r}.")  # fmt: skip
         if position.rest is None:
-            return Stage(position.epoch, later, later, content, documents.lengths)
+            return PhaseRows(position.epoch, later, later, content, documents.lengths)
         # Conversations written out anew have other tokens: one that was begun is over.
-        rest = position.rest if position.content == content else position.whole(documents.lengths)
+        rest = position.rest if position.content == content else position.unread_documents(documents.lengths)
         # Windows go on in the order that was; bins have none.
-        first = self._packed(documents, rest, None if self.packing == "windows" else self.seed)
-        return Stage(position.epoch, first, later, content, documents.lengths)
+        first = self._pack(documents, rest, None if self.packing == "windows" else self.seed)
+        return PhaseRows(position.epoch, first, later, content, documents.lengths)
 
-    def _packed(self, documents: Documents, items: Items, seed: int | None) -> Packed:
+    def _pack(self, documents: Documents, items: Items, seed: int | None) -> PackedEpoch:
         absent = items.length == 0  # conversations that do not fit here
         fitted = fit(items.take(~absent), self.context, self.over_length, whole=self.packing == "bins")
         if self.packing == "bins":
-            bins = planned(fitted.used.length - 1, self.context, self.plans)
-            rows: PackedItems = BinRows(documents, fitted.used, bins, self.context, seed=seed)
+            bins = cached_bins(fitted.used.length - 1, self.context, self.plans)
+            rows: PackedRows = BinRows(documents, fitted.used, bins, self.context, seed=seed)
             filled = int((fitted.used.length - 1).sum())
         else:
             # Text without an order of its own is read as it lies: all of it, once.
             rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
             filled = max(fitted.used.tokens - 1, 0)
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
-        return Packed(
+        return PackedEpoch(
             rows,
             items if self.over_length == "trim" else None,
             self.context + 1,
@@ -154,14 +153,14 @@ def _predictions(lengths: np.ndarray) -> int:
     return int(np.maximum(lengths - 1, 0).sum())
 
 
-def planned(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
-    """The bins of `sizes`, planned once: they are kept in the folder `plans`, named by what they depend on."""
+def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
+    """The bins of `sizes`, packed once: they are cached in the folder `plans`, named by what they depend on."""
     digest = hashlib.blake2b(np.ascontiguousarray(sizes, "<i8").tobytes(), digest_size=12).hexdigest()
     path = plans / f"{_ALGORITHM}-{digest}-{capacity}.npz"
     try:
-        with np.load(path, allow_pickle=False) as there:
-            bins = Bins(there["members"], there["starts"])
-        if _holds(bins, sizes, capacity):
+        with np.load(path, allow_pickle=False) as saved:
+            bins = Bins(saved["members"], saved["starts"])
+        if _is_valid(bins, sizes, capacity):
             return bins
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
         pass  # none yet, or a damaged one, which planning replaces
@@ -174,7 +173,7 @@ def planned(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
     return bins
 
 
-def _holds(bins: Bins, sizes: np.ndarray, capacity: int) -> bool:
+def _is_valid(bins: Bins, sizes: np.ndarray, capacity: int) -> bool:
     """Whether each item stands in one bin, and no bin holds more than it can."""
     members, starts = bins.members, bins.starts
     if members.shape != sizes.shape or starts[0] != 0 or starts[-1] != len(members) or (np.diff(starts) < 1).any():

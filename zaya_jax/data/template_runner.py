@@ -1,4 +1,4 @@
-"""Runs chat templates in a separate process with limits on CPU time and memory; see `template_process`."""
+"""Chat templates run in a separate process with limits on CPU time and memory; see `template_process`."""
 
 import atexit
 import functools

@@ -1,4 +1,4 @@
-"""The text files of a folder as a source: tokenizer, token shards, compressor baselines, made once and kept."""
+"""The text files of a folder as a source: tokenizer, token shards and compressor baselines, made once and cached."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.data.baselines import compressor_baselines, end_of
+from zaya_jax.data.baselines import compressor_baselines, last_window
 from zaya_jax.data.convert import save_lengths
 from zaya_jax.data.corpus import SPLITS, Corpus, Split, find_corpus
 from zaya_jax.data.manifest import (
@@ -21,7 +21,7 @@ from zaya_jax.data.manifest import (
     ShardEntry,
     SplitEntry,
     describe_file,
-    digest_of,
+    json_digest,
     read_manifest,
     write_manifest,
 )
@@ -54,7 +54,7 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
     """
     corpus = find_corpus(config.data)
     corpus_digest = corpus.digest()
-    content = digest_of(FORMAT, corpus_digest, sorted(config.data.suffixes), config.data.heldout_fraction,
+    content = json_digest(FORMAT, corpus_digest, sorted(config.data.suffixes), config.data.heldout_fraction,
                         config.model.vocab_size)  # fmt: skip
     folder = Path(config.data.cache_dir).expanduser() / content
     if not folder.exists():
@@ -65,7 +65,7 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
 
 
 def cache_remedy(folder: Path) -> str:
-    """What to do about a damaged folder of the cache."""
+    """The advice for a damaged folder of the cache."""
     return f"Delete the folder {folder}, so that the next run prepares it anew."
 
 
@@ -80,16 +80,16 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
     partial.mkdir()
     try:
         vocab_size = config.model.vocab_size
-        with stage(f"training a tokenizer of {vocab_size} tokens on {len(corpus.train)} files"):
+        with timed_step(f"training a tokenizer of {vocab_size} tokens on {len(corpus.train)} files"):
             tokenizer = train_tokenizer(corpus.texts("train"), vocab_size)
             tokenizer.save(partial / TOKENIZER)
         entries = {}
         for split in SPLITS:
-            with stage(f"encoding the {split} split, {len(corpus.files(split))} files"):
+            with timed_step(f"encoding the {split} split, {len(corpus.files(split))} files"):
                 documents = tokenizer.encode_all(corpus.texts(split))
                 entries[split] = write_split(partial, split, documents, tokenizer, corpus.text_bytes(split))
-        with stage("measuring gzip and xz on the held-out split"):
-            train = end_of(map(corpus.read, reversed(corpus.train)))
+        with timed_step("measuring gzip and xz on the held-out split"):
+            train = last_window(map(corpus.read, reversed(corpus.train)))
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
         if find_corpus(config.data).digest() != corpus_digest:  # the texts were read several times
@@ -116,30 +116,29 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
         raise
 
 
-def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer, text_bytes: int,
-                *, shard_bytes: int = _SHARD_BYTES) -> SplitEntry:  # fmt: skip
+def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer,
+                text_bytes: int) -> SplitEntry:  # fmt: skip
     """Write each document as the token that begins one, its tokens, and the token that ends one.
 
     Args:
       folder: an existing folder; gets the shards and the lengths of the split.
-      split: what their names begin with.
+      split: the start of their names.
       documents: token ids of each.
-      tokenizer: they are of.
+      tokenizer: of the token ids.
       text_bytes: UTF-8 bytes of the split's texts, for the entry.
-      shard_bytes: bytes of records that fill a shard.
 
     Returns:
       The split's entry in the manifest.
     """
     dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
     records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
-    while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths, shard_bytes):
+    while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths):
         shards.append(entry)
     written = save_lengths(folder / f"{split}-lengths.npy", np.array(lengths, np.int64))
     return SplitEntry(tuple(shards), written, len(lengths), sum(lengths), text_bytes)
 
 
-def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int], limit: int) -> ShardEntry | None:
+def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int]) -> ShardEntry | None:
     """Write records until the shard is full, and add their lengths; None where there was none."""
     with ShardWriter(path) as writer:
         filled = 0
@@ -147,15 +146,15 @@ def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int], 
             writer.write(record.tobytes())
             lengths.append(len(record))
             filled += record.nbytes
-            if filled >= limit:
+            if filled >= _SHARD_BYTES:
                 break
         return writer.finish()
 
 
 @contextmanager
-def stage(what: str) -> Iterator[None]:
-    """Say on stderr what happens now and, once it has, how long it took."""
-    print(f"data: {what} ...", end=" ", file=sys.stderr, flush=True)
+def timed_step(label: str) -> Iterator[None]:
+    """Print a label on stderr and, at the end of the block, how long it took."""
+    print(f"data: {label} ...", end=" ", file=sys.stderr, flush=True)
     started = time.perf_counter()
     outcome = "stopped after"
     try:

@@ -16,7 +16,7 @@ EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a docume
 MIN_VOCAB = 257  # every byte, and the end of a text
 
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
-_ENCODED_AT_ONCE = 256  # texts; bounds memory and still feeds every core
+_BATCH_TEXTS = 256  # texts; bounds memory and still feeds every core
 
 
 class Tokenizer:
@@ -27,7 +27,7 @@ class Tokenizer:
 
     Attributes:
       eot: the token between documents.
-      eot_text: how it is written.
+      eot_text: its text.
       prefix: the tokens that begin a document: one, or none.
     """
 
@@ -42,7 +42,7 @@ class Tokenizer:
         self.prefix = [] if bos_text is None else [self._backend.token_to_id(bos_text)]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token that is written so; None where there is none."""
+        """The id of the token `text`; None where the vocabulary lacks it."""
         return self._backend.token_to_id(text)
 
     @functools.cached_property
@@ -72,7 +72,7 @@ class Tokenizer:
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """`encode` of each text in order, on all cores."""
         texts = iter(texts)
-        while batch := list(islice(texts, _ENCODED_AT_ONCE)):
+        while batch := list(islice(texts, _BATCH_TEXTS)):
             encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             yield from (encoding.ids for encoding in encodings)
 
@@ -151,15 +151,15 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
         raise
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"The tokenizer file {path} cannot be read: {error}.") from error
-    found = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
+    known = [text for text in EOT_TEXTS if backend.token_to_id(text) is not None]
     if eot_text is None:
-        eot_text = found[0] if len(found) == 1 else default_eot
+        eot_text = known[0] if len(known) == 1 else default_eot
     if eot_text is not None:
         for text, role in ((eot_text, "end"), (bos_text, "begin")):
             if text is not None and backend.token_to_id(text) is None:
                 raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document with.")
     else:
-        has = f"has {' and '.join(found)}" if found else f"has none of {', '.join(EOT_TEXTS)}"
+        has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
         raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document with --eot.")
     return Tokenizer(backend, eot_text, bos_text)
 

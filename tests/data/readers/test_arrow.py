@@ -65,12 +65,6 @@ def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, write_arrow, stream):
     assert (bad.line, bad.reason) == (2, "not UTF-8")
 
 
-def test_a_missing_column_is_told_with_those_there_are(tmp_path, write_arrow):
-    path = write_arrow(tmp_path / "a.arrow", [["one"]])
-    with pytest.raises(InputError, match=r"a\.arrow has no column 'body'; its columns are 'id', 'text'\."):
-        list(read_arrow(whole(path), "body"))
-
-
 @pytest.mark.parametrize("stream", [True, False])
 def test_damage_is_told_with_the_name_of_the_file(tmp_path, write_arrow, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one " * 999, "two"], ["three"]], stream=stream)

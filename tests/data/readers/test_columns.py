@@ -10,7 +10,7 @@ from zaya_jax.errors import InputError
 
 def rows(array, **beside):
     batch = pa.record_batch({"text": array, **beside})
-    return list(column_documents(batch, file="f", columns=["text", *beside], size=100, nth=5, first=FirstLine(11)))
+    return list(column_documents(batch, file="f", columns=["text", *beside], size=100, before=5, first=FirstLine(11)))
 
 
 @pytest.mark.parametrize(

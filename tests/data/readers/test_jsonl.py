@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from zaya_jax.data.readers import jsonl
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.jsonl import read_jsonl
-from zaya_jax.data.readers.unit import Bad, Document, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Unit
 from zaya_jax.errors import InputError
 
 BAD_LINES = {
@@ -93,7 +93,7 @@ def test_a_bad_line_is_told_with_its_reason_and_the_next_is_read(tmp_path, line)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"\n" + line + b'\n{"text": "good"}\n')
     bad, good = read_jsonl(whole(path), "text")
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadDocument)
     assert (bad.file, bad.line, bad.reason) == (str(path), 2, BAD_LINES[line])
     assert bad.detail
     assert (good.value, good.line) == ("good", 3)
@@ -194,7 +194,7 @@ def test_a_gzip_file_changed_inside_is_named(tmp_path, where):
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(jsonl._read_line, "__defaults__", (100,))
+    monkeypatch.setattr(jsonl, "LONGEST_LINE", 100)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "short"}\n[' + b"0," * 1000)
     read = read_jsonl(whole(path), "text")

@@ -47,12 +47,6 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path):
     assert sum(document.bytes for document in found) == path.stat().st_size
 
 
-def test_a_missing_column_is_told_with_those_there_are(tmp_path):
-    path = write(tmp_path / "a.parquet", ["one"])
-    with pytest.raises(InputError, match=r"a\.parquet has no column 'body'; its columns are 'id', 'text'\."):
-        list(read_parquet(whole(path), "body"))
-
-
 def test_damage_is_told_with_the_name_of_the_file(tmp_path):
     path = write(tmp_path / "a.parquet", ["one " * 9999, "two"], compression="none", use_dictionary=False)
     data = path.read_bytes()

@@ -1,7 +1,7 @@
 import pytest
 
 from zaya_jax.data.readers.text import read_text
-from zaya_jax.data.readers.unit import Bad, Document, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Unit
 from zaya_jax.errors import InputError
 
 
@@ -30,7 +30,7 @@ def test_a_file_without_text_is_bad_and_the_next_is_read(tmp_path, data, reason)
     (tmp_path / "bad").write_bytes(data)
     (tmp_path / "good").write_bytes(b"good")
     bad, good = read_text(unit(tmp_path / "bad", tmp_path / "good"))
-    assert isinstance(bad, Bad)
+    assert isinstance(bad, BadDocument)
     assert (bad.file, bad.line, bad.reason) == (str(tmp_path / "bad"), 1, reason)
     assert good.value == "good"
 

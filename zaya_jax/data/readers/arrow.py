@@ -10,7 +10,7 @@ from functools import partial
 import pyarrow as pa
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
+from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share
 from zaya_jax.errors import InputError
 
 _FILE_MAGIC = b"ARROW1"  # a stream begins with the length of its schema
@@ -45,8 +45,8 @@ def count_rows(file: str) -> int:
             raise _unreadable(file, error) from error
 
 
-def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
-    """The rows of the unit's record batches; a null is `Bad`.
+def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
+    """The rows of the unit's record batches; a null is `BadDocument`.
 
     Args:
       unit: a range of record batches, or a stream.
@@ -59,7 +59,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
     with closing(_map(file)) as source:
         columns = check_columns(file, _reader(file, source).schema, field)
         reader = _reader(file, source, columns)
-        first, nth = FirstLine(), 0
+        first, before = FirstLine(), 0
         if isinstance(reader, pa.RecordBatchFileReader):
             if reader.num_record_batches < unit.stop:
                 raise InputError(
@@ -71,8 +71,8 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Document | Bad]:
         else:
             batches = _stream_batches(reader, source, unit)
         for batch, size in _checked(file, batches):
-            yield from column_documents(batch, file=file, columns=columns, size=size, nth=nth, first=first)
-            nth += len(batch)
+            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
+            before += len(batch)
 
 
 def _map(file: str) -> pa.MemoryMappedFile:
@@ -100,7 +100,7 @@ def _reader(
 def _file_batches(reader: pa.RecordBatchFileReader, unit: Unit) -> Iterator[tuple[pa.RecordBatch, int]]:
     count = unit.stop - unit.start
     for i in range(count):
-        yield reader.get_batch(unit.start + i), part(unit.bytes, count, i, i + 1)
+        yield reader.get_batch(unit.start + i), even_share(unit.bytes, count, i, i + 1)
 
 
 def _stream_batches(

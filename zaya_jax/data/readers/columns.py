@@ -4,15 +4,15 @@ from collections.abc import Iterator
 
 import pyarrow as pa
 
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, part
-from zaya_jax.data.readers.values import BESIDE, find_field, is_document, refuse, refuse_beside, suggest_chat
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
+from zaya_jax.data.readers.values import SIBLINGS, find_field, is_document, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
-_ROWS_AT_ONCE = 64  # as Python objects; a row may hold megabytes
+_BATCH_ROWS = 64  # as Python objects; a row may hold megabytes
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """The columns to read: the one of the field and, where it holds lists, those of `BESIDE`.
+    """The columns to read: the one of the field and, where it holds lists, those of `SIBLINGS`.
 
     Raises:
       InputError: there is not exactly one column of the name, or it can hold neither text nor lists.
@@ -29,13 +29,13 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"The column {field!r} of the file {file} is of type {kind}, where text and lists are allowed; "
             f"its columns are {columns}."
         )
-    beside = [name for name in BESIDE if schema.names.count(name) == 1] if _holds_lists(kind) else []
+    beside = [name for name in SIBLINGS if schema.names.count(name) == 1] if _holds_lists(kind) else []
     return [schema.names[index], *beside]
 
 
 def column_documents(
-    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, nth: int, first: FirstLine
-) -> Iterator[Document | Bad]:
+    batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
+) -> Iterator[Entry]:
     """The rows of a batch; lists of structs become lists of dicts.
 
     Args:
@@ -43,30 +43,29 @@ def column_documents(
       file: its path.
       columns: names, see `check_columns`.
       size: bytes of input that the batch stands for.
-      nth: rows of the unit before the batch.
+      before: rows of the unit before the batch.
       first: the unit's first row.
     """
     array, (field, *others) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in others}
-    for start in range(0, len(array), _ROWS_AT_ONCE):
-        rows = array.slice(start, _ROWS_AT_ONCE)
+    for start in range(0, len(array), _BATCH_ROWS):
+        rows = array.slice(start, _BATCH_ROWS)
         try:
             values = rows.to_pylist()
         except (ValueError, OverflowError):  # now to find out which
             values = [_value(row) for row in rows]
         for i, value in enumerate(values, start):
-            lost = refuse_beside({name: _value(other[i]) for name, other in beside.items()}, field) if beside else None
-            if lost:
-                yield Bad(file, first.number + nth + i, *lost)
-            elif is_document(value):
-                yield Document(value, file, part(size, len(array), i, i + 1), nth + i, first)
-            elif isinstance(value, UnicodeDecodeError):
-                detail = f"a byte of {field!r} cannot be decoded: {value.reason}"
-                yield Bad(file, first.number + nth + i, "not UTF-8", detail)
+            bad = None
+            if beside:
+                bad = sibling_rejection({name: _value(other[i]) for name, other in beside.items()}, field)
+            if bad is None and is_document(value):
+                yield Document(value, file, even_share(size, len(array), i, i + 1), before + i, first)
+                continue
+            if isinstance(value, UnicodeDecodeError):
+                bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
             elif isinstance(value, Exception):  # a time that Python has no type for
-                yield Bad(file, first.number + nth + i, "wrong type", f"{field!r} holds what JSON cannot: {value}")
-            else:
-                yield Bad(file, first.number + nth + i, *refuse(value, field))
+                bad = bad or ("wrong type", f"{field!r} holds what JSON cannot: {value}")
+            yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 
 
 def _value(row: pa.Scalar) -> object:

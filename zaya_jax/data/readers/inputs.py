@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zaya_jax.data.readers.jsonl import COMPRESSED
 from zaya_jax.data.readers.megatron import index_path, open_index
 from zaya_jax.data.readers.saved import saved_files
-from zaya_jax.data.readers.unit import Format, Unit, part
+from zaya_jax.data.readers.unit import Format, Unit, even_share
 from zaya_jax.errors import InputError
 
 ENDINGS: dict[str, Format] = {
@@ -51,7 +51,7 @@ def list_units(
         raise InputError(f"unit_bytes is {unit_bytes}, but must be at least 1.")
     if isinstance(inputs, str | Path) or not inputs:
         raise InputError(f"The inputs are {inputs!r}, but must be a list of at least one file or folder.")
-    files = [file for given in inputs for file in _find(Path(given).expanduser(), suffixes)]
+    files = [file for path in inputs for file in _list_files(Path(path).expanduser(), suffixes)]
     _check_distinct(files)
     if unit_bytes is None:
         unit_bytes = max(_LEAST_UNIT, min(_MOST_UNIT, sum(file.bytes for file in files) // _UNITS))
@@ -61,7 +61,7 @@ def list_units(
     return units
 
 
-def _find(path: Path, suffixes: tuple[str, ...]) -> list[_File]:
+def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[_File]:
     if os.path.isdir(path):
         files = list(_walk(path, suffixes))
         if not any(file.bytes for file in files):
@@ -170,11 +170,11 @@ def _file_units(file: _File, unit_bytes: int) -> Iterator[Unit]:
     count = min(pieces, -(-file.bytes // unit_bytes))  # of about equal size, as row groups and batches are
     for i in range(count):
         start, stop = pieces * i // count, pieces * (i + 1) // count
-        yield Unit(file.format, (file.path,), start, stop, part(file.bytes, count, i, i + 1))
+        yield Unit(file.format, (file.path,), start, stop, even_share(file.bytes, count, i, i + 1))
 
 
 def _pieces(file: _File) -> int:
-    """Into how many the file can be cut."""
+    """How many pieces the file can be cut into."""
     match file.format:
         case "parquet":
             from zaya_jax.data.readers.parquet import count_row_groups

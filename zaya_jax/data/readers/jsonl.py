@@ -15,18 +15,18 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, Any
 
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Reason, Unit, Value
-from zaya_jax.data.readers.values import find_field, is_document, refuse, refuse_beside, suggest_chat
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Reason, Unit, Value
+from zaya_jax.data.readers.values import find_field, is_document, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst")
 LONGEST_LINE = 2**30  # bytes; more is no JSONL, and would be held in memory whole
 
-_READ_AT_ONCE = 2**20  # bytes
-_COUNTED = 64 * 2**20  # bytes before a unit that are read to number its first line
+_READ_BYTES = 2**20  # bytes
+_COUNTED_BYTES = 64 * 2**20  # bytes before a unit that are read to number its first line
 
 
-def read_jsonl(unit: Unit, field: str) -> Iterator[Document | Bad]:
+def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
     """What the field holds in each line that starts in the unit.
 
     Lines are numbered from the file's start; far into a file, where to count them would be to read it all for every
@@ -45,22 +45,22 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Document | Bad]:
         return
     start = _first_start(unit)
     lines = _plain_lines(file, start, unit.stop)
-    if start > _COUNTED:
+    if start > _COUNTED_BYTES:
         yield from _documents(f"{file}[from byte {start}]", field, lines, FirstLine())
     else:
         first = FirstLine(partial(_line_number, file, start)) if start else FirstLine()
         yield from _documents(file, field, lines, first)
 
 
-def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Document | Bad]:
-    for nth, (line, size) in enumerate(lines):
+def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first: FirstLine) -> Iterator[Entry]:
+    for index, (line, size) in enumerate(lines):
         if not line or line.isspace():
             continue
         value, bad = _parse(line, field)
         if bad is None:
-            yield Document(value, file, size, nth, first)
+            yield Document(value, file, size, index, first)
         else:
-            yield Bad(file, first.number + nth, *bad)
+            yield BadDocument(file, first.number + index, *bad)
 
 
 def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
@@ -84,8 +84,8 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
         return "", ("no field", f"the object has no key {field!r}{suggest_chat(field, tree)}")
     value = tree[name]
     if not is_document(value):
-        return "", refuse(value, name)
-    return value, refuse_beside(tree, name) if isinstance(value, list) else None
+        return "", rejection(value, name)
+    return value, sibling_rejection(tree, name) if isinstance(value, list) else None
 
 
 def _first_start(unit: Unit) -> int:
@@ -101,7 +101,7 @@ def _first_start(unit: Unit) -> int:
             if unit.start == 0:
                 return 0
             position = stream.seek(unit.start - 1)  # a newline here ends the line before the unit
-            while tail := stream.readline(min(_READ_AT_ONCE, unit.stop - 1 - position)):
+            while tail := stream.readline(min(_READ_BYTES, unit.stop - 1 - position)):
                 position += len(tail)
                 if tail.endswith(b"\n"):
                     return position
@@ -132,28 +132,28 @@ def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
 
 def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
     if file.endswith(".gz"):
-        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _READ_AT_ONCE)
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _READ_BYTES)
     import pyarrow as pa
 
     stream: Any = pa.CompressedInputStream(raw, "zstd")  # has what BufferedReader asks of a RawIOBase
-    return io.BufferedReader(stream, _READ_AT_ONCE)
+    return io.BufferedReader(stream, _READ_BYTES)
 
 
-def _open(file: str, buffering: int = _READ_AT_ONCE) -> IO[bytes]:
+def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
     try:
         return open(file, "rb", buffering=buffering)
     except OSError as error:
         raise _unreadable(file, error) from error
 
 
-def _read_line(stream: IO[bytes], file: str, longest: int = LONGEST_LINE) -> bytes:
+def _read_line(stream: IO[bytes], file: str) -> bytes:
     try:
-        line = stream.readline(longest + 1)
+        line = stream.readline(LONGEST_LINE + 1)
     except (OSError, EOFError, zlib.error) as error:  # the compressed end too early or hold nonsense
         raise _unreadable(file, error) from error
-    if len(line) > longest:
+    if len(line) > LONGEST_LINE:
         raise InputError(
-            f"The file {file} has a line of more than {longest} bytes; write JSONL, which has one document a line."
+            f"The file {file} has a line of more than {LONGEST_LINE} bytes; write JSONL, which has one document a line."
         )
     return line
 
@@ -163,7 +163,7 @@ def _line_number(file: str, position: int) -> int:
     number = 1
     with _open(file) as stream:
         try:
-            while position > 0 and (block := stream.read(min(_READ_AT_ONCE, position))):
+            while position > 0 and (block := stream.read(min(_READ_BYTES, position))):
                 number += block.count(b"\n")
                 position -= len(block)
         except OSError as error:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -91,7 +91,7 @@ def open_index(file: str) -> Index:
     return index
 
 
-def read_megatron(unit: Unit) -> Iterator[Document | Bad]:
+def read_megatron(unit: Unit) -> Iterator[Entry]:
     """The token ids of each document, all its sequences joined, as an array of its own with the file's dtype.
 
     Ids are as the file has them: the end-of-document token is in there if it was written, and none is checked
@@ -121,14 +121,14 @@ def read_megatron(unit: Unit) -> Iterator[Document | Bad]:
     tokens = np.asarray(np.memmap(file, np.uint8, mode="r")) if index.bin_bytes else np.empty(0, np.uint8)
     first = FirstLine(unit.start + 1)
     sizes = lengths.astype(np.int64) * index.dtype.itemsize
-    for nth, (low, high) in enumerate(zip(bounds[:-1] - begin, bounds[1:] - begin, strict=True)):
+    for number, (low, high) in enumerate(zip(bounds[:-1] - begin, bounds[1:] - begin, strict=True)):
         size = int(sizes[low:high].sum())
         if not size:
-            yield Bad(file, first.number + nth, "empty", f"document {first.number + nth} has no tokens")
+            yield BadDocument(file, first.number + number, "empty", f"document {first.number + number} has no tokens")
             continue
         places = zip(pointers[low:high].tolist(), sizes[low:high].tolist(), strict=True)
         ids = np.concatenate([tokens[place : place + length] for place, length in places]).view(index.dtype)
-        yield Document(ids, file, size, nth, first)
+        yield Document(ids, file, size, number, first)
 
 
 def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:

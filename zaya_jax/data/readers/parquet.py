@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit, part
+from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share
 from zaya_jax.errors import InputError
 
-_ROWS_AT_ONCE = 256  # as an array
-_READ_AT_ONCE = 2**20  # bytes; without it a whole column chunk is held compressed
+_BATCH_ROWS = 256  # as an array
+_READ_BYTES = 2**20  # bytes; without it a whole column chunk is held compressed
 
 
 def count_row_groups(file: str) -> int:
@@ -24,8 +24,8 @@ def count_row_groups(file: str) -> int:
         return table.metadata.num_row_groups if table.metadata.num_rows else 0
 
 
-def read_parquet(unit: Unit, field: str) -> Iterator[Document | Bad]:
-    """The rows of the unit's row groups; a null is `Bad`.
+def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
+    """The rows of the unit's row groups; a null is `BadDocument`.
 
     Args:
       unit: a range of row groups.
@@ -44,16 +44,16 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Document | Bad]:
             )
         columns = check_columns(file, table.schema_arrow, field)
         rows = [table.metadata.row_group(i).num_rows for i in range(unit.stop)]
-        first, nth, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])
+        first, before, total = FirstLine(1 + sum(rows[: unit.start])), 0, sum(rows[unit.start :])
         for batch in _batches(file, table, unit, columns):
-            size = part(unit.bytes, total, nth, nth + len(batch))
-            yield from column_documents(batch, file=file, columns=columns, size=size, nth=nth, first=first)
-            nth += len(batch)
+            size = even_share(unit.bytes, total, before, before + len(batch))
+            yield from column_documents(batch, file=file, columns=columns, size=size, before=before, first=first)
+            before += len(batch)
 
 
 def _open(file: str) -> pq.ParquetFile:
     try:
-        return pq.ParquetFile(file, buffer_size=_READ_AT_ONCE, page_checksum_verification=True)
+        return pq.ParquetFile(file, buffer_size=_READ_BYTES, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(file, error) from error
 
@@ -61,7 +61,7 @@ def _open(file: str) -> pq.ParquetFile:
 def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for group in range(unit.start, unit.stop):
         try:
-            batches = table.iter_batches(_ROWS_AT_ONCE, row_groups=[group], columns=columns, use_threads=False)
+            batches = table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
             yield from batches
         except (pa.ArrowException, OSError) as error:
             raise _unreadable(file, error) from error

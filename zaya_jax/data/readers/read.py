@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from zaya_jax.data.readers.unit import Bad, Document, Unit
+from zaya_jax.data.readers.unit import Entry, Unit
 
 
-def read_unit(unit: Unit, *, field: str) -> Iterator[Document | Bad]:
+def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
     """Read a unit from its beginning to its end, never holding more of it than a few documents.
 
     The units of `list_units`, read in order, give every document of the inputs once and in order.
@@ -16,7 +16,7 @@ def read_unit(unit: Unit, *, field: str) -> Iterator[Document | Bad]:
 
     Returns:
       An iterator of `Document`, where there is a text that is not only white space, a list that is not empty, or
-      token ids, and of `Bad`, where there is something else. Blank lines of JSONL are left out.
+      token ids, and of `BadDocument`, where there is something else. Blank lines of JSONL are left out.
 
     Raises:
       InputError: while it is iterated over: a file cannot be read, is damaged, or has no such column.

@@ -1,4 +1,4 @@
-"""Datasets that `datasets.save_to_disk` wrote: which Arrow files they have, and in which order."""
+"""The Arrow files of datasets that `datasets.save_to_disk` wrote, in order."""
 
 import json
 import os
@@ -41,8 +41,8 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
     state, info = _tree(folder / _STATE), _tree(folder / _INFO)
     split = state.get("_split")
     splits = info.get("splits")
-    about = splits.get(split) if isinstance(splits, dict) and isinstance(split, str) else None
-    wanted = about.get("num_examples") if isinstance(about, dict) else None
+    entry = splits.get(split) if isinstance(splits, dict) and isinstance(split, str) else None
+    wanted = entry.get("num_examples") if isinstance(entry, dict) else None
     if not isinstance(wanted, int) or not all(file.is_file() for file in files):
         return
     from zaya_jax.data.readers.arrow import count_rows

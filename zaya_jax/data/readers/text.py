@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_jax.data.readers.unit import Bad, Document, FirstLine, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit
 from zaya_jax.errors import InputError
 
 
-def read_text(unit: Unit) -> Iterator[Document | Bad]:
+def read_text(unit: Unit) -> Iterator[Entry]:
     """The text of each file of the unit; a byte order mark and carriage returns stay.
 
     Raises:
@@ -21,9 +21,9 @@ def read_text(unit: Unit) -> Iterator[Document | Bad]:
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
-            yield Bad(file, 1, "not UTF-8", f"the byte at offset {error.start} cannot be decoded")
+            yield BadDocument(file, 1, "not UTF-8", f"the byte at offset {error.start} cannot be decoded")
             continue
         if not text or text.isspace():
-            yield Bad(file, 1, "empty", f"the file has {len(data)} bytes, none of them more than white space")
+            yield BadDocument(file, 1, "empty", f"the file has {len(data)} bytes, none of them more than white space")
         else:
             yield Document(text, file, len(data), 0, FirstLine())

@@ -1,4 +1,4 @@
-"""What is read and what comes out: units of input, documents, and the places that hold none."""
+"""Units of input, and the documents and bad documents that reading them gives."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -56,14 +56,14 @@ class Document(NamedTuple):
       value: see `Value`.
       file: its path.
       bytes: of input that it stands for, for progress.
-      nth: lines of the unit before it, from which `line` is found.
+      lines_before: lines of the unit before it, from which `line` is found.
       first: the unit's first line, shared by all its documents.
     """
 
     value: Value
     file: str
     bytes: int
-    nth: int
+    lines_before: int
     first: FirstLine
 
     @property
@@ -75,10 +75,10 @@ class Document(NamedTuple):
         Raises:
           InputError: that cannot be done.
         """
-        return self.first.number + self.nth
+        return self.first.number + self.lines_before
 
 
-class Bad(NamedTuple):
+class BadDocument(NamedTuple):
     """A place that should hold a document and does not.
 
     Attributes:
@@ -94,6 +94,9 @@ class Bad(NamedTuple):
     detail: str
 
 
-def part(total: int, count: int, start: int, stop: int) -> int:
-    """What parts `start` to `stop` of `count` equal ones have of `total`; such integers add up to it."""
+Entry = Document | BadDocument  # what a reader yields
+
+
+def even_share(total: int, count: int, start: int, stop: int) -> int:
+    """The integers that `count` equal parts have of `total`, summed over the parts `start` to `stop`."""
     return total * stop // count - total * start // count

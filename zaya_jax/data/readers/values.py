@@ -1,4 +1,4 @@
-"""Which values of a field or a column are documents, and which field holds them."""
+"""Rules for fields and columns: which one holds documents, and which of its values are usable."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
@@ -12,7 +12,7 @@ def is_document(value: object) -> TypeGuard[str | list[Any]]:
 
 
 CONVERSATIONS = ("messages", "conversations")  # fields that hold them, the second in the form of ShareGPT
-BESIDE = ("tools", "functions", "system")  # fields beside a conversation that change what it means
+SIBLINGS = ("tools", "functions", "system")  # fields beside a conversation that change what it means
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
@@ -24,20 +24,20 @@ def find_field(field: str, names: Collection[str]) -> str | None:
 
 def suggest_chat(field: str, names: Collection[str]) -> str:
     """What to add to the message that there is no such field; nothing, or how to read the conversations there are."""
-    found = [name for name in CONVERSATIONS if name in names and name != field]
-    return f"; it has {found[0]!r}, and --chat reads conversations" if found else ""
+    others = [name for name in CONVERSATIONS if name in names and name != field]
+    return f"; it has {others[0]!r}, and --chat reads conversations" if others else ""
 
 
-def refuse_beside(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
-    """Why a conversation cannot be used that has something in a field of `BESIDE`; None where it has not."""
-    for name in BESIDE:
+def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
+    """Why a conversation with a value in a field of `SIBLINGS` cannot be used; None where all are empty."""
+    for name in SIBLINGS:
         if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
             return "lost field", f"{name!r} beside {field!r} is not read; write it into a system message, or remove it"
     return None
 
 
-def refuse(value: object, field: str) -> tuple[Reason, str]:
-    """Why a value that is no document is none: the reason, and a clause that names the field."""
+def rejection(value: object, field: str) -> tuple[Reason, str]:
+    """Why a value cannot be used as a document: the reason, and a clause that names the field."""
     match value:
         case None:
             return "empty", f"{field!r} is null"
