@@ -1,12 +1,15 @@
 import json
 import math
+import time
 
 import jax
+import numpy as np
 import pytest
 
 from zaya_jax.bench import saving
 from zaya_jax.bench.__main__ import main
 from zaya_jax.bench.checkpoint import BARE, OURS, PEER, describe_disk, print_table, summary
+from zaya_jax.bench.memory import PeakMemory
 from zaya_jax.bench.saving import drop_cached, make_state, make_ways, timed_restores, timed_save, timed_steps
 
 ROWS = [{"way": way, "turn": turn, "stall": stall * turn, "commit": 1.5 * stall * turn, "memory": 10.0,
@@ -44,6 +47,14 @@ def test_files_dropped_from_the_cache_are_as_they_were(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 10_000)
     drop_cached(tmp_path)
     assert (tmp_path / "a").read_bytes() == b"x" * 10_000
+
+
+def test_a_peak_counts_what_was_freed_again():
+    with PeakMemory() as peak:
+        array = np.ones(2**27, np.uint8)
+        time.sleep(0.1)
+        del array
+    assert peak.bytes - peak.before == pytest.approx(2**27, rel=0.2)
 
 
 def test_medians_and_ratios(capsys):

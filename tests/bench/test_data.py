@@ -1,11 +1,9 @@
 """The data benchmark: both sides read the same text and make the same batches; what is measured of them."""
 
-import contextlib
 import json
-import subprocess
 import sys
-import time
 from collections import Counter
+from contextlib import nullcontext
 
 import chex
 import numpy as np
@@ -15,12 +13,9 @@ from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import data as bench
 from zaya_jax.bench import data_peers
 from zaya_jax.bench.corpora import write_drawn, write_lines
-from zaya_jax.bench.data import Sizes, bench_data, make_inputs, measure_memory, our_packing, our_preparing
+from zaya_jax.bench.data import Sizes, bench_data, make_inputs, our_packing, our_preparing
 from zaya_jax.bench.data_peers import Decode, GrainSettings, datasets_preparing, grain_packing, time_batches
-from zaya_jax.bench.memory import PeakMemory
-from zaya_jax.bench.packing import measure_planning
 from zaya_jax.config import DataConfig
-from zaya_jax.data.bins import pack
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import open_manifest, prepare
 from zaya_jax.data.shards import open_documents
@@ -29,18 +24,14 @@ from zaya_jax.machine import subprocesses
 from zaya_jax.machine.subprocesses import run_in_subprocess
 
 
-def in_this_process(make, *arguments):
-    return contextlib.nullcontext(make(*arguments))
-
-
 @pytest.fixture(scope="module")
 def sizes(tmp_path_factory):
     texts = tmp_path_factory.mktemp("texts")
     for number in range(20):
         (texts / f"{number}.txt").write_text(f"file {number}: some words, and {number * number} more. " * 5)
     corpus = DataConfig(corpus=str(texts), suffixes=(".txt",), heldout_fraction=0.3)
-    return Sizes(tokens=60_000, shards=2, context=64, batch=3, batches=5, tried=2, text_bytes=20_000,
-                 unit_bytes=10_000, growth=2, planned=1000, vocab_size=300, corpus=corpus)  # fmt: skip
+    return Sizes(tokens=60_000, shards=2, context=64, batch=3, batches=5, tried=2, text_bytes=20_000, vocab_size=300,
+                 corpus=corpus)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +44,7 @@ def inputs(sizes, tmp_path_factory):
 
 def test_the_inputs_are_of_the_sizes(inputs, sizes):
     assert inputs.lines.stat().st_size == pytest.approx(sizes.text_bytes, rel=0.05)
-    assert inputs.few_lines.stat().st_size == pytest.approx(sizes.text_bytes / 2, rel=0.05)
-    assert inputs.repeated_lines.read_bytes() == inputs.few_lines.read_bytes() * 2
     assert open_manifest(inputs.drawn).train.tokens == pytest.approx(sizes.tokens, rel=0.3)
-    assert open_manifest(inputs.few_drawn).train.tokens == pytest.approx(sizes.tokens / 2, rel=0.3)
 
 
 def test_lines_hold_each_text_about_equally_often_up_to_the_size(tmp_path):
@@ -113,7 +101,7 @@ def test_our_packing_gives_the_training_batches(inputs, sizes, batches, monkeypa
         return train_batches(config, prepared)
 
     monkeypatch.setattr(bench, "train_batches", start)
-    step = our_packing(inputs.drawn, tmp_path, sizes, workers, 5)
+    step = our_packing(inputs.drawn, tmp_path, sizes, workers)
     for turn in (1, 2):
         assert step() == 1.5
         assert len(batches) == 7 * turn
@@ -122,10 +110,10 @@ def test_our_packing_gives_the_training_batches(inputs, sizes, batches, monkeypa
         chex.assert_shape(list(batch.values()), (3, 64))
 
 
-def test_our_preparing_does_all_of_it_and_leaves_nothing(inputs, sizes, monkeypatch, tmp_path):
+def test_our_preparing_does_all_of_it_and_leaves_nothing(inputs, monkeypatch, tmp_path):
     made = []
     monkeypatch.setattr(bench, "prepare", lambda *args, **named: made.append(prepare(*args, **named)))
-    assert our_preparing(inputs.lines, inputs.tokenizer, tmp_path, sizes.unit_bytes)() > 0
+    assert our_preparing(inputs.lines, inputs.tokenizer, tmp_path)() > 0
     [manifest] = made
     lines = len(inputs.lines.read_bytes().splitlines())
     assert manifest.train.documents + manifest.heldout.documents == lines
@@ -181,7 +169,7 @@ def test_what_datasets_maps_is_what_the_tokenizer_gives(inputs, tmp_path, monkey
     """With a stand-in, so that it can be looked at."""
     for name in ("HF_DATASETS_OFFLINE", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "")  # which brings back what was
-    mapped, texts = [], [json.loads(line)["text"] for line in inputs.few_lines.read_text().splitlines()]
+    mapped, texts = [], [json.loads(line)["text"] for line in inputs.lines.read_text().splitlines()]
 
     class Dataset:
         column_names = ("text",)
@@ -194,7 +182,7 @@ def test_what_datasets_maps_is_what_the_tokenizer_gives(inputs, tmp_path, monkey
         disable_progress_bars = staticmethod(lambda: None)
         load_dataset = staticmethod(lambda *_, **__: Dataset())
 
-    monkeypatch.setattr(data_peers, "find_datasets", lambda: None)
+    monkeypatch.setattr(data_peers, "check_datasets", lambda: None)
     monkeypatch.setitem(sys.modules, "datasets", Stub)
     for fast in (False, True):
         datasets_preparing(inputs.lines, inputs.tokenizer, 2, fast, tmp_path)()
@@ -236,8 +224,8 @@ def peers(monkeypatch):
         return 2.0 if (settings.threads, settings.buffer) in {(4, 16), (4, 4)} else 3.0
 
     monkeypatch.setattr(subprocesses, "time", Clock)
-    monkeypatch.setattr(bench, "run_in_subprocess", in_this_process)
-    monkeypatch.setattr(bench, "find_datasets", lambda: None)
+    monkeypatch.setattr(subprocesses, "run_in_subprocess", lambda make, *arguments: nullcontext(make(*arguments)))
+    monkeypatch.setattr(bench, "check_datasets", lambda: None)
     monkeypatch.setattr(bench, "our_packing", make("our packing", lambda _: 1.0, start=4.0))
     monkeypatch.setattr(bench, "our_preparing", make("our preparing", lambda _: 1.0))
     monkeypatch.setattr(bench, "grain_packing", make("grain", of_settings, start=4.0))
@@ -249,7 +237,7 @@ def peers(monkeypatch):
 def test_both_sides_read_the_same_and_the_best_setting_of_the_peer_counts(peers, sizes, capsys):
     result = bench_data(sizes, 3)
     assert json.loads(json.dumps(result)) == result
-    packing, packing_2, preparing, memory, planning = result["results"].values()
+    packing, packing_2, preparing = result["results"].values()
     for measured in (packing, packing_2):
         assert measured["ratio"] == 2.0
         assert measured["tokens_per_second"] == {"ours": 960, "peer": 480}
@@ -259,54 +247,13 @@ def test_both_sides_read_the_same_and_the_best_setting_of_the_peer_counts(peers,
     assert len(packing["peer_settings_tried"]) == 5
     assert preparing["ratio"] == {"peer": 2.0, "peer_fast": 1.5, "peer_map_alone": 1.8, "peer_fast_map_alone": 1.35}
     assert preparing["seconds"]["ours"] == [1.0] * 3
-    assert all(measured["peak_bytes"].keys() == {"smaller", "larger"} for measured in memory.values())
-    assert planning.keys() == {"4096", "32768", "131072"}
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 8
+    assert len(out.splitlines()) == 3
     assert "packing, 0 workers: ours" in out
     assert "ratio 2.00" in out
     read = {name: {str(argument) for made in peers if made[0] == name for argument in made[1:]} for name, *_ in peers}
-    assert len({path for path in read["our packing"] & read["grain"] if path.endswith("/large")}) == 1
-    assert len({path for path in read["our preparing"] & read["datasets"] if path.endswith("/large.jsonl")}) == 1
-
-
-def test_memory_is_measured_for_both_inputs(inputs, sizes, batches, monkeypatch):
-    measured = []
-
-    def run(make, *arguments):
-        measured.append(arguments[1])
-        return in_this_process(make, *arguments)
-
-    monkeypatch.setattr(bench, "run_in_subprocess", run)
-    for side in measure_memory(inputs, sizes).values():
-        assert min(side["peak_bytes"].values()) > 2**20
-        assert side["ratio"] > 0
-    assert measured == [inputs.few_lines, inputs.repeated_lines, inputs.few_drawn, inputs.drawn]
-
-
-def test_a_plan_is_described_by_its_bins(capsys):
-    results = measure_planning(3000, 2)
-    sizes = np.clip(np.random.default_rng(0).lognormal(np.log(900), 1.2, 3000), 1, 4096).astype(np.int64)
-    bins = pack(sizes, 4096)
-    assert results["4096"]["bins"] == len(bins)
-    assert abs(results["4096"]["padding"] - (1 - sizes.sum() / (4096 * len(bins)))) < 1e-6
-    for measured in results.values():
-        assert len(measured["seconds"]) == 2
-        assert 10**7 < measured["peak_bytes"] < 10**9
-    assert "planning 3,000 documents at 131,072: " in capsys.readouterr().out
-
-
-def test_a_peak_counts_what_was_freed_again_and_the_processes_below():
-    size = 2**27
-    with PeakMemory(children=False) as own:
-        held = np.ones(size, np.uint8)
-        time.sleep(0.1)
-        del held
-    assert own.bytes - own.before == pytest.approx(size, rel=0.2)
-    code = f"import time; held = bytearray(b'x') * {size}; time.sleep(0.5)"
-    with PeakMemory() as all_processes, PeakMemory(children=False) as own:
-        subprocess.run([sys.executable, "-c", code], check=True)
-    assert all_processes.bytes - all_processes.before > 0.9 * size > own.bytes - own.before
+    assert len({path for path in read["our packing"] & read["grain"] if path.endswith("/drawn")}) == 1
+    assert len({path for path in read["our preparing"] & read["datasets"] if path.endswith("/lines.jsonl")}) == 1
 
 
 def test_a_missing_peer_is_told_with_the_command_that_installs_it(monkeypatch, capsys):

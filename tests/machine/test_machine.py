@@ -7,7 +7,6 @@ import jax
 import pytest
 
 from tests.train_helpers import on_devices
-from zaya_jax.bench.__main__ import MOVED
 from zaya_jax.bench.__main__ import main as bench
 from zaya_jax.machine import describe as module
 from zaya_jax.machine.__main__ import main
@@ -78,7 +77,6 @@ def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):
     ([bench, "checkpoint", "--gib", "0"], "--gib is 0.0"),
     ([bench, "checkpoint", "--folder", "/no/such"], "--folder is '/no/such'"),
     ([bench, "balance", "--steps", "3"], "--steps is 3"),
-    *(([bench, verb, "--help"], f"python -m zaya_jax.machine {verb}") for verb in MOVED),
 ])  # fmt: skip
 def test_what_cannot_be_measured_or_written_is_told_before_measuring(capsys, command, match):
     run, *arguments = command

@@ -45,7 +45,7 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
 
         trials = {(name, seed): Trial(f"{name} seed {seed}", config(name, seed), evaluation_interval(count[name]))
                   for name in flops for seed in SEEDS}  # fmt: skip
-        curves = dict(zip(trials, run_trials(list(trials.values())), strict=True))
+        curves = run_trials(trials)
     final = {name: [curves[name, seed].final for seed in SEEDS] for name in models}
     result["results"] = {
         name: {

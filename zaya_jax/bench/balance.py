@@ -61,18 +61,16 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
             name = f"{rule} {rate:g} seed {seed}"
             return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, CROWD)
 
-        rules: list[BalanceRule] = ["adamw", "sign"]
-        tried: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in RATES]
-        curves = run_trials([trial(rule, rate, 0) for rule, rate in tried])
-        tuning = {key: steps_until_even(curve, steps) for key, curve in zip(tried, curves, strict=True)}
-        best: dict[BalanceRule, float] = {
-            rule: min(RATES, key=lambda rate: _cost(tuning[rule, rate], steps)) for rule in rules
-        }
-        chosen: list[tuple[BalanceRule, float]] = [(rule, best[rule]) for rule in rules]
-        chosen.append(("none", min(RATES)))
-        final: list[tuple[BalanceRule, float, int]] = [(rule, rate, seed) for rule, rate in chosen for seed in SEEDS]
-        curves = dict(zip(final, run_trials([trial(*key) for key in final]), strict=True))
-    result["rates"] = [{"rule": rule, "rate": rate, **tuning[rule, rate]._asdict()} for rule, rate in tried]
+        rules: tuple[BalanceRule, ...] = ("adamw", "sign")
+        grid: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in RATES]
+        tuned = run_trials({(rule, rate): trial(rule, rate, 0) for rule, rate in grid})
+        tuning = {key: steps_until_even(curve, steps) for key, curve in tuned.items()}
+        compared: list[tuple[BalanceRule, float]] = [
+            (rule, min(RATES, key=lambda rate: _cost(tuning[rule, rate], steps))) for rule in rules
+        ]
+        compared.append(("none", min(RATES)))
+        curves = run_trials({(rule, rate, seed): trial(rule, rate, seed) for rule, rate in compared for seed in SEEDS})
+    result["rates"] = [{"rule": rule, "rate": rate, **tuning[rule, rate]._asdict()} for rule, rate in grid]
     result["results"] = {
         rule: {
             "rate": rate if rule != "none" else None,
@@ -81,7 +79,7 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
                for what in Steps._fields},
             "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in SEEDS],
         }
-        for rule, rate in chosen
+        for rule, rate in compared
     }  # fmt: skip
     for rule, row in result["results"].items():
         median = {what: median_or_never(row[what]) for what in Steps._fields}
@@ -120,7 +118,7 @@ def _prepare(folder: Path) -> dict[str, Path]:
         "code": sorted(root.glob("*.py")),
         "tables": sorted((root / "encodings").glob("[ckm]*.py")),
     }
-    texts = [path.read_text(encoding="utf-8", errors="replace") for some in files.values() for path in some]
+    texts = [path.read_text(encoding="utf-8", errors="replace") for paths in files.values() for path in paths]
     train_tokenizer(texts, 2048).save(folder / "tokenizer.json")
     settings = PrepareSettings("tokens", "text", (".py",), None, 0.1)
     for name, paths in files.items():

@@ -1,5 +1,6 @@
 """Saving and restoring over several processes, against gathering on one and pickling, and against Orbax as it comes."""
 
+import itertools
 import json
 import math
 import os
@@ -11,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.plot import draw_lines
@@ -23,20 +25,16 @@ _DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 
 
-class Sizes(NamedTuple):
-    """What is measured."""
-
-    gib: tuple[float, ...] = (0.25, 2.0)  # of a state
-    processes: tuple[int, ...] = (1, 2, 4)
-
-
-def bench_checkpoint(sizes: Sizes, repeats: int, png: str | None, folder: str | None) -> dict[str, Any]:
+def bench_checkpoint(
+    sizes: Sequence[float], processes: Sequence[int], repeats: int, png: str | None, folder: str | None
+) -> dict[str, Any]:
     """Measure each size on each number of processes, and print a table.
 
     Every way makes its files durable (fsync, rename, fsync of the folder), and what it restores is compared bitwise.
 
     Args:
-      sizes: of the state, and numbers of processes, each with one CPU device.
+      sizes: of the state, GiB.
+      processes: of a job, each with one CPU device.
       repeats: timed saves of each way, in turn, after one to warm up.
       png: a plot of the commit time over the number of processes, for the largest state.
       folder: on the disk that is measured; the system's folder for temporary files where None.
@@ -48,20 +46,19 @@ def bench_checkpoint(sizes: Sizes, repeats: int, png: str | None, folder: str | 
         raise InputError(f"--folder is {folder!r}, but must be a folder on the disk that is measured.")
     result = describe_run(
         "seconds that saving stops a step loop, and until it is durable; seconds to restore",
-        f"states of {', '.join(f'{size:g}' for size in sizes.gib)} GiB, 16 large arrays and 1,000 of 1 KiB",
+        f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",
         "process_allgather to process 0, which pickles",
         ("orbax-checkpoint", "tensorstore"),
     )  # fmt: skip
     result["results"] = []
     with tempfile.TemporaryDirectory(prefix="bench_checkpoint_", dir=folder) as name:
         result["hardware"]["disk"] = describe_disk(Path(name))
-        for size in sizes.gib:
-            for processes in sizes.processes:
-                rows = run_job(Path(name), processes, round(size * 2**30), repeats)
-                result["results"].append(summary(size, processes, rows))
-                print_table(result["results"][-1])
+        for size, count in itertools.product(sizes, processes):
+            rows = run_job(Path(name), count, round(size * 2**30), repeats)
+            result["results"].append(summary(size, count, rows))
+            print_table(result["results"][-1])
     if png:
-        _draw(Path(png), max(sizes.gib), result["results"])
+        _draw(Path(png), max(sizes), result["results"])
     return result
 
 

@@ -93,7 +93,7 @@ def _parse_absl_flags() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def find_datasets() -> None:
+def check_datasets() -> None:
     """Raise `InputError` where `datasets` is not installed."""
     if importlib.util.find_spec("datasets") is None:
         raise InputError("The peer needs datasets: pip install -e '.[bench]'.")
@@ -108,11 +108,7 @@ def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, s
       workers: processes of the map.
       fast: encode with `encode_batch_fast`, which leaves the offsets out, in place of `encode_batch`.
       scratch: an existing folder for caches, of which each call gets one of its own.
-
-    Raises:
-      InputError: `datasets` is not installed.
     """
-    find_datasets()
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
     datasets: Any = importlib.import_module("datasets")  # by name, since no part of the package may need it
     tokenizers: Any = importlib.import_module("tokenizers")

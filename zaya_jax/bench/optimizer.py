@@ -22,7 +22,6 @@ from zaya_jax.machine.result import describe_run
 Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # of the matrices, of the rest
 
-
 # Learning rates tried: of the matrices by each kind, and of everything else.
 MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OTHERS = (0.006, 0.018, 0.054)
@@ -56,23 +55,20 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
             return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, every)
 
         kinds: tuple[Kind, ...] = get_args(Kind)
-        points: dict[Kind, list[Rates]] = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
-        trials = [trial(kind, rates, 0, steps) for kind, all_rates in points.items() for rates in all_rates]
-        losses = iter(curve.final for curve in run_trials(trials))
+        grid: dict[Kind, list[Rates]] = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}
+        tuned = run_trials({(kind, rates): trial(kind, rates, 0, steps) for kind in kinds for rates in grid[kind]})
         tuning: dict[Kind, dict[Rates, float]] = {
-            kind: {rates: next(losses) for rates in points[kind]} for kind in kinds
+            kind: {rates: tuned[kind, rates].final for rates in grid[kind]} for kind in kinds
         }
         best: dict[Kind, Rates] = {kind: min(tuning[kind], key=tuning[kind].__getitem__) for kind in kinds}
-        finals = list(itertools.product(SEEDS, kinds))
-        trials = [trial(kind, best[kind], seed, 5) for seed, kind in finals]
-        curves = dict(zip(finals, run_trials(trials), strict=True))
+        curves = run_trials({(seed, kind): trial(kind, best[kind], seed, 5) for seed in SEEDS for kind in kinds})
     result["grid"] = {
         kind: {
-            "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in tried.items()],
+            "rates": [{"matrices": m, "others": o, "heldout_loss": round(loss, 4)} for (m, o), loss in losses.items()],
             "best": {"matrices": best[kind][0], "others": best[kind][1]},
             "interior": _interior(best[kind], MATRICES[kind], OTHERS),
         }
-        for kind, tried in tuning.items()
+        for kind, losses in tuning.items()
     }
     named = {f"{kind} seed {seed}": curve for (seed, kind), curve in curves.items()}
     result["curves"] = {name: curve.heldout for name, curve in named.items()}
@@ -101,7 +97,7 @@ def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
-    """Steps until the held-out loss is down at `target`, between two looks by the line through them."""
+    """Steps until the held-out loss is down at `target`, interpolated linearly between two evaluations."""
     before: tuple[float, float] | None = None
     for step, loss in curve.heldout:
         if loss <= target:

@@ -14,13 +14,12 @@ from zaya_jax.hf.config import to_hf
 
 ROWS = (1, 2, 4, 8)  # sequences at a time, among which training takes the fastest number
 _TOO_LARGE = "transformers' model and its AdamW do not fit the memory of this device."
-_MISSING = "The peer needs PyTorch and transformers: pip install -e '.[parity]'."
 
 
 def check_peer() -> None:
     """Raise `InputError` where PyTorch or `transformers` is not installed; imports neither."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise InputError(_MISSING)
+        raise InputError("The peer needs PyTorch and transformers: pip install -e '.[parity]'.")
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
@@ -28,9 +27,6 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
 
     The model is as `transformers` makes it (scaled-dot-product attention, its default experts), with key
     temperatures of 1, since its own start value of 0 would make all keys vanish.
-
-    Raises:
-      InputError: PyTorch or `transformers` is not installed.
     """
     torch, model = _make_model(config, dtype, device, threads)
     tokens = torch.tensor(tokens_bs, device=device)
@@ -52,7 +48,7 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
     computed again, are those of the fastest pass that fits.
 
     Raises:
-      InputError: PyTorch or `transformers` is not installed, or nothing fits the device.
+      InputError: nothing fits the device.
     """
     torch, model = _make_model(config.model, config.train.compute_dtype, device, threads)
     rates = config.optimizer.adamw
@@ -94,18 +90,15 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
 
 def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:
     """The module torch, and the model."""
-    try:  # imported by name, since no part of the package may need them
-        torch: Any = importlib.import_module("torch")
-        transformers: Any = importlib.import_module("transformers")
-    except ImportError as error:
-        raise InputError(_MISSING) from error
+    # Imported by name, since no part of the package may need them.
+    torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     tree = to_hf(config, dtype)
     tree.pop("architectures")
-    config_there = transformers.ZayaConfig(**tree, attn_implementation="sdpa")
+    peer_config = transformers.ZayaConfig(**tree, attn_implementation="sdpa")
     with torch.device(device):  # a host draws billions of parameters slowly
-        model = transformers.ZayaForCausalLM(config_there).to(device, getattr(torch, dtype))
+        model = transformers.ZayaForCausalLM(peer_config).to(device, getattr(torch, dtype))
     for layer in model.model.layers:
         layer.self_attn.qk_norm.temp.data.fill_(1.0)
         layer.mlp.gate.balancing_biases.data = layer.mlp.gate.balancing_biases.data.float()

@@ -172,7 +172,7 @@ def timed_save(way: Way, step: int) -> dict[str, float]:
     """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
-    with PeakMemory(children=False) as peak:
+    with PeakMemory() as peak:
         begun = time.perf_counter()
         way.start(step)
         stall = time.perf_counter() - begun

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from zaya_jax.bench.peer import peer_step
+from zaya_jax.bench.peer import check_peer, peer_step
 from zaya_jax.config import BatchConfig, Config, DataConfig, ModelConfig, PhaseConfig, TrainConfig
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.step import describe_throughput, forward_backward, random_tokens, throughput
-from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
+from zaya_jax.machine.subprocesses import interleave_subprocesses
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.ops.target import current_target
 
@@ -33,7 +33,11 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
       config: the model, batch, context and rematerialisation of its first step are used.
       dtypes: 'float32', 'bfloat16'.
       repeats: timed passes of each side.
+
+    Raises:
+      InputError: PyTorch or `transformers` is not installed.
     """
+    check_peer()
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # three processes share a GPU
     tokens_bs, threads, kind = random_tokens(config), len(os.sched_getaffinity(0)), jax.devices()[0].device_kind
     device = "cpu" if current_target().platform == "cpu" else "cuda"
@@ -46,11 +50,11 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
     )  # fmt: skip
     result["hardware"]["device"], result["results"] = kind, {}
     for dtype in dtypes:
-        with (
-            run_in_subprocess(forward_backward, config, dtype, tokens_bs) as ours,
-            run_in_subprocess(peer_step, config.model, dtype, tokens_bs[:, :context], device, threads) as theirs,
-        ):
-            passes = interleave({"ours": ours, "peer": theirs}, repeats)
+        sides = {
+            "ours": (forward_backward, config, dtype, tokens_bs),
+            "peer": (peer_step, config.model, dtype, tokens_bs[:, :context], device, threads),
+        }
+        passes = interleave_subprocesses(sides, repeats)
         speeds = {name: throughput(statistics.median(timed.seconds), tokens, flops, kind)
                   for name, timed in passes.items()}  # fmt: skip
         ratio = speeds["ours"]["tokens_per_second"] / speeds["peer"]["tokens_per_second"]

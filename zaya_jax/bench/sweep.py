@@ -100,18 +100,18 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
     return config
 
 
-def run_trials(trials: Sequence[Trial]) -> list[Curve]:
+def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
     """Run all trials and print a line for each, in order; as many at once as there are cores, each on its own core."""
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     free = context.SimpleQueue()
     for core in cores:
         free.put(core)
-    curves = []
+    curves = {}
     with ProcessPoolExecutor(len(cores), context, _take_core, (free, os.getpid())) as pool:
-        for trial, curve in zip(trials, pool.map(run_trial, trials), strict=True):
+        for (key, trial), curve in zip(trials.items(), pool.map(run_trial, trials.values()), strict=True):
             print(f"{trial.name}: held-out {curve.final:.4f} nats/token, {curve.seconds:.0f} s", flush=True)
-            curves.append(curve)
+            curves[key] = curve
     return curves
 
 

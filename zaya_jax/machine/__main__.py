@@ -13,20 +13,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
     parser = argparse.ArgumentParser(prog="python -m zaya_jax.machine", description="Measure and describe a machine.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    describe = verbs.add_parser("describe", help="devices, memory, drivers, environment and preset, as JSON")
+    describe = verbs.add_parser("describe", help="print devices, memory, drivers, environment and preset as JSON")
     describe.set_defaults(run=_describe)
-    smoke = verbs.add_parser("smoke", help="whether everything works on this machine's devices, as one JSON to post")
-    smoke.add_argument("--output", metavar="FILE", help="the JSON (default: benchmarks/smoke_DEVICE.json)")
+    smoke = verbs.add_parser("smoke", help="test and time everything on this machine's devices, as one JSON to post")
+    smoke.add_argument("--output", metavar="FILE",
+                       help="file to write the result to, as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
     smoke.set_defaults(run=_smoke)
-    context = verbs.add_parser("context", help="attention over a sequence on several devices: ring and all-gather")
+    context = verbs.add_parser("context", help="measure ring and all-gather attention over several devices")
     add_flags(context, repeats=5, png="the memory over the number of devices")
     context.set_defaults(run=_context)
-    launches = verbs.add_parser("launches", help="launches of a layer and bytes of each operation, with kernels and "
-                                "without")  # fmt: skip
+    launches = verbs.add_parser("launches", help="count a layer's launches and each operation's bytes, with and "
+                                "without kernels")  # fmt: skip
     add_flags(launches)
     launches.set_defaults(run=_launches)
-    machine_code = verbs.add_parser("machine-code", help="registers, shared memory and spills of each kernel on three "
-                                    "GPUs, none of which is needed")  # fmt: skip
+    machine_code = verbs.add_parser("machine-code", help="report registers, shared memory and spills of each kernel on "
+                                    "three GPUs; no GPU is needed")  # fmt: skip
     add_flags(machine_code)
     machine_code.set_defaults(run=_machine_code)
     return run_verb(parser, arguments)

@@ -10,12 +10,12 @@ from zaya_jax.machine.result import check_request, write_result
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
     """Add `--output`; `--repeats` with a default, and `--png` with what it draws, if they are given."""
-    verb.add_argument("--output", metavar="FILE", help="write the result there as JSON")
+    verb.add_argument("--output", metavar="FILE", help="file to write the result to, as JSON")
     if repeats is not None:
-        verb.add_argument("--repeats", type=int, default=repeats,
-                          help=f"timed passes of each side, interleaved (default {repeats})")  # fmt: skip
+        verb.add_argument("--repeats", type=int, default=repeats, metavar="N",
+                          help=f"number of timed passes of each side (default: {repeats})")  # fmt: skip
     if png is not None:
-        verb.add_argument("--png", metavar="FILE", help=f"draw {png} there")
+        verb.add_argument("--png", metavar="FILE", help=f"file to draw {png} to")
 
 
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:

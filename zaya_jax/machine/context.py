@@ -3,7 +3,6 @@
 Each case is compiled and run in a process of its own, so that the peak a device reports is the case's alone.
 """
 
-import contextlib
 import functools
 import os
 import statistics
@@ -20,7 +19,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, rounded
-from zaya_jax.machine.subprocesses import interleave, restored_environment, run_in_subprocess
+from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
 from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
@@ -95,7 +94,10 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
     result["results"], result["scaling"] = [], {}
     for length in sizes.lengths:
         measured = _measure(sizes, length, [n for n in sizes.degrees if n <= devices], repeats, simulated)
-        result["results"] += [_row(case, memory, seconds) for case, (memory, seconds) in measured.items()]
+        result["results"] += [
+            case._asdict() | {"bytes_per_device": memory.compiled, **memory._asdict(), "seconds": rounded(seconds)}
+            for case, (memory, seconds) in measured.items()
+        ]
         curves = _curves({case: memory.compiled for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
         _print(length, measured, result["scaling"][str(length)])
@@ -108,13 +110,11 @@ def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
              simulated: bool) -> dict[Case, tuple[Memory, list[float]]]:  # fmt: skip
     # On one device nothing is gathered or passed on, so that the kinds do not differ.
     cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
-    with contextlib.ExitStack() as stack:
-        with restored_environment():
-            if simulated:
-                simulate_devices()
-            steps = {_name(case): stack.enter_context(run_in_subprocess(context_pass, sizes, case)) for case in cases}
-        passes = interleave(steps, repeats)
-    return {case: (passes[_name(case)].results[-1], passes[_name(case)].seconds) for case in cases}
+    with restored_environment():
+        if simulated:
+            simulate_devices()
+        passes = interleave_subprocesses({case: (context_pass, sizes, case) for case in cases}, repeats)
+    return {case: (timed.results[-1], timed.seconds) for case, timed in passes.items()}
 
 
 def simulate_devices() -> None:
@@ -157,19 +157,6 @@ def _forward_and_backward(config: ParallelConfig, q_bshc: jax.Array, k_bskc: jax
     attend = functools.partial(attend, query_segments_bs=segments_bs, key_segments_bt=key_segments)
     out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
     return out, *pull(do_bshc)
-
-
-def _name(case: Case) -> str:
-    return f"{case.attention} {case.devices}"
-
-
-def _row(case: Case, memory: Memory, seconds: list[float]) -> dict[str, Any]:
-    return {
-        **case._asdict(),
-        "bytes_per_device": memory.compiled,
-        **memory._asdict(),
-        "seconds": rounded(seconds),
-    }
 
 
 def _curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:

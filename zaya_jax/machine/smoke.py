@@ -35,6 +35,7 @@ from zaya_jax.config import (
     TrainConfig,
 )
 from zaya_jax.config.stages import total_steps
+from zaya_jax.errors import InputError
 from zaya_jax.machine import context
 from zaya_jax.machine.collectives import check_collectives
 from zaya_jax.machine.describe import describe_machine
@@ -104,21 +105,13 @@ def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:
-        with run_in_subprocess(functools.partial, report_error, work) as step:
+        with run_in_subprocess(functools.partial, work) as step:
             result: dict[str, Any] = step()
-    except RuntimeError as error:  # its process died
+    except (InputError, RuntimeError) as error:
         result = {"failed": str(error)}
     result["seconds"] = round(time.monotonic() - start, 1)
     print(f"   {result.get('failed') or result.get('skipped') or 'passed'} ({result['seconds']} s)", flush=True)
     return result
-
-
-def report_error(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of `work`, or `failed` with what it raised: not every error can be sent to another process."""
-    try:
-        return work()
-    except Exception as error:
-        return {"failed": f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"[:2000]}
 
 
 def _write(result: dict[str, Any], path: str) -> None:

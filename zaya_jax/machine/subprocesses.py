@@ -1,4 +1,4 @@
-"""Steps in processes of their own, as they would run for their users, timed in turn.
+"""Steps in separate processes, as they would run for their users, timed in turn.
 
 In one process the sides disturb each other: PyTorch's libraries, once loaded, cost XLA a tenth of its speed
 on a CPU, and each side's idle threads wait for work on the other's cores.
@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+
+from zaya_jax.errors import InputError
 
 SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop waiting on the cores
 
@@ -31,8 +33,11 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
       arguments: what it takes.
 
     Yields:
-      A function that calls the other process's step and returns its result. What the other process raises
-      is raised here.
+      A function that calls the other process's step and returns its result.
+
+    Raises:
+      InputError: the other process raised it.
+      RuntimeError: the other process raised another error, or ended.
     """
     ours, theirs = multiprocessing.Pipe()
     # No daemon, since those may not start processes, and a step may.
@@ -40,12 +45,8 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
     process.start()
     theirs.close()  # the other process holds it: its end is the pipe's end
 
-    def ask() -> Any:
-        return answer(ours.send)
-
-    def answer(before: Callable[[None], None] = lambda _: None) -> Any:
+    def receive() -> Any:
         try:
-            before(None)
             result = ours.recv()
         except (EOFError, OSError) as error:
             process.join()
@@ -54,9 +55,14 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
             raise result
         return result
 
+    def step() -> Any:
+        with contextlib.suppress(OSError):  # a process that has ended, which `receive` reports
+            ours.send(None)
+        return receive()
+
     try:
-        answer()
-        yield ask
+        receive()  # that the step is made
+        yield step
     finally:
         ours.close()
         process.join()
@@ -73,7 +79,7 @@ def restored_environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def interleave(steps: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Passes]:
+def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
     """Time each step, one after the other in turn, after one pass of each to warm up."""
     passes = {name: Passes([], []) for name in steps}
     for step in steps.values():
@@ -88,6 +94,13 @@ def interleave(steps: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str
     return passes
 
 
+def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) -> dict[Any, Passes]:
+    """`interleave` the steps of `sides`, each made in its own process; a side is what `run_in_subprocess` takes."""
+    with contextlib.ExitStack() as stack:
+        steps = {name: stack.enter_context(run_in_subprocess(*side)) for name, side in sides.items()}
+        return interleave(steps, repeats)
+
+
 def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: tuple[Any, ...]) -> None:
     try:
         step = make(*arguments)
@@ -95,7 +108,9 @@ def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: 
         while True:
             pipe.recv()
             pipe.send(step())
-    except EOFError:  # the other end is done
+    except EOFError:  # the other end is closed
         return
-    except Exception as error:
+    except InputError as error:
         pipe.send(error)
+    except Exception as error:  # not every error can be sent to another process
+        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"[:2000]))
