@@ -29,7 +29,7 @@ def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
             np.testing.assert_array_equal(found, exact.astype(found.dtype), err_msg=name)
         else:
             np.testing.assert_array_equal(found, newest, err_msg=name)
-    about = read_manifest(folder).about
+    about = read_manifest(folder).metadata
     assert (about["averaged"], about["heldout_loss"]) == ([1, 2, 4], None)
 
 

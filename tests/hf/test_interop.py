@@ -44,7 +44,7 @@ def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
         if name == "params.blocks.0.mixture.router.state_scale":
             same[0] = 1.0  # inert, and in no folder
         np.testing.assert_array_equal(found, same, err_msg=name)
-    assert architecture(read_manifest(folder).about).hidden_size == model.config.hidden_size
+    assert architecture(read_manifest(folder).metadata).hidden_size == model.config.hidden_size
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "float32", "--layout",
                  layout]) == 0  # fmt: skip
     assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")

@@ -127,7 +127,7 @@ def make(folder, **changes):
     for process, parts in enumerate(PARTS):
         (folder / "digests" / f"process_{process}.json").write_text(json.dumps(parts))
     manifest = Manifest(**{
-        "step": 3, "generation": 2, "about": {"phase": "one", "heldout_loss": 1.5}, "leaves": {}, "read_back": False,
+        "step": 3, "generation": 2, "metadata": {"phase": "one", "heldout_loss": 1.5}, "leaves": {}, "read_back": False,
         "files": list_files(folder), "digests": file_digests(folder), **changes,
     })  # fmt: skip
     write_manifest(folder, manifest)

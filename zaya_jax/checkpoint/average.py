@@ -62,7 +62,7 @@ def average_checkpoints(folders: Sequence[Path], output: Path, base: str | None 
     opened = sorted((open_checkpoint(folder) for folder in folders), key=lambda one: one[0].step)
     newest, reader = opened[-1]
     target = output / "checkpoints" / str(newest.step)
-    if any(manifest.about.get("config", {}).get("lora") for manifest, _ in opened):
+    if any(manifest.metadata.get("config", {}).get("lora") for manifest, _ in opened):
         _average_adapters(opened, target, base)
     else:
         _average_parameters(opened, target)
@@ -85,7 +85,7 @@ def _average_parameters(opened: Sequence[Opened], target: Path) -> None:
                 mean = name.startswith(_AVERAGED)
                 yield Part(name, where, _mean([one for _, one in opened] if mean else [reader], name, where))
 
-    about = {**newest.about, "averaged": [manifest.step for manifest, _ in opened], "heldout_loss": None}
+    about = {**newest.metadata, "averaged": [manifest.step for manifest, _ in opened], "heldout_loss": None}
     leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in kinds.items()}
     write_checkpoint(target, newest.step, about, leaves, parts())
 
@@ -93,9 +93,9 @@ def _average_parameters(opened: Sequence[Opened], target: Path) -> None:
 def _average_adapters(opened: Sequence[Opened], target: Path, base: str | None) -> None:
     _check_adapters(opened)
     newest, reader = opened[-1]
-    model = architecture(newest.about)
-    dtype = np.dtype(accumulation_dtype(newest.about["config"]["train"]["compute_dtype"]))
-    mean = _merged_mean(opened, read_base(reader.folder, newest.about, model, base), model)
+    model = architecture(newest.metadata)
+    dtype = np.dtype(accumulation_dtype(newest.metadata["config"]["train"]["compute_dtype"]))
+    mean = _merged_mean(opened, read_base(reader.folder, newest.metadata, model, base), model)
     sizes = {**shapes(abstract_model(model)), **bias_shapes(model)}
     names = {f"{'balance' if is_bias(name) else 'params'}.{name}": name for name in sizes}
 
@@ -119,10 +119,10 @@ def _check_adapters(opened: Sequence[Opened]) -> None:
     """Raise `InputError` unless all hold adapters of one model."""
     newest, reader = opened[-1]
     for manifest, other in opened:
-        if not manifest.about.get("config", {}).get("lora"):
+        if not manifest.metadata.get("config", {}).get("lora"):
             raise InputError(f"{other.folder} holds all parameters, but others hold adapters: merge those first, with "
                              "export-hf and import-hf, and average the imported ones.")  # fmt: skip
-        if manifest.about["config"]["model"] != newest.about["config"]["model"]:
+        if manifest.metadata["config"]["model"] != newest.metadata["config"]["model"]:
             raise InputError(f"The models of {other.folder} and {reader.folder} differ, so they have no average.")
     bases = {other.folder: base_fingerprint(other.folder) for _, other in opened}
     for folder, found in bases.items():
@@ -135,7 +135,7 @@ def _check_adapters(opened: Sequence[Opened]) -> None:
 
 def _merged_mean(opened: Sequence[Opened], frozen: Read, model: ModelConfig) -> Read:
     """The mean of merged models, in fp64: of balancing biases, and of each matrix with its adapters."""
-    reads = [(read_saved(reader.folder), LoraConfig(**manifest.about["config"]["lora"]).scale / len(opened))
+    reads = [(read_saved(reader.folder), LoraConfig(**manifest.metadata["config"]["lora"]).scale / len(opened))
              for manifest, reader in opened]  # fmt: skip
     kinds = roles(abstract_model(model))
 

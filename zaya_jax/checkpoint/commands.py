@@ -34,7 +34,7 @@ def inspect(path: str) -> Iterator[str]:
     """What a checkpoint says of itself, then a line for each array."""
     folder = checkpoint_folder(path, "CHECKPOINT")
     manifest, _ = open_checkpoint(folder)
-    metadata = manifest.about
+    metadata = manifest.metadata
     yield (f"{folder}: step {manifest.step}, phase {metadata.get('phase', '-')}, "
            f"{metadata.get('tokens_seen', 0):,} tokens")  # fmt: skip
     for key in ("environment", "versions"):

@@ -3,7 +3,8 @@
 They are taken of host memory: a digest of a file would bless what was written wrongly.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -42,11 +43,6 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
     return [piece for name, where, data in shards for piece in pieces(Part(name, where, np.asarray(data)))]
 
 
-def whole_parts(held: Mapping[str, np.ndarray]) -> list[Part]:
-    """Arrays of host memory, as what this process has to save."""
-    return [Part(name, slice_text((slice(None),) * data.ndim, data.shape), data) for name, data in held.items()]
-
-
 def pieces(part: Part) -> Iterator[Part]:
     """A part cut along its leading axis, such that a piece has at most `PIECE` bytes, or one index of that axis."""
     count = -(-part.data.nbytes // PIECE)
@@ -63,8 +59,7 @@ def pieces(part: Part) -> Iterator[Part]:
 
 def digests(parts: Iterable[Part]) -> Digests:
     """The digest of each part, several at a time."""
-    parts = list(parts)
-    taken: Digests = {}
+    parts, taken = list(parts), {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         for part, text in zip(parts, pool.map(lambda part: array_digest(part.data), parts), strict=True):
             taken.setdefault(part.name, {})[part.where] = text
@@ -80,14 +75,13 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
     jobs: list[tuple[str, str, np.ndarray]] = []
     elsewhere: dict[str, list[str]] = {}
     for name, parts in expected.items():
-        shards: dict[tuple[Any, ...], jax.Array] = {}
         array = arrays[name]
-        for shard in array.addressable_shards:
-            shards.setdefault(_bounds(shard.index, array.shape), shard.data)
+        shards = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         held = {bounds: np.asarray(data) for bounds, data in shards.items()}
         for where in parts:
             wanted = _bounds(read_slice(where), array.shape)
-            home = next((bounds for bounds in held if _within(wanted, bounds)), None)
+            home = next((bounds for bounds in held if all(
+                c <= a and b <= d for (a, b), (c, d) in zip(wanted, bounds, strict=True))), None)  # fmt: skip
             if home is None:
                 elsewhere.setdefault(name, []).append(where)
             else:
@@ -103,5 +97,9 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
 
 
-def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:
-    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
+def assemble(leaf: Any, read: Callable[[str], np.ndarray]) -> jax.Array:
+    """The array that the abstract `leaf` describes; `read` gives a slice, once, whichever devices hold it."""
+    parts = functools.cache(read)
+    return jax.make_array_from_callback(
+        leaf.shape, leaf.sharding, lambda index: parts(slice_text(index or (), leaf.shape))
+    )

@@ -87,7 +87,7 @@ def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Dis
 
 def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with both values."""
-    before, after = (dict(_flat(manifest.about.get("config", {}))) for manifest in (first, second))
+    before, after = (dict(_flat(manifest.metadata.get("config", {}))) for manifest in (first, second))
     for key in [*before, *(key for key in after if key not in before)]:
         if before.get(key) != after.get(key):
             yield key, before.get(key), after.get(key)

@@ -6,10 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-Named = dict[str, Any]
 
-
-def named(state: Any) -> Named:
+def named(state: Any) -> dict[str, Any]:
     """The leaves of a pytree by dotted name, such as 'params.blocks.0.attention.query'.
 
     Arrays without an element are left out, since they hold nothing; keys of random numbers are given as their data
@@ -25,11 +23,8 @@ def like(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
 
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
-    return [(".".join(_part(key) for key in path), leaf) for path, leaf in jax.tree.leaves_with_path(tree)]
-
-
-def _part(key: Any) -> str:
-    return str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key))))
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+            for path, leaf in jax.tree.leaves_with_path(tree)]  # fmt: skip
 
 
 def _is_key(leaf: Any) -> bool:

@@ -9,11 +9,8 @@ from zaya_jax.run.run import open_run
 def list_run(path: Path) -> str:
     """A line for each checkpoint of a run, each that was quarantined, and the run's status."""
     run = open_run(path)
-    lines = [
-        f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
-        *map(_line, run.checkpoints),
-    ]
-    lines += [f"quarantined: {folder.name}" for folder in run.quarantined]
+    lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
+             *map(_line, run.checkpoints), *(f"quarantined: {folder.name}" for folder in run.quarantined)]  # fmt: skip
     if (status := run.status) is not None:
         end = "" if status.exit_status is None else f" with exit status {status.exit_status}"
         message = f": {status.message}" if status.message else ""
@@ -37,9 +34,5 @@ def _line(checkpoint: Checkpoint) -> str:
 
 def size_text(size: int) -> str:
     """Bytes as a person reads them."""
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+    power = next((power for power in range(4) if size < 1000 ** (power + 1)), 4)
+    return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import array_digest
+from zaya_jax.checkpoint.digest import array_digest, assemble
 from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
 from zaya_jax.run.files import read_json
 
@@ -98,18 +98,14 @@ class LocalCopies:
 
 def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
     """One array of the copy; KeyError or ValueError where a part is missing or differs."""
-    parts: dict[str, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-        where = slice_text(index or (), leaf.shape)
-        if where not in parts:
-            path, shape = files[name, where], [axis.stop - axis.start for axis in read_slice(where)]
-            if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
-                raise ValueError(f"{path} has another size than {name}[{where}].")
-            data = np.fromfile(path, leaf.dtype)
-            if array_digest(data) != digests[where]:
-                raise ValueError(f"{name}[{where}] is not what was saved.")
-            parts[where] = data.reshape(shape)
-        return parts[where]
+    def read(where: str) -> np.ndarray:
+        path, shape = files[name, where], [axis.stop - axis.start for axis in read_slice(where)]
+        if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
+            raise ValueError(f"{path} has another size than {name}[{where}].")
+        data = np.fromfile(path, leaf.dtype)
+        if array_digest(data) != digests[where]:
+            raise ValueError(f"{name}[{where}] is not what was saved.")
+        return data.reshape(shape)
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return assemble(leaf, read)

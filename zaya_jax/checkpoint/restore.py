@@ -6,16 +6,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from zaya_jax.checkpoint.digest import differing
+from zaya_jax.checkpoint.digest import assemble, differing
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary, primary_first
 from zaya_jax.run import checkpoints as names
-from zaya_jax.run.digests import Digests, slice_text
+from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current
 from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
@@ -33,12 +32,12 @@ class Restored(NamedTuple):
 def restore_newest(
     store: CheckpointStore, prepare: Callable[[Manifest], Any], say: Callable[[str], object]
 ) -> Restored | None:
-    """The newest checkpoint of a run that is what was saved; those that are not are set aside, and told.
+    """Restore the newest intact checkpoint of a run; damaged ones are quarantined, and reported.
 
     Args:
       store: of the run.
       prepare: gives for a manifest the abstract state, laid out as it is to be; it may raise `InputError`.
-      say: tells a person in one sentence what is set aside.
+      say: tells a person in one sentence what is quarantined.
 
     Returns:
       None where no checkpoint was ever finished.
@@ -49,16 +48,13 @@ def restore_newest(
     """
     folder, quarantined = store.folder, ""
     while steps := broadcast(names.named_steps(folder)):
-        step = steps[-1]
         try:
-            manifest = _manifest(folder, step)
-            restored = _restore(store, folder / str(step), manifest, prepare(manifest))
+            manifest = _manifest(folder, steps[-1])
+            return _restore(store, folder / str(steps[-1]), manifest, prepare(manifest))
         except Damaged as error:
-            quarantined = primary_first(lambda step=step: _set_aside(folder, step, "corrupt"))
+            quarantined = primary_first(lambda step=steps[-1]: _quarantine(folder, step))
             if is_primary():
                 say(f"{error} It is kept as {quarantined}, and an older checkpoint is taken where there is one.")
-            continue
-        return restored
     if quarantined or broadcast(names.has_checkpoint(folder)):
         raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
                          "with another run_dir.")  # fmt: skip
@@ -83,33 +79,28 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
         raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.FOLDER}/STEP.") from error
 
 
-def _set_aside(folder: Path, step: int, why: str) -> str:
-    if not is_primary():
-        return ""
+def _quarantine(folder: Path, step: int) -> str:
     try:
-        return names.quarantine(folder, step, why).name
+        return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
     except OSError as error:
-        raise InputError(
-            f"{folder / str(step)} is not what was saved, and cannot be set aside: {error.strerror}."
-        ) from error
+        raise InputError(f"{folder / str(step)} is not what was saved, and cannot be renamed: "
+                         f"{error.strerror}.") from error  # fmt: skip
 
 
 def _manifest(folder: Path, step: int) -> Manifest:
     """The manifest of a checkpoint; all processes agree on whether it can be used."""
-    manifest: Manifest | None = None
-    problem = refused = ""
+    problems: dict[type[Exception], str] = {}
+    path, manifest = folder / str(step), None
     try:
-        manifest = read_manifest(folder / str(step))
+        manifest = read_manifest(path)
         if manifest.step != step:
-            problem = f"{folder / str(step)} holds the checkpoint of step {manifest.step}."
-        elif not is_current(folder, step, manifest.generation):
-            problem = f"{folder / str(step)} was saved by processes that had been given up for dead."
-    except Damaged as error:
-        problem = str(error)
-    except InputError as error:
-        refused = str(error)
-    _agree(refused, InputError)
-    _agree(problem, Damaged)
+            raise Damaged(f"{path} holds the checkpoint of step {manifest.step}.")
+        if not is_current(folder, step, manifest.generation):
+            raise Damaged(f"{path} was saved by processes that had been given up for dead.")
+    except (Damaged, InputError) as error:
+        problems[Damaged if isinstance(error, Damaged) else InputError] = str(error)
+    for kind in (InputError, Damaged):
+        _agree(problems.get(kind, ""), kind)
     if manifest is None:
         raise RuntimeError("A manifest that could not be read was agreed on.")
     return manifest
@@ -170,15 +161,8 @@ def _load(reader: CheckpointReader, wanted: Mapping[str, Any]) -> dict[str, jax.
     """Each array, of which this process reads what its devices hold, several arrays at a time."""
 
     def load(name: str) -> jax.Array:
-        leaf, held = wanted[name], {}
-
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            where = slice_text(index or (), leaf.shape)
-            if where not in held:  # devices may hold the same
-                held[where] = reader.read(name, index or ())
-            return held[where]
-
-        array = jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+        leaf = wanted[name]
+        array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
         if array.dtype != leaf.dtype:  # 64 bits in a process whose jax has no more than 32
             raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, and jax would make it "
                              f"{array.dtype}: set JAX_ENABLE_X64=1.")  # fmt: skip

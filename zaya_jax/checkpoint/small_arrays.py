@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Part, parts_to_save, whole_parts
+from zaya_jax.checkpoint.digest import Part, parts_to_save
 from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.digests import slice_text
 
 SMALL_ARRAYS = "bundle"  # the name, among the arrays of a checkpoint, of all small ones together
 _SMALL = 2**14  # bytes of an array, at most
@@ -34,7 +35,7 @@ class PackedArrays(NamedTuple):
 
     def small_parts(self) -> list[Part]:
         """The same of the small ones, which are in host memory: training need not wait for this."""
-        return whole_parts(self.small)
+        return [Part(name, slice_text((slice(None),) * x.ndim, x.shape), x) for name, x in self.small.items()]
 
     def leaves(self) -> dict[str, dict[str, Any]]:
         """What each array is, as the manifest has it; of a small one also where it begins (`at`)."""
@@ -50,10 +51,8 @@ def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
     types = {name: (x.dtype, x.shape) for name, x in arrays.items()}
     packed, offsets, end = {}, {}, 0
     for name, x in arrays.items():
-        size = x.size * x.dtype.itemsize
-        if size <= _SMALL and x.is_fully_replicated:
-            packed[name], offsets[name] = x, end
-            end += size
+        if x.nbytes <= _SMALL and x.is_fully_replicated:
+            packed[name], offsets[name], end = x, end, end + x.nbytes
     if not packed:
         return PackedArrays(dict(arrays), {}, types, {})
     content, small = np.zeros(end, np.uint8), {}

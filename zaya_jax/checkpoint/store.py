@@ -27,7 +27,7 @@ from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped, as_sentence
 from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.run import checkpoints as names
-from zaya_jax.run.digests import Digests, joined, leaf_digest, uncovered
+from zaya_jax.run.digests import joined, leaf_digest, uncovered
 from zaya_jax.run.fencing import is_current, take_token, why_superseded
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
@@ -163,7 +163,7 @@ class CheckpointStore:
         Args:
           step: of the run; a checkpoint of it that there already is stays.
           state: a pytree of arrays.
-          metadata: of the checkpoint, see `Manifest.about`; JSON.
+          metadata: of the checkpoint, see `Manifest.metadata`; JSON.
 
         Raises:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
@@ -174,8 +174,8 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # one message, since training waits for each
             size = sum(x.nbytes for x in arrays.values())
-            saved, problem = broadcast(self._before(step, work, size) if is_primary() else (False, ""))
-            if saved:
+            problem = broadcast(self._obstacle(step, work, size) if is_primary() else "")
+            if problem is None:
                 return
         future: Future[None] = Future()
         if problem:
@@ -195,22 +195,19 @@ class CheckpointStore:
         if problem:
             self.wait()
 
-    def _before(self, step: int, work: Path, size: int) -> tuple[bool, str]:
-        """In process 0: whether `step` is saved, and what stands against saving `size` bytes of it as `work`."""
-        if self._is_saved(step):
-            return True, ""
-        return False, self.ready() or self._room(size) or self._make_way(work)
+    def _obstacle(self, step: int, work: Path, size: int) -> str | None:
+        """In process 0: what stands against saving `size` bytes of `step` as `work`; None where it is saved.
 
-    def _is_saved(self, step: int) -> bool:
-        """Whether there is a checkpoint of `step`; what has its name and is none is quarantined."""
+        What has the name of its checkpoint and is none is quarantined.
+        """
         path = self.folder / str(step)
         manifest = try_read(path)
         if manifest is not None and is_current(self.folder, step, manifest.generation):
-            return True
+            return None
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return False
+        return self.ready() or self._room(size) or self._make_way(work)
 
     def due(self) -> bool:
         """Whether a save that failed is to be tried again now; the same in all processes.
@@ -247,9 +244,7 @@ class CheckpointStore:
     def _view(self) -> str:
         """Process 0's: 'wait', 'done' or 'again'."""
         if self._under_way is not None:
-            if not self._under_way[1].done():
-                return "wait"
-            return "done"
+            return "done" if self._under_way[1].done() else "wait"
         return "again" if time.monotonic() >= self._again_at else "wait"
 
     def wait(self) -> bool:
@@ -322,16 +317,20 @@ class CheckpointStore:
 
     def _finish(self, saving: _Saving) -> None:
         """The rest of a save, in a thread of each process."""
-        problem = saving.problem
+        problem, verifying = saving.problem, self._config.verify != "none"
         try:
             if saving.writing is None or saving.packed is None:
                 raise SaveFailed(problem)
             saving.leaves = saving.packed.leaves()
-            if self._config.verify != "none":
+            if verifying:
                 saving.parts += saving.packed.small_parts()
             mine = digests(saving.parts)
             saving.writing.wait()
-            self._write_digests(saving.work, mine)
+            if verifying:
+                folder = saving.work / DIGESTS
+                folder.mkdir(exist_ok=True)
+                write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(mine))
+                sync_folder(folder)
             saving.parts.clear()
             if self._config.verify == "readback":
                 problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
@@ -355,21 +354,12 @@ class CheckpointStore:
         if is_primary():
             self._retain()
 
-    def _write_digests(self, work: Path, mine: Digests) -> None:
-        if self._config.verify == "none":
-            return
-        (work / DIGESTS).mkdir(exist_ok=True)
-        write_atomically(work / DIGESTS / f"process_{jax.process_index()}.json", json.dumps(mine))
-        sync_folder(work / DIGESTS)
-
     def _commit(self, saving: _Saving) -> str:
         """Write the manifest and give the checkpoint its name; what stands against it."""
         try:
-            verifying = self._config.verify != "none"
+            verifying, shapes = self._config.verify != "none", {name: x["shape"] for name, x in saving.leaves.items()}
             taken = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
-            if verifying and (
-                unseen := uncovered(taken, {name: leaf["shape"] for name, leaf in saving.leaves.items()})
-            ):
+            if verifying and (unseen := uncovered(taken, shapes)):
                 return f"The digests of {unseen[0]} that its processes took are not all to be seen in {saving.work}."
             leaves = {name: leaf | ({"digest": leaf_digest(taken[name])} if name in taken else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_ma
 
 
 def write_checkpoint(
-    folder: Path, step: int, about: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[Part]
+    folder: Path, step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[Part]
 ) -> None:
     """Write the checkpoint `folder`, durably; it appears whole or not at all.
 
     Args:
       folder: RUN_DIR/checkpoints/STEP, which must not exist.
       step: it is of.
-      about: of the checkpoint, see `Manifest`.
+      metadata: of the checkpoint, see `Manifest`.
       leaves: dtype and shape of each array by name.
       parts: of the arrays, each alike in size to the first of its array but for the last along an axis; together
         they are all of them.
@@ -48,7 +48,7 @@ def write_checkpoint(
         write_atomically(work / DIGESTS / "process_0.json", text.decode())
         sync_folder(work / DIGESTS)
         described = {name: dict(leaf) | {"digest": leaf_digest(digests[name])} for name, leaf in leaves.items()}
-        write_manifest(work, Manifest(step, 0, dict(about), described, list_files(work),
+        write_manifest(work, Manifest(step, 0, dict(metadata), described, list_files(work),
                                       {f"{DIGESTS}/process_0.json": digest(text)}, read_back=False))  # fmt: skip
         os.rename(work, folder)
         sync_folder(folder.parent)
@@ -67,17 +67,17 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[Part]) 
     digests: Digests = {}
     # One part is written while the next is made: two are in memory.
     with ThreadPoolExecutor(1, "write") as pool:
-        before = None
+        writing: Future[None] | None = None
         for part in parts:
             if part.name not in arrays:
                 arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
             digests.setdefault(part.name, {})[part.where] = array_digest(part.data)
-            if before is not None:
-                before.result()
-            array, where = arrays[part.name], read_slice(part.where)
-            before = pool.submit(lambda array=array, where=where, data=part.data: array[where].write(data).result())
-        if before is not None:
-            before.result()
+            if writing is not None:
+                writing.result()
+            writing = pool.submit(lambda array=arrays[part.name], part=part: array[read_slice(part.where)].write(
+                part.data).result())  # fmt: skip
+        if writing is not None:
+            writing.result()
     return digests
 
 

@@ -75,7 +75,7 @@ def export_hf(
     source = checkpoint_folder(checkpoint, "CHECKPOINT")
     if wrong := verify_checkpoint(source):
         raise InputError(wrong[0])
-    about = open_checkpoint(source)[0].about
+    about = open_checkpoint(source)[0].metadata
     model, read = architecture(about), read_saved(source)
     if about["config"].get("lora") is not None:
         read = read_merged(source, about, model, read, base)

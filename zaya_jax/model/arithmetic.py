@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.model.attention import score_flops_per_token
+from zaya_jax.model.attention import visible_keys
 from zaya_jax.model.layers import MATRIX_ROLES, Role
 from zaya_jax.model.router import INERT
 from zaya_jax.model.tree import fused, roles, shapes
@@ -24,10 +24,10 @@ _MULTIPLIED: tuple[Role, ...] = (*MATRIX_ROLES, "convolution")
 def _sizes(config: ModelConfig) -> dict[Role, int]:
     """Trained parameters by role, of all layers."""
     model, totals = abstract_model(config), {}
-    every = roles(model)
+    role_by_name = roles(model)
     for name, shape in shapes(model).items():
-        inert = math.prod(shape[1:]) if name == INERT else 0
-        totals[every[name]] = totals.get(every[name], 0) + math.prod(shape) - inert
+        role, inert = role_by_name[name], math.prod(shape[1:]) if name == INERT else 0
+        totals[role] = totals.get(role, 0) + math.prod(shape) - inert
     return totals
 
 
@@ -66,7 +66,8 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
 
 def attention_flops_per_token(config: ModelConfig, context: int) -> float:
     """Those of `prefill_flops_per_token` that grow with the context: scores and weighted values."""
-    return config.num_groups * sum(score_flops_per_token(config, layer, context) for layer in config.layer_kinds)
+    keys = sum(visible_keys(context, layer.window) for layer in config.layer_kinds)
+    return config.num_groups * 4 * config.query_size * keys
 
 
 def training_flops_per_token(config: ModelConfig, context: int, frozen_head: bool = False) -> float:
@@ -80,12 +81,8 @@ def training_flops_per_token(config: ModelConfig, context: int, frozen_head: boo
 
 def cache_bytes_per_token(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
     """Bytes that one more cached token takes over all layers, keys and values in `dtype`."""
-    shorter, longer = (
-        jax.eval_shape(functools.partial(init_cache, config, 1, tokens, dtype)).layers for tokens in (1, 2)
-    )
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(longer)) - sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(shorter)
-    )
+    layers = jax.eval_shape(functools.partial(init_cache, config, 1, 1, dtype)).layers
+    return sum(x.size * x.dtype.itemsize for layer in layers for x in (layer.k_btkc, layer.v_btkc))
 
 
 def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False) -> float:
@@ -99,9 +96,9 @@ def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False
       split: whether an expert's gate and up projections are two matrices.
     """
     model, total = abstract_model(config), 0
-    every, parts = roles(model), fused(model) if split else {}
+    role_by_name, parts = roles(model), fused(model) if split else {}
     for name, shape in shapes(model).items():
-        if every[name] in MATRIX_ROLES:
+        if role_by_name[name] in MATRIX_ROLES:
             count = parts.get(name, 1)
             p, q = sorted((shape[-2], shape[-1] // count))
             total += math.prod(shape[:-2]) * count * 2 * (2 * p * p * q + p**3)

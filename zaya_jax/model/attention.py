@@ -89,11 +89,6 @@ class Attention(nnx.Module):
         return out_bsd + self.output_bias[...].astype(dtype) if self.config.attention_bias else out_bsd
 
 
-def score_flops_per_token(config: ModelConfig, layer: LayerKind, context: int) -> float:
-    """Operations of scores and weighted values a token, mean over a sequence of `context` tokens."""
-    return 4 * config.query_size * visible_keys(context, layer.window)
-
-
 def visible_keys(context: int, window: int | None) -> float:
     """Keys a query sees, on average over a sequence of `context` tokens."""
     if window is None or window >= context:

@@ -76,13 +76,10 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
       params: parameters and adapters, by name.
       scale: alpha / rank.
     """
-    pairs = {name: adapter_names(name) for name in params}
-    used = {name for a, b in pairs.values() if a in params for name in (a, b)}
-    return {
-        name: Adapted(x, params[pairs[name][0]], params[pairs[name][1]], scale) if pairs[name][0] in params else x
-        for name, x in params.items()
-        if name not in used
-    }
+    matrices = {name: adapter_names(name) for name in params if adapter_names(name)[0] in params}
+    rest = params.keys() - {adapter for pair in matrices.values() for adapter in pair}
+    return {name: Adapted(x, *(params[adapter] for adapter in matrices[name]), scale) if name in matrices else x
+            for name, x in params.items() if name in rest}  # fmt: skip
 
 
 def merge(matrix: Adapted) -> jax.Array:

@@ -20,62 +20,54 @@ def _is_variable(x: Any) -> bool:
 
 
 def _name(path: tuple[Any, ...]) -> str:
-    return ".".join(str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", key)))) for key in path)
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _variables(model: Zaya) -> dict[str, nnx.Variable]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(model, is_leaf=_is_variable)
-    return {_name(path): variable for path, variable in flat}
+def _variables(model: Zaya, kind: type[nnx.Variable]) -> dict[str, nnx.Variable]:
+    flat = jax.tree.leaves_with_path(model, is_leaf=_is_variable)
+    return {_name(path): variable for path, variable in flat if isinstance(variable, kind)}
 
 
 def parameters(model: Zaya) -> Arrays:
     """What the loss trains, by names such as 'blocks.0.attention.query' (0 the position in the period)."""
-    return {name: v[...] for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+    return {name: variable[...] for name, variable in _variables(model, nnx.Param).items()}
 
 
 def shapes(model: Zaya) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter, by name; `model` may be abstract."""
-    return {name: v.get_value().shape for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+    return {name: variable.get_value().shape for name, variable in _variables(model, nnx.Param).items()}
 
 
 def balancing_biases(model: Zaya) -> Arrays:
     """What the load moves, by name."""
-    return {name: v[...] for name, v in _variables(model).items() if isinstance(v, BalancingBias)}
+    return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
 
 
 def roles(model: Zaya) -> dict[str, Role]:
     """Role of each parameter, by name; ValueError for one that was made without (`layers.param`)."""
-    metadata = _metadata(model)
-    if bare := [name for name, each in metadata.items() if "role" not in each]:
+    metadata = {name: variable.get_metadata() for name, variable in _variables(model, nnx.Param).items()}
+    if bare := [name for name, facts in metadata.items() if "role" not in facts]:
         raise ValueError(f"These parameters have no role: {', '.join(bare)}.")
-    return {name: each["role"] for name, each in metadata.items()}
+    return {name: facts["role"] for name, facts in metadata.items()}
 
 
 def fused(model: Zaya) -> dict[str, int]:
     """Number of matrices side by side in a parameter, by name, for those that hold more than one."""
-    return {name: each["parts"] for name, each in _metadata(model).items() if each["parts"] > 1}
-
-
-def _metadata(model: Zaya) -> dict[str, dict[str, Any]]:
-    return {name: v.get_metadata() for name, v in _variables(model).items() if isinstance(v, nnx.Param)}
+    parts = {name: variable.get_metadata()["parts"] for name, variable in _variables(model, nnx.Param).items()}
+    return {name: count for name, count in parts.items() if count > 1}
 
 
 def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
     """A model like `model` (which may be abstract) holding `values`, one for each of its variables."""
-
-    def fill(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(values[_name(path)])
-
-    return jax.tree_util.tree_map_with_path(fill, model, is_leaf=_is_variable)
+    return map_variables(model, lambda name, _: values[name])
 
 
-def map_variables(module: Any, function: Callable[[str, Any], jax.Array]) -> Any:
+def map_variables(module: Any, function: Callable[[str, Any], Any]) -> Any:
     """`module` with `function` of each variable's name within it and value, an array or `lora.Adapted`."""
-
-    def replace_value(path: tuple[Any, ...], variable: nnx.Variable) -> nnx.Variable:
-        return variable.replace(function(_name(path), variable.get_value()))
-
-    return jax.tree_util.tree_map_with_path(replace_value, module, is_leaf=_is_variable)
+    return jax.tree.map_with_path(
+        lambda path, variable: variable.replace(function(_name(path), variable.get_value())), module,
+        is_leaf=_is_variable,
+    )  # fmt: skip
 
 
 def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:

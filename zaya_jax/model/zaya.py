@@ -62,10 +62,10 @@ class Block(nnx.Module):
         key_attention, key_mixture = jax.random.split(key)
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = ATTENTION[layer.attention](config, layer, key_attention)
-        self.attention_merge = _merge(config)
+        self.attention_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
         self.mixture_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixture = MixtureOfExperts(config, key_mixture)
-        self.mixture_merge = _merge(config)
+        self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
 
     def __call__(
         self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
@@ -87,10 +87,6 @@ class Block(nnx.Module):
         yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
         yield from (within("attention", tensor) for tensor in CCA.hf_tensors(config))
         yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
-
-
-def _merge(config: ModelConfig) -> ResidualScaling | PlainSum:
-    return ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
 
 
 class Zaya(nnx.Module):
@@ -171,20 +167,17 @@ class Zaya(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)
-        x_bsd = (
-            jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip")
-            .astype(dtype)
-            .astype(accumulation_dtype(dtype))
-        )
+        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype)
+        x_bsd = x_bsd.astype(accumulation_dtype(dtype))
         if config.residual_scaling:
             x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
 
-        def one_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:
+        def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:
             return ops.gather_layer(block)(x, state, context, layer, ops)
 
         if remat != "none":
-            one_block = jax.checkpoint(one_block, policy=POLICIES[remat], prevent_cse=False)
+            apply_block = jax.checkpoint(apply_block, policy=POLICIES[remat], prevent_cse=False)
 
         def group(carry: tuple, scanned: tuple) -> tuple[tuple, jax.Array]:
             x, state, layers = carry
@@ -193,7 +186,7 @@ class Zaya(nnx.Module):
             for position, block in enumerate(blocks):
                 # A cache is carried and updated in place; scanned, each step would copy the whole stack.
                 layer = None if layers is None else jax.tree.map(lambda a: a[index], layers[position])
-                x, state, count, layer = one_block(block, x, state, layer)
+                x, state, count, layer = apply_block(block, x, state, layer)
                 counts.append(count)
                 if layers is not None:
                     stack = jax.tree.map(lambda a, new: a.at[index].set(new), layers[position], layer)

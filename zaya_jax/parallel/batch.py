@@ -54,8 +54,7 @@ def place_batch(
 
     def place(array: np.ndarray) -> jax.Array:
         order = sequence_order(config, array.shape[1])
-        local = array if order is None else array[:, order]
-        local = local.reshape(*leading, -1, array.shape[1])
+        local = (array if order is None else array[:, order]).reshape(*leading, -1, array.shape[1])
         rows = local.shape[-2]
 
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -63,7 +62,6 @@ def place_batch(
             first, last, _ = wanted.indices(rows * share.parts)
             return local[(*before, slice(first - share.part * rows, last - share.part * rows), tokens)]
 
-        shape = (*leading, rows * share.parts, array.shape[1])
-        return jax.make_array_from_callback(shape, sharding, piece)
+        return jax.make_array_from_callback((*leading, rows * share.parts, array.shape[1]), sharding, piece)
 
     return {name: place(array) for name, array in batch.items()}

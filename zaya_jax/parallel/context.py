@@ -23,9 +23,7 @@ def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
     if config.chunks == config.context:
         return None
     chunks = np.arange(length).reshape(config.chunks, -1)
-    return np.concatenate(
-        [chunks[piece] for device in range(config.context) for piece in device_pieces(config, device)]
-    )
+    return chunks[[piece for device in range(config.context) for piece in device_pieces(config, device)]].reshape(-1)
 
 
 def device_pieces(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
@@ -49,8 +47,7 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
     Two `ppermute`s a direction: floating-point rows, and their documents.
     """
     last, pieces = config.context - 1, config.chunks // config.context
-    forward = [(i, i + 1) for i in range(last)]
-    backward = [(i + 1, i) for i in range(last)]
+    forward, backward = [(i, i + 1) for i in range(last)], [(i + 1, i) for i in range(last)]
 
     def before(tail: jax.Array) -> jax.Array:
         """[b · pieces, rows, …], the last rows of each piece, to the last rows before each."""
@@ -118,7 +115,7 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
     def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
                   key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
                   window: int | None = None) -> jax.Array:  # fmt: skip
-        _refuse_offset(query_offset)
+        refuse_cache(query_offset)
         whole = gather_sequence(config, jnp.concatenate([k_btkc, v_btkc], -1))
         k, v = jnp.split(whole, 2, axis=-1)
         pieces = device_pieces(config, jax.lax.axis_index(SEQUENCE_AXIS))
@@ -134,8 +131,9 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
     return attention
 
 
-def _refuse_offset(offset: Any) -> None:
-    if not isinstance(offset, int) or offset:
+def refuse_cache(query_offset: Any) -> None:
+    """Raise `ValueError` where queries follow the tokens of a cache."""
+    if not isinstance(query_offset, int) or query_offset:
         raise ValueError("A sequence over several devices has no cache: decode with parallel.context.tree_attention.")
 
 

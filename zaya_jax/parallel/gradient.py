@@ -84,17 +84,7 @@ def summed_gradient(
             sums = jax.lax.psum(sums, everywhere)
         return sums, grads if reduce == "micro_batch" else _to_stored(grads, leaves, mesh)
 
-    def everything(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> tuple[Sums, Arrays]:
-        stored, still = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
-        # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
-        # differentiated, since unchecked they transpose to sums.
-        mapped = jax.shard_map(
-            region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(leading=1), still),
-            out_specs=(PartitionSpec(), stored), check_vma=False,
-        )  # fmt: skip
-        return mapped(params, constants, batch, frozen or {})
-
-    return everything
+    return _mapped(region, mesh, leaves, batch_spec(leading=1), gradient=True)
 
 
 def summed(
@@ -109,13 +99,26 @@ def summed(
         sums = local_sums(copy, constants, batch)
         return jax.lax.psum(sums, everywhere) if everywhere else sums
 
-    def everything(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> Sums:
-        stored, still = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
-        mapped = jax.shard_map(region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_spec(), still),
-                               out_specs=PartitionSpec(), check_vma=False)  # fmt: skip
-        return mapped(params, constants, batch, frozen or {})
+    return _mapped(region, mesh, leaves, batch_spec(), gradient=False)
 
-    return everything
+
+def _mapped(
+    region: Callable[..., Any], mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], batch_split: PartitionSpec, *,
+    gradient: bool,
+) -> Callable[..., Any]:  # fmt: skip
+    """`region` over the mesh: every parameter as it is stored, and sums, which every device has, beside a gradient."""
+
+    def mapped(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> Any:
+        stored, frozen_stored = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
+        # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
+        # differentiated, since unchecked they transpose to sums.
+        everywhere = jax.shard_map(
+            region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_split, frozen_stored),
+            out_specs=(PartitionSpec(), stored) if gradient else PartitionSpec(), check_vma=False,
+        )  # fmt: skip
+        return everywhere(params, constants, batch, frozen or {})
+
+    return mapped
 
 
 def compute_copy(params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Arrays:

@@ -25,7 +25,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
       dtypes: that they compute in.
     """
     by_layer = {
-        _inner(name): (place.axis, dtypes[name])
+        name.split(".", 2)[2]: (place.axis, dtypes[name])  # blocks.<position>.<name>
         for name, place in leaves.items()
         if place.by_layer and place.axis is not None
     }
@@ -43,10 +43,6 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
         return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
 
     return lambda block: map_variables(block, gather)
-
-
-def _inner(name: str) -> str:
-    return name.split(".", 2)[2]  # blocks.<position>.<name>
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -31,19 +31,18 @@ def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") ->
 
 
 def make_mesh(
-    config: ParallelConfig | None = None, devices: Sequence[Any] | None = None, where: str = "parallel"
-) -> Mesh:
-    """The mesh of `config` over `devices` (those of this job where None); without a config, all along data."""
+    config: ParallelConfig | None = None, devices: Sequence[Any] | int | None = None, where: str = "parallel"
+) -> Any:
+    """The mesh of `config`, or all along data, over `devices` (those of this job where None).
+
+    Over a number of devices it is an `AbstractMesh`: enough to place and to trace, not to compile.
+    """
     devices = jax.devices() if devices is None else devices
-    sizes = axis_sizes(config or ParallelConfig(), len(devices), where)
-    array = np.asarray(devices).reshape(*sizes.values())
-    return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
-def make_abstract_mesh(config: ParallelConfig, devices: int, where: str = "parallel") -> AbstractMesh:
-    """The mesh of `config` over a number of devices: enough to place and to trace, not to compile."""
-    sizes = axis_sizes(config, devices, where)
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = axis_sizes(config or ParallelConfig(), devices if isinstance(devices, int) else len(devices), where)
+    types, shape = (AxisType.Auto,) * len(AXES), tuple(sizes.values())
+    if isinstance(devices, int):
+        return AbstractMesh(shape, AXES, axis_types=types)
+    return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=types)
 
 
 def batch_spec(leading: int = 0) -> PartitionSpec:

@@ -156,19 +156,17 @@ def primary_first(action: Callable[[], T]) -> T:
     """
     if jax.process_count() == 1:
         return action()
-    failure: Exception | None = None
-    result: list[T] = []
-    if is_primary():
-        try:
-            result.append(action())
-        except Exception as error:
-            failure = error
-    problem = broadcast(None if failure is None else str(failure) or type(failure).__name__)
-    if failure is not None:
-        raise failure
-    if problem is not None:
-        raise InputError(problem)
-    return result[0] if result else action()
+    if not is_primary():
+        if (problem := broadcast(None)) is not None:
+            raise InputError(problem)
+        return action()
+    try:
+        result = action()
+    except Exception as error:
+        broadcast(str(error) or type(error).__name__)
+        raise
+    broadcast(None)
+    return result
 
 
 def check_alike(text: str) -> None:

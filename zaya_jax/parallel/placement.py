@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh
 
@@ -55,13 +54,10 @@ class Placement:
         """The operations of `kernels`, with collectives in those that cross devices."""
         base, shape, changes = self.kernels.ops, self.mesh.shape, {}
         changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
-        if shape["expert"] > 1:
-            ragged = self.config.expert_exchange == "ragged"
-            changes["experts"] = (
-                ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
-                if ragged
-                else gathered_experts(base.experts)
-            )
+        if shape["expert"] > 1 and self.config.expert_exchange == "ragged":
+            changes["experts"] = ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
+        elif shape["expert"] > 1:
+            changes["experts"] = gathered_experts(base.experts)
         if shape["context"] > 1:
             changes["halo"] = make_halo(self.config)
             changes["cca_mix"] = make_mix(self.config, base.cca_mix)
@@ -110,11 +106,7 @@ class Placement:
 
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of abstract arrays."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * _itemsize(x) for x in jax.tree.leaves(tree))
-
-
-def _itemsize(x: Any) -> int:
-    return 8 if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x.dtype.itemsize
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def make_placement(

@@ -46,8 +46,8 @@ class Job(NamedTuple):
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
-        return join_address(self.host, self.port)
+        """HOST:PORT, with brackets around an IPv6 address."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def coordinator(self) -> str:
@@ -61,11 +61,6 @@ def split_address(text: str, source: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
     return host.removeprefix("[").removesuffix("]"), int(port)
-
-
-def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class Peer:
@@ -305,19 +300,11 @@ def _connect(job: Job, seconds: float) -> Peer:
 
 def _admitted(peer: Peer, job: Job, seconds: float) -> Peer:
     """`peer`, process 0, once it has said that all are there."""
-    peer.send(_hello(job))
-    try:
-        _wait_until_ready(peer, job, seconds)
-    except InputError:
-        peer.close()
-        raise
-    return peer
-
-
-def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
     limit, start = min(seconds, _WELCOMED), time.monotonic()
-    with selectors.DefaultSelector() as selector:
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        stack.callback(peer.close)
         selector.register(peer, selectors.EVENT_READ)
+        peer.send(_hello(job))
         while (left := start + limit - time.monotonic()) > 0:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
@@ -326,7 +313,8 @@ def _wait_until_ready(peer: Peer, job: Job, seconds: float) -> None:
                                  "the port. Start all processes again, or choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
-                return
+                stack.pop_all()
+                return peer
             if _WELCOME in lines:
                 limit = seconds
     raise InputError(f"Process {job.process} had no answer from {job.coordinator} for {limit:g} s. Check that "

@@ -6,7 +6,7 @@ logarithm a query, no square and no copy of other devices' keys.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import Part, join
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.parallel.context import device_pieces
+from zaya_jax.parallel.context import device_pieces, refuse_cache
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
@@ -34,10 +34,8 @@ def ring_attention(config: ParallelConfig, local: PartialAttention) -> Callable[
     def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
                   key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
                   window: int | None = None) -> jax.Array:  # fmt: skip
-        if not isinstance(query_offset, int) or query_offset:
-            raise ValueError("A sequence over several devices has no cache to attend to.")
-        static = _Static(config, local, window)
-        return _ring(static, q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt)
+        refuse_cache(query_offset)
+        return _ring(_Static(config, local, window), q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt)
 
     return attention
 
@@ -65,17 +63,17 @@ def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.
     return [[(query - key) * length for key in theirs] for query in mine]
 
 
-def _split(x: jax.Array, pieces: int) -> list[jax.Array]:
-    return jnp.split(x, pieces, axis=1)
+def _split(arrays: Sequence[jax.Array], pieces: int) -> list[tuple[jax.Array, ...]]:
+    """Of each piece of a sequence, its part of each array."""
+    return list(zip(*(jnp.split(x, pieces, axis=1) for x in arrays), strict=True))
 
 
 def _attend(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
             k_seg: jax.Array) -> Part:  # fmt: skip
     pieces = static.config.chunks // static.config.context
-    offsets = _pairs(static, hop, q.shape[1] // pieces)
-    keys = list(zip(*(_split(x, pieces) for x in (k, v, k_seg)), strict=True))
+    offsets, keys = _pairs(static, hop, q.shape[1] // pieces), _split((k, v, k_seg), pieces)
     rows = []
-    for row, query, segments in zip(offsets, _split(q, pieces), _split(q_seg, pieces), strict=True):
+    for row, (query, segments) in zip(offsets, _split((q, q_seg), pieces), strict=True):
         parts = [static.local.part(query, key, value, segments, key_segments, offset, static.window)
                  for offset, (key, value, key_segments) in zip(row, keys, strict=True)]  # fmt: skip
         rows.append(functools.reduce(join, parts))
@@ -106,13 +104,11 @@ def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_s
 def _gradients(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
                k_seg: jax.Array, whole: Part, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     pieces = static.config.chunks // static.config.context
-    offsets = _pairs(static, hop, q.shape[1] // pieces)
-    keys = list(zip(*(_split(x, pieces) for x in (k, v, k_seg)), strict=True))
-    mine = list(zip(*(_split(x, pieces) for x in (q, q_seg, *whole, do)), strict=True))
+    offsets, keys = _pairs(static, hop, q.shape[1] // pieces), _split((k, v, k_seg), pieces)
     dq: list[Any] = []
     dk: list[Any] = [0.0] * pieces
     dv: list[Any] = [0.0] * pieces
-    for row, (query, segments, o, lse, d_out) in zip(offsets, mine, strict=True):
+    for row, (query, segments, o, lse, d_out) in zip(offsets, _split((q, q_seg, *whole, do), pieces), strict=True):
         total: Any = 0.0
         for index, (offset, (key, value, key_segments)) in enumerate(zip(row, keys, strict=True)):
             part = static.local.gradient(query, key, value, segments, key_segments, offset, static.window,

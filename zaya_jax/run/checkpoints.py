@@ -54,7 +54,7 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
             manifest = read_manifest(path, check_files=check_files)
         except (Damaged, InputError) as error:
             return Checkpoint(step, problem=str(error))
-        metadata, verified = manifest.about, manifest.read_back or (path / VERIFIED).exists()
+        metadata, verified = manifest.metadata, manifest.read_back or (path / VERIFIED).exists()
         superseded = token is not None and not token.accepts(step, manifest.generation)
         return Checkpoint(step, metadata.get("heldout_loss"), (path / PINNED).exists(), verified, superseded,
                           metadata.get("phase", "-"), metadata.get("tokens_seen", 0), sum(manifest.files.values()),

@@ -14,10 +14,10 @@ STATE = "state"  # the folder of the arrays, which is Orbax's
 DIGESTS = "digests"  # the folder of each process's digests
 _VALUES = f"{STATE}/ocdbt.process_"
 _NAME = "manifest-{}.json"  # with the digest of its content
-_KINDS = {"step": int, "generation": int, "about": dict, "leaves": dict, "files": dict, "digests": dict,
-          "read_back": bool}  # fmt: skip
-_ABOUT = {"config": dict, "environment": dict, "versions": dict, "phase": str, "tokens_seen": int,
-          "heldout_loss": (int, float, type(None))}  # fmt: skip
+_TYPES = {"step": {int}, "generation": {int}, "metadata": {dict}, "leaves": {dict}, "files": {dict}, "digests": {dict},
+          "read_back": {bool}}  # fmt: skip
+_METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, "phase": {str}, "tokens_seen": {int},
+                   "heldout_loss": {int, float, type(None)}}  # fmt: skip
 
 
 class Damaged(Exception):
@@ -35,7 +35,8 @@ class Manifest:
     Attributes:
       step: of the run.
       generation: the fencing token of the processes that saved it, see `fencing`.
-      about: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`, `heldout_loss`.
+      metadata: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`,
+        `heldout_loss`; called `about` on disk.
       leaves: dtype, shape and digest of each array by name, and the offset of a small one among those (`at`, bytes).
       files: size in bytes of each file, by path within the checkpoint; this one is not among them.
       digests: of each file that holds no array: those in the folder `digests/`, which have the digest of each part of
@@ -45,7 +46,7 @@ class Manifest:
 
     step: int
     generation: int
-    about: dict[str, Any]
+    metadata: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
     files: dict[str, int]
     digests: dict[str, str]
@@ -55,7 +56,8 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it, durably, as the last file of the checkpoint in `folder`."""
-    text = json.dumps(dataclasses.asdict(manifest), indent=1) + "\n"
+    tree = {"about" if key == "metadata" else key: value for key, value in dataclasses.asdict(manifest).items()}
+    text = json.dumps(tree, indent=1) + "\n"
     write_atomically(folder / _NAME.format(digest(text.encode())), text)
     sync_folder(folder)
 
@@ -105,7 +107,7 @@ def _read(folder: Path) -> Manifest:
     try:
         tree = json.loads(content)
         newer = tree["format"] > FORMAT
-        manifest = None if newer else _checked(Manifest(**tree))
+        manifest = None if newer else _checked(Manifest(metadata=tree.pop("about"), **tree))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{paths[0]} is no manifest of a checkpoint: {str(error)[:200]}.") from error
     if manifest is None:
@@ -119,12 +121,10 @@ def _checked(manifest: Manifest) -> Manifest:
 
     Its digest tells damage. A file somebody else has made has a right one, too.
     """
-    for key, kind in _KINDS.items():
-        if type(getattr(manifest, key)) is not kind:
-            raise ValueError(f"its {key} is of type {type(getattr(manifest, key)).__name__}")
-    for key, kinds in _ABOUT.items():
-        if key in manifest.about and not isinstance(manifest.about[key], kinds):
-            raise ValueError(f"its {key} is of type {type(manifest.about[key]).__name__}")
+    for tree, types in ((vars(manifest), _TYPES), (manifest.metadata, _METADATA_TYPES)):
+        for key in types.keys() & tree.keys():
+            if type(tree[key]) not in types[key]:
+                raise ValueError(f"its {key} is of type {type(tree[key]).__name__}")
     for name, leaf in manifest.leaves.items():
         shape = leaf.get("shape") if isinstance(leaf, dict) else None
         sizes = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)

@@ -109,7 +109,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
 
     def prepare(manifest: Manifest) -> TrainState:
-        about, step = manifest.about, manifest.step
+        about, step = manifest.metadata, manifest.step
         check_architecture(config, about, name, "choose another run")
         if PARAMETERS_ALONE in about or "data" not in about:
             raise InputError(f"{name} has parameters but no position in the data; use init_from instead.")
@@ -149,9 +149,9 @@ def go_on(config: Config, programs: Programs, store: CheckpointStore, batches: T
     def prepare(manifest: Manifest) -> TrainState:
         step = manifest.step
         where = f"The checkpoint of step {step} in {config.run_dir}"
-        check_architecture(config, manifest.about, where, "choose another run_dir")
-        check_past(from_dict(manifest.about["config"]), config, step)
-        batches.set_state(manifest.about["data"])
+        check_architecture(config, manifest.metadata, where, "choose another run_dir")
+        check_past(from_dict(manifest.metadata["config"]), config, step)
+        batches.set_state(manifest.metadata["data"])
         return _as_saved(programs[stage_at(config, step).phase].abstract_state, manifest)
 
     restored = restore_newest(store, prepare, print)
@@ -159,17 +159,17 @@ def go_on(config: Config, programs: Programs, store: CheckpointStore, batches: T
         raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
-    there = restored.manifest.about["environment"]
+    there = restored.manifest.metadata["environment"]
     for key, value in environment().items() if is_primary() else ():
         if there.get(key) != value:
             print(f"Going on with {key} {value!r}, where the run had {there.get(key)!r}: numbers will differ in their "
                   "last bits.")  # fmt: skip
-    return _with_history(config, restored.state), restored.manifest.about.get("first_step", first_step(config))
+    return _with_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
 
 
 def _check_same(config: Config, manifest: Manifest, what: str, keys: Sequence[str], otherwise: str) -> None:
     """Raise `InputError` where one of `keys` was another in the configuration that a checkpoint is of."""
-    there, here = manifest.about["config"], to_dict(config)
+    there, here = manifest.metadata["config"], to_dict(config)
     for key in keys:
         theirs, ours = _value(there, key), _value(here, key)
         if theirs != ours:

@@ -41,7 +41,7 @@ def about_given(config: Config) -> dict[str, Any]:
       InputError: see `open_folder` and `checkpoint_folder`.
     """
     if not _is_folder(config):
-        return open_checkpoint(checkpoint_folder(config.init_from or ""))[0].about
+        return open_checkpoint(checkpoint_folder(config.init_from or ""))[0].metadata
     there, here = open_folder(_path(config)).config, config.model
     if _layers(there) == _layers(here):
         there = replace(there, layer_pattern=here.layer_pattern)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import optax
 
-from zaya_jax.config import Config, ModelConfig, ParallelConfig, PhaseConfig
+from zaya_jax.config import Config, ModelConfig, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import Stage, stages
 from zaya_jax.errors import InputError
@@ -21,15 +21,7 @@ from zaya_jax.ops.registry import KernelSelection, choose
 from zaya_jax.ops.target import current_target
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
-from zaya_jax.parallel.mesh import (
-    AnyMesh,
-    batch_sharding,
-    batch_shards,
-    check_batch,
-    make_abstract_mesh,
-    make_mesh,
-    replicated,
-)
+from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, check_batch, make_mesh, replicated
 from zaya_jax.parallel.placement import Placement, make_placement
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
@@ -133,7 +125,7 @@ class Programs:
             model, parallel, remat = config.model_of(phase), config.parallel_of(phase), config.remat_of(phase)
             key = model, parallel, remat
             if key not in programs:
-                mesh = _mesh(config, phase, devices)
+                mesh = make_mesh(parallel, devices, config.parallel_key(phase))
                 programs[key] = _make_program(config, model, parallel, remat, mesh, kernels)
             self._phases.append(programs[key])
 
@@ -164,27 +156,19 @@ def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Progr
     return Programs(config, choose(current_target(), config.model, config.train.compute_dtype), devices)
 
 
-def _mesh(config: Config, phase: PhaseConfig, devices: Sequence[Any] | int | None) -> AnyMesh:
-    parallel, key = config.parallel_of(phase), config.parallel_key(phase)
-    if isinstance(devices, int):
-        return make_abstract_mesh(parallel, devices, key)
-    return make_mesh(parallel, devices, key)
-
-
 def _make_program(
     config: Config, model_config: ModelConfig, parallel: ParallelConfig, remat: Remat, mesh: AnyMesh,
     kernels: KernelSelection,
 ) -> PhaseProgram:  # fmt: skip
     model = abstract_model(model_config)
-    every, everything = roles(model), shapes(model)
-    trained = everything
+    model_shapes, all_roles = shapes(model), roles(model)
+    trained, exact = model_shapes, ()
     if config.lora is not None:
-        trained = adapter_shapes(everything, every, config.lora.rank)
-        every |= adapter_roles(every)
-    exact = () if config.lora is None else trained.keys()
-    placement = make_placement(parallel, mesh, {**everything, **trained}, every, config.train.compute_dtype, kernels,
-                               exact)  # fmt: skip
+        trained = exact = adapter_shapes(model_shapes, all_roles, config.lora.rank)
+        all_roles |= adapter_roles(all_roles)
+    placement = make_placement(parallel, mesh, {**model_shapes, **trained}, all_roles, config.train.compute_dtype,
+                               kernels, exact)  # fmt: skip
     options = dataclasses.replace(config.optimizer, matrices=config.matrices)
-    optimizer = make_optimizer(options, {name: every[name] for name in trained}, fused(model))
-    return PhaseProgram(config, placement, model, remat, every, trained, optimizer,
+    optimizer = make_optimizer(options, {name: all_roles[name] for name in trained}, fused(model))
+    return PhaseProgram(config, placement, model, remat, all_roles, trained, optimizer,
                         make_balancer(config.optimizer.balance))  # fmt: skip
