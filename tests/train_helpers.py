@@ -40,7 +40,7 @@ from zaya_jax.config.stages import Stage, stages
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
-from zaya_jax.train import beginning, compiled, trainer
+from zaya_jax.train import compiled, initialization, resumption, trainer
 from zaya_jax.train import program as program_module
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.state import TrainState, init_state
@@ -205,13 +205,14 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(jax, name)
 
-    monkeypatch.setattr(beginning, "jax", Jax())
+    monkeypatch.setattr(initialization, "jax", Jax())
+    monkeypatch.setattr(resumption, "jax", Jax())
     monkeypatch.setattr(compiled, "jax", Jax())
     monkeypatch.setattr(program_module, "jax", Jax())
     monkeypatch.setattr(PhaseProgram, "compile", _compiled_step)
     monkeypatch.setattr(PhaseProgram, "evaluation_step", property(lambda program: _evaluation_step(_shared(program))))
     monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
-    monkeypatch.setattr(beginning, "init_state", lambda program: _start(_same_start(program.config)))
+    monkeypatch.setattr(initialization, "init_state", lambda program: _start(_same_start(program.config)))
     monkeypatch.setattr(trainer, "plot_run", _plot_run)
 
 
@@ -336,7 +337,7 @@ def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
     assert (killed.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
     assert killed.report() == alone.report()
     assert not list((killed.folder / CHECKPOINTS).glob("*tmp*"))
-    assert "Going on after step" in killed.log.read_text(encoding="utf-8")  # else the kills came too early to matter
+    assert "Resuming after step" in killed.log.read_text(encoding="utf-8")  # else the kills came too early to matter
 
 
 class _KilledRun:

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from zaya_jax.config import Config as Config
     from zaya_jax.config import load_config as load_config
     from zaya_jax.generate.decode import generate_text as generate_text
-    from zaya_jax.hf.pretrained import load_pretrained as load_pretrained
-    from zaya_jax.hf.pretrained import save_pretrained as save_pretrained
+    from zaya_jax.hf.exporter import save_pretrained as save_pretrained
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
     from zaya_jax.optim.muon import muon as muon
     from zaya_jax.train.loop import TrainResult as TrainResult
     from zaya_jax.train.loop import run_training as run_training
+    from zaya_jax.weights.load import load_model as load_model
 
 _HOMES = {
     "Config": "zaya_jax.config",
@@ -34,11 +34,11 @@ _HOMES = {
     "Zaya": "zaya_jax.model.zaya",
     "generate_text": "zaya_jax.generate.decode",
     "load_config": "zaya_jax.config",
-    "load_pretrained": "zaya_jax.hf.pretrained",
+    "load_model": "zaya_jax.weights.load",
     "logits": "zaya_jax.model.zaya",
     "muon": "zaya_jax.optim.muon",
     "run_training": "zaya_jax.train.loop",
-    "save_pretrained": "zaya_jax.hf.pretrained",
+    "save_pretrained": "zaya_jax.hf.exporter",
 }
 
 __version__ = "0.1.0"

@@ -207,7 +207,7 @@ def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_pat
         shutil.copytree(tmp_path / "4", later)
         shutil.rmtree(later / "checkpoints" / "20")
         np.testing.assert_allclose(run(later.name, processes), alone, rtol=1e-6)
-        assert "Going on after step 10 of 20." in (tmp_path / "0.log").read_text(encoding="utf-8")
+        assert "Resuming after step 10 of 20." in (tmp_path / "0.log").read_text(encoding="utf-8")
     with wide_everywhere():
         four, one = (load_config(config, [*overrides, f"run_dir={tmp_path / name}"]) for name in ("4", "one"))
         assert_close(leaves(restore(four, 20)[0]), leaves(restore(one, 20)[0]))

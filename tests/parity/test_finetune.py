@@ -12,7 +12,7 @@ import yaml
 from tests.data_helpers import small_tokenizer
 from tests.parity.test_reference import random_reference
 from tests.train_helpers import MODEL
-from zaya_jax import load_pretrained, logits
+from zaya_jax import load_model, logits
 from zaya_jax.checkpoint.__main__ import main as checkpoint_main
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
@@ -73,9 +73,9 @@ def test_what_is_fine_tuned_here_runs_there(given, tmp_path, more, dtype):
     model = jax.tree.map(lambda x: x.astype(jnp.float32), result.model)
     ours = np.asarray(logits(model, jnp.asarray(tokens)))
     np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * np.abs(theirs).max())
-    again = load_pretrained(target)
+    again = load_model(f"hf:{target}")[0]
     assert not different(again, model)
-    assert different(load_pretrained(folder / "model"), model)
+    assert different(load_model(f"hf:{folder / 'model'}")[0], model)
 
 
 def reference_eos(folder):

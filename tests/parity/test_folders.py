@@ -10,7 +10,7 @@ import pytest
 from tests.checkpoint.saved_helpers import bits
 from tests.helpers import assert_close
 from tests.parity.test_reference import BASE, random_reference
-from zaya_jax import load_pretrained, logits
+from zaya_jax import load_model, logits
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.model import tree
 
@@ -43,7 +43,7 @@ def test_folders_go_round(seed, dtype, tmp_path):
     reference.save_pretrained(tmp_path / "theirs", max_shard_size="20KB" if seed % 2 else "1GB")
     source, models = tmp_path / "theirs", []
     for name, layout in (("legacy", "legacy"), ("ours", "hf")):
-        models.append(load_pretrained(source, None))
+        models.append(load_model(f"hf:{source}", None)[0])
         values = {**tree.parameters(models[-1]), **tree.balancing_biases(models[-1])}
         source = tmp_path / name
         write_folder(source, models[-1].config, read_arrays(values), dtype, layout, max_shard_bytes=30_000)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from zaya_jax import Zaya, load_pretrained, logits, save_pretrained
+from zaya_jax import Zaya, load_model, logits, save_pretrained
 from zaya_jax.config import ModelConfig
 from zaya_jax.hf.config import to_hf
 from zaya_jax.hf.tensors import tensors
@@ -60,7 +60,7 @@ def random_reference(config: ModelConfig, seed: int):
 
 def theirs_to_ours(reference, folder, config: ModelConfig) -> Zaya:
     reference.save_pretrained(folder)
-    model = load_pretrained(folder)
+    model = load_model(f"hf:{folder}")[0]
     assert dataclasses.replace(model.config, layer_pattern=model.config.period) == dataclasses.replace(
         config, layer_pattern=config.period
     )
@@ -131,7 +131,7 @@ def test_bf16_follows_the_reference_on_the_same_route(tmp_path):
     config = dataclasses.replace(BASE, num_layers=2)
     reference = random_reference(config, seed=3)
     theirs_to_ours(reference, tmp_path / "theirs", config)
-    model = load_pretrained(tmp_path / "theirs", dtype=jnp.bfloat16)
+    model = load_model(f"hf:{tmp_path / 'theirs'}", dtype=jnp.bfloat16)[0]
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (2, 16))
     expected = reference(torch.tensor(tokens)).logits.detach().numpy()
     ours = np.asarray(logits(model, jnp.asarray(tokens)))

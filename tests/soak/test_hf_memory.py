@@ -26,7 +26,7 @@ from pathlib import Path
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
 from tests.soak.test_hf_memory import CONFIG, SHARD
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.hf.pretrained import load_pretrained
+from zaya_jax import load_model
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.model import tree
 
@@ -55,7 +55,7 @@ elif verb in ("import-hf", "export-hf"):
     assert main([verb, source, *more]) == 0
     print(json.dumps({verb: peak() - before}))
 else:
-    model = jax.block_until_ready(load_pretrained(source, None))
+    model = jax.block_until_ready(load_model(f"hf:{source}", None)[0])
     values = {**tree.parameters(model), **tree.balancing_biases(model)}
     own = sum(x.nbytes for x in values.values())
     imported = peak() - before - own

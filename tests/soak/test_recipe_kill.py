@@ -78,4 +78,4 @@ def test_kills_around_every_boundary_change_nothing(tmp_path):
     assert first_data == second_data
     ends = {phase.name: end for phase, (_, end) in zip(alone.config.phases, phase_steps(alone.config), strict=True)}
     assert json.loads((killed.folder / "phases.json").read_text()) == ends
-    assert killed.log.read_text().count("Going on after step") >= len(boundaries)
+    assert killed.log.read_text().count("Resuming after step") >= len(boundaries)

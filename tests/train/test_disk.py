@@ -87,4 +87,4 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
     for name in ("stopped", "full"):
         stopped = "more than checkpoint.loss_window (0.3 s); the newest checkpoint is that of step 2"
         assert stopped in found[name][0][-1]
-    assert "Going on after step 2 of 12." in found["again"][0]
+    assert "Resuming after step 2 of 12." in found["again"][0]

@@ -21,7 +21,7 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import beginning, loop, trainer
+from zaya_jax.train import initialization, loop, resumption, trainer
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import Programs
 
@@ -320,18 +320,18 @@ def test_going_on_is_told_and_so_is_starting_again(finished, tmp_path, capsys):
     train_until(config, 8)
     assert "There is no checkpoint of the 3 steps in metrics.jsonl" in capsys.readouterr().out
     run_training(config)
-    assert "Going on after step 5 of 12." in capsys.readouterr().out
+    assert "Resuming after step 5 of 12." in capsys.readouterr().out
 
 
 def test_another_machine_is_told_and_goes_on(finished, tmp_path, capsys, monkeypatch):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
     train_until(config, 8)
-    there = beginning.environment()
-    monkeypatch.setattr(beginning, "environment", lambda: there | {"cpus": 999})
+    there = resumption.environment()
+    monkeypatch.setattr(resumption, "environment", lambda: there | {"cpus": 999})
     run_training(config)
     out = capsys.readouterr().out
-    assert f"Going on with cpus 999, where the run had {there['cpus']!r}: numbers will differ" in out
-    assert "Going on with jax" not in out
+    assert f"Resuming with cpus 999, where the run had {there['cpus']!r}: numbers will differ" in out
+    assert "Resuming with jax" not in out
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
@@ -396,14 +396,14 @@ def test_another_architecture_is_refused(finished, tmp_path):
 @pytest.fixture
 def poisoned(monkeypatch):
     """Runs start with a weight that is not a number, so that no loss is one."""
-    init = beginning.init_state
+    init = initialization.init_state
 
     def init_poisoned(*arguments):
         state = init(*arguments)
         name = "blocks.0.attention.query"
         return dataclasses.replace(state, params={**state.params, name: jax.numpy.nan * state.params[name]})
 
-    monkeypatch.setattr(beginning, "init_state", init_poisoned)
+    monkeypatch.setattr(initialization, "init_state", init_poisoned)
 
 
 @pytest.mark.parametrize("most", [1, 3, pytest.param(7, marks=pytest.mark.soak)])
@@ -426,4 +426,4 @@ def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
     result = run_training(config)
     assert int(result.state.skipped) == 12
     assert rows_of(result.run_dir)[-1]["heldout_loss"] is None
-    assert not differing(result.state.opt_state, beginning.init_state(make_program(config)).opt_state)
+    assert not differing(result.state.opt_state, initialization.init_state(make_program(config)).opt_state)

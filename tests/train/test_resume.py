@@ -13,8 +13,9 @@ from tests.train_helpers import CONFIG, change, compile_once, differing, small_r
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.train import loop, trainer
-from zaya_jax.train.given import warn_about_positions
 from zaya_jax.train.loop import run_training
+from zaya_jax.train.run_checks import warn_about_positions
+from zaya_jax.weights.sources import model_config
 
 pytestmark = pytest.mark.usefixtures("quick")
 CONSTANT = ScheduleConfig("constant", warmup_tokens=256)
@@ -56,7 +57,7 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path
         monkeypatch.setattr(trainer, name, full_at_first(getattr(trainer, name)))
     result = run_training(config)
     said = capsys.readouterr().out
-    assert "Going on after step 12 of 14." in said
+    assert "Resuming after step 12 of 14." in said
     assert f"{tmp_path}/run/config.yaml cannot be written: No space left on device. Training continues" in said
     assert f"{tmp_path}/run can be written again; no row is missing." in said
     assert not differing(result.state, whole.state)
@@ -169,10 +170,10 @@ def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
 def test_each_base_is_compared_with_that_of_the_phase(capsys):
     model = dataclasses.replace(CONFIG.model, layer_pattern=("full", "sliding"), sliding_rope_base=3.0)
     config = change(CONFIG, {"model": model, "phases": (PhaseConfig(256), PhaseConfig(256, "long", rope_base=7.0))})
-    about = {"config": to_dict(config), "phase": "long"}
-    warn_about_positions(config, about, "X", 1)
+    theirs = model_config({"config": to_dict(config), "phase": "long"})
+    warn_about_positions(config, theirs, "X", 1)
     assert capsys.readouterr().out == ""
-    warn_about_positions(change(config, {"model.sliding_rope_base": 4.0}), about, "X", 0)
+    warn_about_positions(change(config, {"model.sliding_rope_base": 4.0}), theirs, "X", 0)
     full, sliding = capsys.readouterr().out.splitlines()
     assert full.startswith("Warning: X was trained with a RoPE base of 7, and model.rope_base is 10000 here")
     assert sliding.startswith("Warning: X was trained with a RoPE base of 3, and model.sliding_rope_base is 4 here")

@@ -29,8 +29,7 @@ from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens,
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
-from zaya_jax.train.base import NO_BASE
-from zaya_jax.train.beginning import begin
+from zaya_jax.train.initialization import initialize
 from zaya_jax.train.memory_errors import available_memory
 from zaya_jax.train.program import Programs, make_programs
 
@@ -130,7 +129,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     check_memory(config, compiled.bytes, available_memory(),
                  lambda config: compile_parts(make_programs(config)).bytes)  # fmt: skip
     batch = programs[0].placement.place(make_rows(tokens_bs), programs[0].batch_shape(stage)[0])
-    state = begin(config, programs, NO_BASE)
+    state = initialize(programs[0])
     losses = []
 
     def step() -> None:

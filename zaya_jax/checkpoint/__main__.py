@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_import_hf)
 
     add = verbs.add_parser("export-hf", help="convert a checkpoint to a folder that transformers, vLLM and SGLang load")
-    add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
+    add.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{checkpoint}, or hf:FOLDER")
     add.add_argument("folder", type=Path, metavar="FOLDER", help="new, or empty")
     add.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
                      help="of the parameters (default: bfloat16)")  # fmt: skip
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         help="folder whose tokenizer and generation files are exported, too (default: that of the run)",
     )
     add.add_argument(
-        "--base", metavar="SOURCE", help="what adapters are of, if not init_from of their run; hf:FOLDER too"
+        "--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of their run)"
     )
     add.set_defaults(run=_export_hf)
 
@@ -128,31 +128,29 @@ def _prune(options: argparse.Namespace) -> ExitCode:
 
 
 def _average(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.average import average_checkpoints
-    from zaya_jax.run.checkpoints import checkpoint_folder
+    from zaya_jax.weights.average import average_checkpoints
 
-    folders = [checkpoint_folder(path, "CHECKPOINT") for path in options.checkpoints]
-    step = average_checkpoints(folders, options.output, options.base)
-    print(f"The average of {len(folders)} checkpoints is {options.output / 'checkpoints' / str(step)}.")
+    folder = average_checkpoints(options.checkpoints, options.output, options.base)
+    print(f"Averaged {len(options.checkpoints)} checkpoints into {folder}.")
     return ExitCode.OK
 
 
 def _import_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.hf.interop import import_hf
+    from zaya_jax.hf.checkpoint import import_hf
 
     print(import_hf(options.folder, options.output, options.allow_nonfinite))
     return ExitCode.OK
 
 
 def _export_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.hf.interop import export_hf
+    from zaya_jax.weights.export import export_hf
 
     print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry, options.base))
     return ExitCode.OK
 
 
 def _verify_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.hf.verify import verify_hf
+    from zaya_jax.weights.verify import verify_hf
 
     print(verify_hf(options.folder))
     return ExitCode.OK

@@ -19,6 +19,8 @@ from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.hf.tensors import Tensor, is_bias, tensors
+from zaya_jax.model.tree import balancing_biases, parameters
+from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.files import sync_folder
 from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
 
@@ -76,6 +78,16 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
     except BaseException:
         shutil.rmtree(partial)
         raise
+
+
+def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
+    """Write `model` so that `transformers` loads it, in the dtype of its embedding.
+
+    Raises:
+      InputError: see `write_folder`; nothing is written then.
+    """
+    values = {**parameters(model), **balancing_biases(model)}
+    write_folder(folder, model.config, read_arrays(values), model.dtype, layout)
 
 
 def read_arrays(values: Mapping[str, jax.Array]) -> Read:

@@ -27,14 +27,22 @@ from zaya_jax.run.checkpoints import has_checkpoint
 from zaya_jax.run.folder import CHECKPOINTS, METRICS, TIMINGS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
 from zaya_jax.run.status import track_status
-from zaya_jax.train.base import NO_BASE, Base, check_base, note_base, open_base
-from zaya_jax.train.beginning import begin, go_on, resume_from
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
+from zaya_jax.train.initialization import (
+    NO_BASE,
+    FrozenBase,
+    check_base,
+    initialize,
+    load_frozen_base,
+    open_init_from,
+    record_base,
+)
 from zaya_jax.train.kernels import choose_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
+from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.trainer import Trainer
@@ -52,7 +60,7 @@ class TrainResult:
       heldout_by_source: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
       program: of the last phase.
-      base: what adapters are of.
+      base: what adapters are trained on.
     """
 
     config: Config
@@ -62,7 +70,7 @@ class TrainResult:
     heldout_by_source: dict[str, HeldoutLoss]
     prepared: Prepared
     program: PhaseProgram
-    base: Base = NO_BASE
+    base: FrozenBase = NO_BASE
 
     @functools.cached_property
     def model(self) -> Zaya:
@@ -98,7 +106,7 @@ def run_training(config: Config) -> TrainResult:
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
         phase_ends = [end for _, end in phase_steps(config)]
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends))
-        state, base, first = _initialize_or_resume(config, programs, folder, prepared, batches, store)
+        state, first, base = _initialize_or_resume(config, programs, folder, prepared, batches, store)
         if is_primary():
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, so that the status has its sentence
@@ -138,25 +146,28 @@ def _checked_programs(config: Config) -> Programs:
 
 def _initialize_or_resume(
     config: Config, programs: Programs, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
-) -> tuple[TrainState, Base, int]:
+) -> tuple[TrainState, int, FrozenBase]:
     """The state of the newest checkpoint, or a new one where there is none; `batches` at its position.
 
     Returns:
-      The state, what adapters are of, and the step that this run folder begins after.
+      The state, the steps done before those of this run folder, and what adapters are trained on.
     """
-    base = open_base(config, programs[stage_at(config, first_step(config)).phase])
+    program = programs[stage_at(config, first_step(config)).phase]
     # What process 0 sees: other machines may see what it has written only later.
-    if broadcast(has_checkpoint(folder / CHECKPOINTS)):
+    resuming = broadcast(has_checkpoint(folder / CHECKPOINTS))
+    # Adapters need it whenever they are trained; without them, it may be gone once there is a checkpoint.
+    weights = None if resuming and config.lora is None else open_init_from(config)
+    base = load_frozen_base(program, weights)
+    if resuming:
         check_base(folder, config, base)
         _claim(folder, config, prepared)
-        state, first = go_on(config, programs, store, batches)
-    else:
-        state = begin(config, programs, base) if config.resume_from is None else resume_from(config, programs, batches)
-        note_base(folder, config, base)
-        _claim(folder, config, prepared)
-        store.take_over()
-        first = int(jax.device_get(state.step))
-    return state, base, first
+        return (*resume(config, programs, store, batches), base)
+    fresh = config.resume_from is None
+    state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
+    record_base(folder, config, base)
+    _claim(folder, config, prepared)
+    store.take_over()
+    return state, int(jax.device_get(state.step)), base
 
 
 def _claim(folder: Path, config: Config, prepared: Prepared) -> None:

@@ -1,15 +1,76 @@
-"""Whether a run may resume with another configuration: it must agree on the steps that are done."""
+"""Whether a run may start from weights, or resume with another configuration, which must agree on the steps done."""
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.config import Config, PhaseConfig, to_dict
+from zaya_jax.config import Config, ModelConfig, PhaseConfig, to_dict
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
 from zaya_jax.optim.schedule import learning_rate_factor
+from zaya_jax.parallel.multihost import is_primary
+
+# What of the architecture no parameter depends on: a longer context starts from the state of a shorter one.
+_FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
+# What the optimizer's state is shaped by, beside the architecture.
+OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule")
+
+
+def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice: str) -> None:
+    """Raise `InputError` where `what`, of the architecture `theirs`, does not have the parameters of `ours`."""
+    wanted, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
+    for key, value in _comparable(theirs).items():
+        if value != wanted[key]:
+            raise InputError(f"{what} is of another architecture: model.{key} is {shown(theirs_dict[key])} there and "
+                             f"{shown(ours_dict[key])} here; {advice}.")  # fmt: skip
+
+
+def _comparable(model: ModelConfig) -> dict[str, Any]:
+    """The keys that parameters depend on; a pattern in full, and no window where no layer slides."""
+    window = model.sliding_window if "sliding" in model.period else None
+    pattern = model.period * model.num_groups
+    keys = to_dict(dataclasses.replace(model, layer_pattern=pattern, sliding_window=window))
+    return {key: value for key, value in keys.items() if key not in _FREE_SIZES}
+
+
+def check_values(config: Config, other: dict[str, Any], what: str, keys: Sequence[str], advice: str) -> None:
+    """Raise `InputError` where one of `keys` differs in `other`, the configuration that `what` was made with."""
+    here = to_dict(config)
+    for key in keys:
+        theirs, ours = _value(other, key), _value(here, key)
+        if theirs != ours:
+            raise InputError(f"{what} was made with {key}={shown(theirs)}, and here it is {shown(ours)}: {advice}.")
+
+
+def _value(tree: Any, key: str) -> Any:
+    for part in key.split("."):
+        tree = tree.get(part) if isinstance(tree, dict) else None
+    return tree
+
+
+def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: int) -> None:
+    """Print a warning where `what` was trained with another base of the rotary embedding than a phase has.
+
+    Args:
+      config: of the run.
+      theirs: the architecture of `what`, with the positions it was trained with.
+      what: names it.
+      phase: of `config`, which its parameters go into.
+    """
+    own = config.phases[phase]
+    ours = config.model_of(own)
+    pairs = [("model.rope_base" if own.rope_base is None else f"phases.{own.name}.rope_base",
+              theirs.rope_base, ours.rope_base)]  # fmt: skip
+    if "sliding" in ours.period:
+        pairs.append(("model.sliding_rope_base", theirs.sliding_rope_base, ours.sliding_rope_base))
+    for key, before, now in pairs:
+        if before != now and is_primary():
+            print(f"Warning: {what} was trained with a RoPE base of {before:g}, and {key} is {now:g} here, so its "
+                  f"attention sees other positions. Set {key}={before:g}, unless you extend the context.")  # fmt: skip
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:

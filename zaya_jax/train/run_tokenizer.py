@@ -4,12 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zaya_jax.config import Config
-from zaya_jax.config.schema import HF
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.sources import Prepared
 from zaya_jax.errors import InputError
 from zaya_jax.run import tokenizer as files
-from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.weights.load import tokenizer_folder
 
 # Training writes out whole conversations, so the built-in template has no place for an answer to come.
 _PROMPT = "{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}\n"
@@ -30,14 +29,10 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, say: Calla
 
 
 def _init_folder(config: Config) -> Path | None:
-    """Where the tokenizer of `init_from` lies, if it is still there."""
-    if config.init_from is None:
-        return None
+    """Where the tokenizer of `init_from` lies, if it is still there: a run that resumes does not need it any more."""
     try:
-        if config.init_from.startswith(HF):
-            return Path(config.init_from.removeprefix(HF)).expanduser()
-        return files.run_tokenizer(checkpoint_folder(config.init_from))
-    except InputError:  # a run that resumes does not need it any more
+        return None if config.init_from is None else tokenizer_folder(config.init_from)
+    except InputError:
         return None
 
 

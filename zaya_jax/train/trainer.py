@@ -18,12 +18,12 @@ from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.folder import CONFIG, METRICS, PHASES, name_phases, record_changes, run_folder
 from zaya_jax.run.metrics import DiskGuard, MetricSink, read_rows
-from zaya_jax.train.beginning import describe
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.program import Programs
+from zaya_jax.train.resumption import checkpoint_metadata
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 
@@ -88,7 +88,7 @@ class Trainer:
         self._record_changes()
         self._name_phases()
         if self.steps_done and self.store.latest() == self.steps_done:
-            self.console.say(f"Going on after step {self.steps_done} of {total_steps(self.config)}.")
+            self.console.say(f"Resuming after step {self.steps_done} of {total_steps(self.config)}.")
         for stage in stages(self.config):
             if self.steps_done < stage.end:
                 self._train_stage(stage)
@@ -124,7 +124,7 @@ class Trainer:
         """Start saving; one save is in flight at a time."""
         self._logger.record()
         loss = self.scores.get("heldout_loss")
-        metadata = describe(self.config, self.steps_done, self.batches.get_state(), loss, self.first_step)
+        metadata = checkpoint_metadata(self.config, self.steps_done, self.batches.get_state(), loss, self.first_step)
         self.store.save(self.steps_done, self.state, metadata)
 
     def _train_stage(self, stage: Stage) -> None:

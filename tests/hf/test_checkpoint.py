@@ -8,13 +8,13 @@ import pytest
 from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_model
 from tests.train_helpers import MODEL, snapshot
-from zaya_jax import load_pretrained, save_pretrained
+from zaya_jax import load_model, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.hf.interop import architecture
 from zaya_jax.model import tree
 from zaya_jax.run.manifest import read_manifest
+from zaya_jax.weights.load import open_weights
 
 CONFIGS = {
     "plain": {},
@@ -44,7 +44,7 @@ def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
         if name == "params.blocks.0.mixture.router.state_scale":
             same[0] = 1.0  # inert, and in no folder
         np.testing.assert_array_equal(found, same, err_msg=name)
-    assert architecture(read_manifest(folder).metadata).hidden_size == model.config.hidden_size
+    assert open_weights(tmp_path / "run").config.hidden_size == model.config.hidden_size
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "float32", "--layout",
                  layout]) == 0  # fmt: skip
     assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
@@ -60,7 +60,7 @@ def test_the_dtype_stays_and_can_be_cast(tmp_path):
     main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")])
     assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
     main(["export-hf", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"])
-    one, other = load_pretrained(tmp_path / "wide"), load_pretrained(tmp_path / "given")
+    one, other = load_model(f"hf:{tmp_path / 'wide'}")[0], load_model(f"hf:{tmp_path / 'given'}")[0]
     assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
 
 

@@ -9,11 +9,10 @@ import pytest
 from tests.helpers import random_model, random_values, tiny_config
 from tests.hf.test_legacy import RELEASED_8B as LISTED
 from zaya_jax.errors import InputError
-from zaya_jax.hf import verify as module
 from zaya_jax.hf.exporter import read_arrays, write_folder
-from zaya_jax.hf.folder import open_folder
-from zaya_jax.hf.verify import LIKELIEST, PROMPT, RELEASED_8B, check_released, compare, verify_hf
 from zaya_jax.model.arithmetic import total_parameters
+from zaya_jax.weights import verify as module
+from zaya_jax.weights.verify import LIKELIEST, PROMPT, RELEASED_8B, check_released, compare, verify_hf
 
 
 def test_the_architecture_is_the_8bs():
@@ -27,11 +26,9 @@ def test_another_model_is_refused_by_the_key_that_differs(tmp_path):
     write_folder(tmp_path / "model", tiny_config(), read_arrays(values), "bfloat16")
     with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, and 262272 in the 8B"):
         verify_hf(tmp_path / "model")
-    opened = open_folder(tmp_path / "model")
-    check_released(opened._replace(config=dataclasses.replace(RELEASED_8B, layer_pattern=("full",) * 40,
-                                                              max_positions=32_768)))  # fmt: skip
+    check_released(dataclasses.replace(RELEASED_8B, layer_pattern=("full",) * 40, max_positions=32_768), "X")
     with pytest.raises(InputError, match=r"rope_base is 1000000\.0"):  # ZAYA1-base
-        check_released(opened._replace(config=dataclasses.replace(RELEASED_8B, rope_base=1e6)))
+        check_released(dataclasses.replace(RELEASED_8B, rope_base=1e6), "X")
 
 
 def test_what_comes_out_is_compared_and_told(monkeypatch):

@@ -1,18 +1,18 @@
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 
 from tests.checkpoint.test_store import open_store
-from tests.train_helpers import CONFIG, change
+from tests.train_helpers import CONFIG, change, make_program
 from zaya_jax.config import from_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import named_steps
-from zaya_jax.train.base import NO_BASE
-from zaya_jax.train.beginning import begin, describe, go_on
+from zaya_jax.train.initialization import initialize, open_init_from
+from zaya_jax.train.program import make_programs
+from zaya_jax.train.resumption import checkpoint_metadata, resume
 
 POSITION = {"sequences": 24}
 
@@ -31,19 +31,19 @@ def run(tmp_path):
     """The configuration of a run with a checkpoint of step 3, which holds next to nothing."""
     config = change(CONFIG, {"run_dir": str(tmp_path / "run")})
     with open_store(tmp_path / "run" / "checkpoints") as store:
-        store.save(3, {"x": jnp.ones(3)}, describe(config, 3, POSITION, 1.25))
+        store.save(3, {"x": jnp.ones(3)}, checkpoint_metadata(config, 3, POSITION, 1.25))
     return config
 
 
 def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
-    about = describe(CONFIG, 3, POSITION, 1.25)
+    about = checkpoint_metadata(CONFIG, 3, POSITION, 1.25)
     assert json.loads(json.dumps(about)) == about
     assert (about["phase"], about["data"], about["heldout_loss"]) == ("train", POSITION, 1.25)
     assert about["tokens_seen"] == 3 * CONFIG.train.batch.tokens
     assert about["batch"] == {"sequences": 8, "context": 32}
     assert from_dict(about["config"]) == CONFIG
-    other = describe(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None)
-    assert other["config_digest"] != about["config_digest"] == describe(CONFIG, 4, {}, None)["config_digest"]
+    other = checkpoint_metadata(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None)
+    assert other["config_digest"] != about["config_digest"] == checkpoint_metadata(CONFIG, 4, {}, None)["config_digest"]
 
 
 CHANGED = {
@@ -57,9 +57,9 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
     value, said = CHANGED[key]
     config = change(run, {key: value})
     with open_store(Path(run.run_dir) / "checkpoints") as store, pytest.raises(InputError, match=said):
-        go_on(config, store, Batches())
-    with pytest.raises(InputError, match=re.escape("The checkpoint init_from is of") + f" {said}"):
-        begin(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}), NO_BASE)
+        resume(config, make_programs(config), store, Batches())
+    with pytest.raises(InputError, match=f"^init_from={run.run_dir} .*{said}"):
+        open_init_from(change(config, {"run_dir": "elsewhere", "init_from": run.run_dir}))
 
 
 @pytest.mark.parametrize(
@@ -68,18 +68,18 @@ def test_another_architecture_is_refused_before_an_array_is_read(run, key):
 def test_an_optimizer_of_another_state_is_refused(run, key, value):
     config = change(run, {key: value, "run_dir": "elsewhere", "init_from": run.run_dir})
     with pytest.raises(InputError, match=rf"was made with {key}='.*', and here it is '{value}'.* Set the same value"):
-        begin(config, NO_BASE)
+        initialize(make_program(config), open_init_from(config))
 
 
 def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_named(run):
     batches = Batches()
     with open_store(Path(run.run_dir) / "checkpoints") as store:
         with pytest.raises(InputError, match="it holds no array params"):
-            go_on(run, store, batches)
+            resume(run, make_programs(run), store, batches)
         assert batches.position == POSITION
         assert named_steps(store.folder) == [3]  # which is not damaged
 
 
-def test_what_cannot_be_begun_with_is_told(tmp_path):
+def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(InputError, match="must be the folder of a run that has a checkpoint"):
-        begin(change(CONFIG, {"init_from": str(tmp_path)}), NO_BASE)
+        open_init_from(change(CONFIG, {"init_from": str(tmp_path)}))

@@ -1,20 +1,29 @@
-"""A run that begins with the parameters of a folder of `transformers`."""
+"""The state before a run's first step: of `init_from`, in either form, and of adapters on frozen parameters."""
 
 import dataclasses
+import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.checkpoint.saved_helpers import set_value
 from tests.helpers import random_values
-from tests.train_helpers import change, compile_once, differing, on_devices, small_run
-from zaya_jax.config import Config, LoraConfig, ParallelConfig, to_dict
+from tests.train_helpers import CONFIG, change, compile_once, differing, make_program, on_devices, setup, small_run
+from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.hf.checkpoint import import_hf
 from zaya_jax.hf.exporter import read_arrays, write_folder
-from zaya_jax.hf.interop import import_hf
-from zaya_jax.train import given
-from zaya_jax.train.given import about_given, begin_with_given, check_given, parameters_alone
+from zaya_jax.train.initialization import (
+    NO_BASE,
+    FrozenBase,
+    check_base,
+    initialize,
+    load_frozen_base,
+    open_init_from,
+    record_base,
+)
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.state import init_state
@@ -33,14 +42,17 @@ def with_folder(folder, config):
     return change(config, {"init_from": f"hf:{folder}"})
 
 
+def started(config):
+    """The state that a run with this configuration starts from."""
+    return initialize(make_program(config), open_init_from(config))
+
+
 @pytest.mark.parametrize("layout", ["hf", "legacy"])
 def test_parameters_are_the_folders_and_the_rest_is_fresh(layout, tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout=layout)
-    config = with_folder(tmp_path / "model", config)
-    program = make_programs(config)[0]
-    state = begin_with_given(config, program)
-    fresh = jax.jit(lambda: init_state(program))()
+    state = started(with_folder(tmp_path / "model", config))
+    fresh = jax.jit(lambda: init_state(make_program(config)))()
     for name, x in {**state.params, **state.balance}.items():
         np.testing.assert_array_equal(x, values[name], err_msg=name)
         assert x.dtype == np.float32
@@ -68,8 +80,7 @@ def test_a_run_goes_on_from_the_folder_without_it(tmp_path, monkeypatch):
 def test_the_first_key_that_differs_is_named(tmp_path):
     config = small_run(tmp_path)
     write(tmp_path / "model", config, num_experts=8)
-    with pytest.raises(InputError, match=r"^The folder init_from is of another architecture: model\.num_experts is 8 "
-                                         r"there and 4 here"):  # fmt: skip
+    with pytest.raises(InputError, match=r"^init_from=hf:.* model\.num_experts is 8 there and 4 here"):
         run_training(with_folder(tmp_path / "model", config))
     assert not (tmp_path / "run" / "config.yaml").exists()
 
@@ -79,25 +90,22 @@ def test_positions_may_differ_and_a_pattern_may_be_written_in_two_ways(tmp_path)
     sliding = change(config, {"model.num_layers": 4, "model.layer_pattern": ("full", "sliding"),
                               "model.sliding_window": 3})  # fmt: skip
     write(tmp_path / "sliding", sliding, rope_base=77.0, max_positions=128)
-    about = about_given(with_folder(tmp_path / "sliding", sliding))["config"]["model"]
-    assert about["layer_pattern"] == ["full", "sliding"]
-    assert about["rope_base"] == 77.0
+    assert open_init_from(with_folder(tmp_path / "sliding", sliding)).config.layer_pattern == ("full", "sliding") * 2
     write(tmp_path / "full", config)
-    full = change(config, {"model.sliding_window": 9})
-    assert about_given(with_folder(tmp_path / "full", full))["config"]["model"]["sliding_window"] == 9
+    assert open_init_from(with_folder(tmp_path / "full", change(config, {"model.sliding_window": 9}))) is not None
 
 
-def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
-    whole = change(finished[0], {"init_from": str(finished[1].run_dir)})
-    assert not parameters_alone(whole)
+def test_a_run_brings_its_optimizer_and_an_import_brings_parameters(tmp_path, finished):
+    config, result = finished
+    whole = change(config, {"init_from": str(result.run_dir)})
+    state = started(whole)
+    for name in ("params", "balance", "opt_state", "balance_state"):
+        assert not differing(getattr(state, name), getattr(result.state, name))
+    assert int(state.step) == 0
     write(tmp_path / "model", whole)
     folder = with_folder(tmp_path / "model", whole)
-    assert parameters_alone(folder)
     import_hf(tmp_path / "model", tmp_path / "imported")
-    imported = change(whole, {"init_from": str(tmp_path / "imported")})
-    assert parameters_alone(imported)
-    program = make_programs(whole)[0]
-    assert not differing(begin_with_given(imported, program), begin_with_given(folder, program))
+    assert not differing(started(change(whole, {"init_from": str(tmp_path / "imported")})), started(folder))
     set_value(tmp_path / "model", "model.norm.weight", np.inf)
     import_hf(tmp_path / "model", tmp_path / "infinite", allow_nonfinite=True)
     for wrong, named in (
@@ -105,21 +113,13 @@ def test_what_was_trained_and_what_was_not_is_told_apart(tmp_path, finished):
         (change(whole, {"init_from": str(tmp_path / "infinite")}), "parameter norm.weight"),
     ):
         with pytest.raises(InputError, match=f"{named}.* NaN or infinite values"):
-            begin_with_given(wrong, program)
+            started(wrong)
 
 
-def test_adapters_are_no_beginning(tmp_path, monkeypatch):
-    config = small_run(tmp_path)
-    tuned = change(config, {"lora": LoraConfig(2, 4.0), "init_from": "a run"})
-    monkeypatch.setattr(given, "about_given", lambda _: {"config": to_dict(tuned)})
-    with pytest.raises(InputError, match="init_from is 'a run', which holds adapters alone; export that run"):
-        check_given(tuned)
-
-
-def begin_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
+def start_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:
     """Of each parameter its value, and whether it lies as the state of the phase does; runs where there are devices."""
     program = make_programs(config)[0]
-    state, abstract = begin_with_given(config, program), program.abstract_state
+    state, abstract = initialize(program, open_init_from(config)), program.abstract_state
     jax.tree.map(lambda x, a: (x.sharding.is_equivalent_to(a.sharding, x.ndim) or pytest.fail(str(x.sharding))),
                  state, abstract)  # fmt: skip
     values, wanted = {**state.params, **state.balance}, {**abstract.params, **abstract.balance}
@@ -130,8 +130,47 @@ def test_parameters_go_into_the_shards_of_the_phase(tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout="legacy")
     config = change(with_folder(tmp_path / "model", config), {"parallel": ParallelConfig(fsdp=4, expert=2)})
-    found = on_devices(8, "tests.train.test_given:begin_on_devices", config)
+    found = on_devices(8, "tests.train.test_initialization:start_on_devices", config)
     assert found.keys() == values.keys()
     for name, (value, in_place) in found.items():
         np.testing.assert_array_equal(value, values[name], err_msg=name)
         assert in_place, name
+
+
+# --- what adapters are trained on ------------------------------------------------------------------------------
+
+TUNED = change(CONFIG, {"lora": LoraConfig(2, 4.0), "init_from": "a run"})
+
+
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"a": ((3, 5, 7), jnp.bfloat16), "b": ((11,), jnp.float32), "c": ((), jnp.float32)}
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, (shape, dtype) in shapes.items()}
+
+
+def test_a_run_knows_its_base_by_what_it_holds(tmp_path):
+    first, second = FrozenBase(drawn(0), {}), FrozenBase(drawn(1), {})
+    record_base(tmp_path, TUNED, first)
+    assert json.loads((tmp_path / "base.json").read_text())["init_from"] == "a run"
+    check_base(tmp_path, TUNED, first)
+    with pytest.raises(InputError, match=r"init_from=a run .* choose another run_dir"):
+        check_base(tmp_path, TUNED, second)
+    for text in ("", "{}", "[]", "{"):
+        (tmp_path / "base.json").write_text(text)
+        with pytest.raises(InputError, match=r"base\.json cannot be read"):
+            check_base(tmp_path, TUNED, first)
+
+
+def test_without_adapters_there_is_no_base(tmp_path):
+    assert setup().program.abstract_base == {}
+    assert load_frozen_base(setup().program, None) == NO_BASE
+    record_base(tmp_path, CONFIG, NO_BASE)
+    check_base(tmp_path, CONFIG, NO_BASE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_base_is_in_the_compute_dtype():
+    base = make_program(change(TUNED, {"train.compute_dtype": "bfloat16"})).abstract_base
+    assert base.keys() == setup().state.params.keys()
+    assert {str(base[name].dtype) for name in ("embedding", "blocks.0.attention.query")} == {"bfloat16"}
+    assert base["norm.weight"].dtype == jnp.float32

@@ -2,12 +2,12 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.saved_helpers import drawn, flip, save_run
-from zaya_jax.checkpoint.average import average_checkpoints
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest
+from zaya_jax.weights.average import average_checkpoints
 
 
 def folders(run, steps):
@@ -17,8 +17,8 @@ def folders(run, steps):
 @pytest.mark.parametrize("order", [[1, 2, 4], [4, 1, 2]])
 def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
     run = save_run(tmp_path / "run", [1, 2, 4], {4: 1.0})
-    assert average_checkpoints(folders(run, order), tmp_path / "mean") == 4
-    folder = tmp_path / "mean" / "checkpoints" / "4"
+    folder = average_checkpoints(folders(run, order), tmp_path / "mean")
+    assert folder == tmp_path / "mean" / "checkpoints" / "4"
     assert verify_checkpoint(folder) == []
     _, reader = open_checkpoint(folder)
     states = [named(drawn(step)) for step in (1, 2, 4)]

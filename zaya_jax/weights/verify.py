@@ -10,9 +10,8 @@ import numpy as np
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.hf.folder import Folder, open_folder
-from zaya_jax.hf.pretrained import load_pretrained
 from zaya_jax.model.zaya import Zaya, logits
+from zaya_jax.weights.sources import FolderWeights
 
 # "Hello! How can I assist you today?", as the released tokenizer has it.
 PROMPT = (2, 9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881, 106)
@@ -60,16 +59,17 @@ def verify_hf(folder: str | Path) -> Verification:
     Raises:
       InputError: the folder is not of the released 8B's architecture, or see `open_folder`; nothing is allocated then.
     """
-    check_released(open_folder(folder))
-    return compare(load_pretrained(folder, jnp.bfloat16))
+    weights = FolderWeights(str(folder), Path(folder).expanduser())
+    check_released(weights.config, weights.source)
+    return compare(weights.load_model(jnp.bfloat16))
 
 
-def check_released(folder: Folder) -> None:
-    """Refuse a folder of another architecture than the 8B's, the only one there is a fixture of."""
-    there = replace(folder.config, layer_pattern=folder.config.period)
+def check_released(config: ModelConfig, where: str) -> None:
+    """Refuse another architecture than the 8B's, the only one there is a fixture of; `where` names the folder."""
+    there = replace(config, layer_pattern=config.period)
     for key, value in asdict(RELEASED_8B).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
-            raise InputError(f"{folder.path} is not ZAYA1-8B, of which alone there is a fixture: {key} is "
+            raise InputError(f"{where} is not ZAYA1-8B, of which alone there is a fixture: {key} is "
                              f"{getattr(there, key)!r}, and {value!r} in the 8B.")  # fmt: skip
 
 

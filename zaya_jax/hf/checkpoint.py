@@ -1,4 +1,4 @@
-"""Checkpoints from and to folders of `transformers`, without devices: part by part from disk to disk."""
+"""A `transformers` folder as a checkpoint, without devices: part by part from disk to disk."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,20 +10,15 @@ import numpy as np
 from zaya_jax.checkpoint.digest import Part
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.finite import is_finite, not_finite
-from zaya_jax.checkpoint.inspection import open_checkpoint
-from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.writer import write_checkpoint
-from zaya_jax.config import ModelConfig, from_dict, model_from_dict, to_dict
-from zaya_jax.errors import InputError
-from zaya_jax.hf.adapters import read_merged, read_saved
-from zaya_jax.hf.exporter import Layout, write_folder
+from zaya_jax.config import to_dict
 from zaya_jax.hf.folder import Folder, open_folder
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.router import INERT
-from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
-from zaya_jax.run.tokenizer import TOKENIZER_FOLDER, copy_tokenizer, run_tokenizer, special_ids
+from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
 
-PARAMETERS_ALONE = "parameters_alone"  # in what a checkpoint without an optimizer's state says of itself
+PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
 
 
 def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
@@ -45,58 +40,17 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
     folder = open_folder(path)
     special_ids(folder.path)  # raises, before anything is written
     leaves = _leaves(folder)
-    about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ALONE: True, "heldout_loss": None,
+    about = {"config": {"model": to_dict(folder.config)}, PARAMETERS_ONLY: True, "heldout_loss": None,
              "versions": versions()}  # fmt: skip
     target = output.expanduser() / FOLDER / "0"
     write_checkpoint(target, 0, about, leaves, _parts(folder, leaves, allow_nonfinite))
     copy_tokenizer(folder.path, output.expanduser())
-    return f"{len(folder.tensors)} tensors of {path} are the checkpoint {target}."
+    return f"Imported {len(folder.tensors)} tensors from {path} into {target}."
 
 
-def export_hf(
-    checkpoint: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
-) -> str:
-    """Write a checkpoint as a folder that `transformers` loads; adapters are merged.
-
-    Args:
-      checkpoint: see `checkpoint_folder`.
-      folder: new, or empty.
-      dtype: of the parameters; balancing biases are fp32 whatever it is.
-      layout: see `write_folder`.
-      carry: a folder whose tokenizer and generation files come along; those of the run where None.
-      base: what adapters are of, where `init_from` of their run is no longer right.
-
-    Returns:
-      A sentence that says what was written.
-
-    Raises:
-      InputError: the checkpoint is not what was saved; see `write_folder` for more.
-    """
-    source = checkpoint_folder(checkpoint, "CHECKPOINT")
-    if wrong := verify_checkpoint(source):
-        raise InputError(wrong[0])
-    about = open_checkpoint(source)[0].metadata
-    model, read = architecture(about), read_saved(source)
-    if about["config"].get("lora") is not None:
-        read = read_merged(source, about, model, read, base)
-    carry = carry or run_tokenizer(source)
-    write_folder(folder, model, read, dtype, layout, carry)
-    hint = "" if carry is not None else (
-        f" It has no tokenizer, since {source.parent.parent} has no folder {TOKENIZER_FOLDER}/: add the files of one "
-        "with --carry FOLDER."
-    )  # fmt: skip
-    return f"{source} is {folder} for transformers, in {dtype}.{hint}"
-
-
-def architecture(about: dict[str, Any]) -> ModelConfig:
-    """The model of a checkpoint, with the positions of the phase it is of; `InputError` where it does not say."""
-    try:
-        if PARAMETERS_ALONE in about:
-            return model_from_dict(about["config"]["model"])
-        config = from_dict(about["config"])
-        return config.model_of(next(phase for phase in config.phases if phase.name == about["phase"]))
-    except (KeyError, StopIteration) as error:
-        raise InputError("The manifest of the checkpoint does not say which model it holds.") from error
+def saved_name(name: str) -> str:
+    """The name in a checkpoint of a parameter or balancing bias."""
+    return f"{'balance' if is_bias(name) else 'params'}.{name}"
 
 
 def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
@@ -113,13 +67,13 @@ def _leaves(folder: Folder) -> dict[str, dict[str, Any]]:
         shapes[tensor.leaf] = dtype, [max(one, other) for one, other in zip(before, shape, strict=True)]
     if INERT not in shapes:  # a stack that holds the first layer alone
         shapes[INERT] = shapes["embedding"][0], [1, folder.config.router_size]
-    return {_named(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
+    return {saved_name(leaf): {"dtype": dtype, "shape": shape} for leaf, (dtype, shape) in shapes.items()}
 
 
 def _parts(folder: Folder, leaves: dict[str, dict[str, Any]], allow_nonfinite: bool) -> Iterator[Part]:
-    gamma = leaves[_named(INERT)]
+    gamma = leaves[saved_name(INERT)]
     ones = np.ones((1, *gamma["shape"][1:]), _dtype(gamma["dtype"]))
-    yield Part(_named(INERT), f"0:1,0:{gamma['shape'][1]}", ones)
+    yield Part(saved_name(INERT), f"0:1,0:{gamma['shape'][1]}", ones)
     for tensor in folder.tensors:
         stored = folder.stored[tensor.name].open()
         data = tensor.to_ours(stored)
@@ -129,17 +83,13 @@ def _parts(folder: Folder, leaves: dict[str, dict[str, Any]], allow_nonfinite: b
         if tensor.group is not None:
             data, bounds = data[None], [(tensor.group, tensor.group + 1), *bounds]
         where = ",".join(f"{start}:{stop}" for start, stop in bounds)
-        wanted = _dtype(leaves[_named(tensor.leaf)]["dtype"])
+        wanted = _dtype(leaves[saved_name(tensor.leaf)]["dtype"])
         with np.errstate(over="ignore"):  # which is found below
             data = np.ascontiguousarray(data, wanted)
         if not allow_nonfinite and not is_finite(data):
             raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored, wanted,
                              "--allow-nonfinite imports it as it is")  # fmt: skip
-        yield Part(_named(tensor.leaf), where, data)
-
-
-def _named(leaf: str) -> str:
-    return f"{'balance' if is_bias(leaf) else 'params'}.{leaf}"
+        yield Part(saved_name(tensor.leaf), where, data)
 
 
 def _dtype(name: str) -> np.dtype:

@@ -1,0 +1,134 @@
+"""The state before the first step: drawn from the seed, from `init_from`, or adapters on frozen parameters."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from zaya_jax.checkpoint.restore import read_checkpoint
+from zaya_jax.config import Config
+from zaya_jax.config.stages import first_step, stage_at
+from zaya_jax.errors import InputError
+from zaya_jax.model.fingerprint import fingerprint
+from zaya_jax.model.tree import Arrays, balancing_biases
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.parallel.mesh import replicated
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.train.program import PhaseProgram
+from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
+from zaya_jax.train.state import TrainState, init_counters, init_state
+from zaya_jax.weights.adapters import AdaptedWeights, read_base_fingerprint, write_base_note
+from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.sources import CheckpointWeights, Weights
+
+
+class FrozenBase(NamedTuple):
+    """What adapters are trained on, in no checkpoint of their run: `params` in the compute dtype, balancing biases."""
+
+    params: Arrays
+    balance: Arrays
+
+
+NO_BASE = FrozenBase({}, {})
+
+
+def open_init_from(config: Config) -> Weights | None:
+    """Open what `init_from` names; None where it names nothing.
+
+    Raises:
+      InputError: it cannot be opened, is of another architecture, or holds adapters.
+    """
+    if config.init_from is None:
+        return None
+    weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
+    check_architecture(weights.config, config.model, name, "choose another one")
+    if isinstance(weights, AdaptedWeights):
+        raise InputError(f"{name} holds adapters. Export that run with export-hf, which merges them, and set init_from "
+                         "to the exported folder.")  # fmt: skip
+    return weights
+
+
+def initialize(program: PhaseProgram, weights: Weights | None = None, base: FrozenBase = NO_BASE) -> TrainState:
+    """The state before the first step, placed as the phase has it.
+
+    Args:
+      program: of the phase that the run starts in.
+      weights: of `init_from`: parameters, balancing biases and, where it is there, the optimizer's state; everything
+        is drawn from the seed where None.
+      base: what adapters are trained on.
+
+    Raises:
+      InputError: the optimizer's state does not fit, or the weights are damaged.
+    """
+    config, abstract = program.config, program.abstract_state
+    if weights is not None:
+        phase = stage_at(config, first_step(config)).phase
+        warn_about_positions(config, weights.config, f"init_from ({config.init_from})", phase)
+    if weights is None or config.lora is not None:
+        placed = jax.tree.map(lambda x: x.sharding, abstract)
+        state = jax.jit(lambda: init_state(program), out_shardings=placed)()
+        return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
+    if isinstance(weights, CheckpointWeights) and weights.has_optimizer:
+        learned = _load_learned(config, weights, abstract)
+    else:
+        wanted: dict[str, Any] = {**abstract.params, **abstract.balance}
+        values = weights.load(wanted)
+        learned = {"params": _select(values, abstract.params), "balance": _select(values, abstract.balance)}
+    names = [field.name for field in dataclasses.fields(TrainState) if field.name not in learned]
+
+    def rest(params: Arrays, balance: Arrays) -> dict[str, Any]:
+        fresh = {"opt_state": program.optimizer.init(params), "balance_state": program.balancer.init(balance),
+                 **init_counters(config)}  # fmt: skip
+        return {name: fresh[name] for name in names}
+
+    placed = {name: jax.tree.map(lambda x: x.sharding, getattr(abstract, name)) for name in names}
+    return TrainState(**learned, **jax.jit(rest, out_shardings=placed)(learned["params"], learned["balance"]))
+
+
+def _load_learned(config: Config, weights: CheckpointWeights, abstract: TrainState) -> dict[str, Any]:
+    check_values(config, weights.manifest.about["config"], f"init_from={config.init_from}", OPTIMIZER_KEYS,
+                 "the optimizer's state does not fit. Set the same value, or export that run and set init_from to the "
+                 "exported folder")  # fmt: skip
+    learned = {name: getattr(abstract, name) for name in ("params", "balance", "opt_state", "balance_state")}
+    return read_checkpoint(weights.folder, lambda _: learned, part=True).state
+
+
+def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBase:
+    """What adapters are trained on, placed as in the phase; `NO_BASE` where all parameters are trained.
+
+    Raises:
+      InputError: the weights are damaged.
+    """
+    config = program.config
+    if config.lora is None or weights is None:
+        return NO_BASE
+    whole, dtype = replicated(program.placement.mesh), accumulation_dtype(config.train.compute_dtype)
+    biases = jax.eval_shape(balancing_biases, program.model)
+    balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
+    values = weights.load({**program.abstract_base, **balance})
+    return FrozenBase(_select(values, program.abstract_base), _select(values, balance))
+
+
+def _select(values: Arrays, names: Any) -> Arrays:
+    return {name: values[name] for name in names}
+
+
+def record_base(folder: Path, config: Config, base: FrozenBase) -> None:
+    """Record in a run folder what its adapters are trained on; nothing without adapters. All processes call it."""
+    if config.lora is None:
+        return
+    digest = fingerprint({**base.params, **base.balance})  # a sum over the devices of all processes
+    if is_primary():
+        write_base_note(folder, config.init_from, digest)
+
+
+def check_base(folder: Path, config: Config, base: FrozenBase) -> None:
+    """Raise `InputError` unless `base` is what the run in `folder` started with."""
+    if config.lora is None:
+        return
+    before, now = read_base_fingerprint(folder), fingerprint({**base.params, **base.balance})
+    if before != now:
+        raise InputError(f"init_from={config.init_from} holds other parameters than the adapters in {folder} were "
+                         f"trained on (fingerprint {now}, not {before}). If that run has continued since, restore its "
+                         "checkpoint; otherwise choose another run_dir.")  # fmt: skip

@@ -1,0 +1,146 @@
+"""Resuming: what a checkpoint says of its run, and the state of a run read from one."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.checkpoint.environment import environment, versions
+from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
+from zaya_jax.checkpoint.store import CheckpointStore
+from zaya_jax.config import Config, from_dict, to_dict, to_yaml
+from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
+from zaya_jax.data.pipeline import TrainBatches
+from zaya_jax.errors import InputError
+from zaya_jax.hf.checkpoint import PARAMETERS_ONLY
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.checkpoints import checkpoint_folder
+from zaya_jax.run.digests import digest
+from zaya_jax.run.manifest import Manifest
+from zaya_jax.train.program import Programs
+from zaya_jax.train.run_checks import (
+    OPTIMIZER_KEYS,
+    check_architecture,
+    check_past,
+    check_values,
+    warn_about_positions,
+)
+from zaya_jax.train.spikes import resize
+from zaya_jax.train.state import TrainState
+from zaya_jax.weights.sources import model_config
+
+# What a position in the data is counted by, beside phases and batches.
+_POSITION_KEYS = ("seed", "start_phase")
+
+
+def checkpoint_metadata(
+    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int | None = None
+) -> dict[str, Any]:
+    """What a checkpoint after `step` steps says of itself; JSON.
+
+    Args:
+      config: of the run.
+      step: steps done.
+      data: position in the data.
+      heldout_loss: nats/token after the step, where it was evaluated.
+      first: steps done before those of this run folder; `first_step(config)` where None.
+    """
+    stage = stage_at(config, step - 1)
+    return {
+        "phase": config.phases[stage.phase].name,
+        "first_step": first_step(config) if first is None else first,
+        "batch": {"sequences": stage.sequences, "context": stage.context},
+        "tokens_seen": tokens_before(config, step),
+        "data": data,
+        "heldout_loss": heldout_loss,
+        "config": to_dict(config),
+        "config_digest": digest(to_yaml(config).encode()),
+        "environment": environment(),
+        "versions": versions(),
+    }
+
+
+def resume(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
+    """The state of the newest intact checkpoint of the run, and `batches` at its position.
+
+    Returns:
+      The state, and the steps done before those of this run folder.
+
+    Raises:
+      InputError: the run cannot resume as `config` says; nothing is written.
+      RunStopped: no checkpoint is intact.
+    """
+
+    def prepare(manifest: Manifest) -> TrainState:
+        metadata, step = manifest.about, manifest.step
+        where = f"The checkpoint of step {step} in {config.run_dir}"
+        check_architecture(model_config(metadata), config.model, where, "choose another run_dir")
+        check_past(from_dict(metadata["config"]), config, step)
+        batches.set_state(metadata["data"])
+        return _abstract_state(programs, manifest)
+
+    restored = restore_newest(store, prepare, print)
+    if restored is None:
+        raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
+    if restored.manifest.step < total_steps(config):
+        store.take_over(restored.manifest.step)
+    saved_on = restored.manifest.about["environment"]
+    for key, value in environment().items() if is_primary() else ():
+        if saved_on.get(key) != value:
+            print(f"Resuming with {key} {value!r}, where the run had {saved_on.get(key)!r}: numbers will differ in "
+                  "their last bits.")  # fmt: skip
+    return _resize_history(config, restored.state), restored.manifest.about.get("first_step", first_step(config))
+
+
+def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
+    """The complete state of the run `resume_from`, for a new run folder, and `batches` at its position.
+
+    Raises:
+      InputError: there is no such state, or it does not fit `config`.
+    """
+    name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
+
+    def prepare(manifest: Manifest) -> TrainState:
+        metadata, step = manifest.about, manifest.step
+        model = model_config(metadata)
+        check_architecture(model, config.model, name, "choose another run")
+        if PARAMETERS_ONLY in metadata or "data" not in metadata:
+            raise InputError(f"{name} has parameters but no position in the data; use init_from instead.")
+        if metadata["config"].get("lora") is not None:
+            raise InputError(f"{name} holds adapters, which resume only in their own run_dir. Export that run, which "
+                             "merges them, and set init_from to the exported folder.")  # fmt: skip
+        check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "set the same value")
+        try:
+            check_past(from_dict(metadata["config"]), config, step, rates=False)
+            batches.set_state(metadata["data"])
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from error
+        if step >= total_steps(config):
+            raise InputError(f"{name} is at step {step}, and this configuration ends after step {total_steps(config)}; "
+                             f"raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
+        warn_about_positions(config, model, name, stage_at(config, step - 1).phase)
+        return _abstract_state(programs, manifest)
+
+    state, manifest = read_checkpoint(folder, prepare)
+    if is_primary():
+        print(f"Resuming from {folder} after step {manifest.step} of {total_steps(config)}.")
+    return _resize_history(config, state)
+
+
+def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
+    """That of the next step's phase, with the saved history of losses: `train.spike.window` may have been another."""
+    abstract = programs[stage_at(programs.config, manifest.step).phase].abstract_state
+    window = manifest.leaves.get("recent.values", {"shape": abstract.recent.values.shape})["shape"][1]
+    losses = jax.ShapeDtypeStruct((2, window), jnp.float32, sharding=abstract.recent.values.sharding)
+    skipped = losses if "recent.skipped" in manifest.leaves else None
+    return dataclasses.replace(abstract, recent=abstract.recent._replace(values=losses, skipped=skipped))
+
+
+def _resize_history(config: Config, state: TrainState) -> TrainState:
+    """`state` with a history of losses of the configured window."""
+    history, window = state.recent, max(config.train.spike.window, 1)
+    if history.skipped is not None and history.values.shape[1] == window:
+        return state
+    resized = jax.jit(lambda recent: resize(config.train.spike, recent), out_shardings=history.values.sharding)(history)
+    return dataclasses.replace(state, recent=resized)

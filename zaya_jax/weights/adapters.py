@@ -1,0 +1,121 @@
+"""Adapters on the frozen parameters they were trained on: checked, and merged as they are read."""
+
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.config import LoraConfig, ModelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.hf.tensors import is_bias
+from zaya_jax.model.fingerprint import fingerprint_of, part_sums
+from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
+from zaya_jax.model.tree import Arrays, compute_dtypes, roles
+from zaya_jax.model.zaya import abstract_model
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.run.files import read_json, write_atomically
+from zaya_jax.weights.sources import CheckpointWeights, Read, Weights, abstract_weights, stack_groups
+
+BASE = "base.json"  # of a run with adapters: the fingerprint of the parameters they were trained on
+
+
+class AdaptedWeights(Weights):
+    """A checkpoint of adapters on its base: each matrix with its adapters added, in the dtype it was trained in.
+
+    Attributes:
+      adapters: the checkpoint itself.
+      manifest: of that.
+      lora: rank and weight of the adapters.
+      exact: dtype of sums in the run, fp32 or fp64.
+    """
+
+    def __init__(self, adapters: CheckpointWeights, lora: LoraConfig, open_base: Callable[[], Weights]) -> None:
+        """Merge `adapters`; `open_base` opens what they were trained on, and is called when that is first read."""
+        self.source, self.folder, self.tokenizer = adapters.source, adapters.folder, adapters.tokenizer
+        self.adapters, self.manifest, self.lora, self._open_base = adapters, adapters.manifest, lora, open_base
+        compute_dtype = self.manifest.about["config"]["train"]["compute_dtype"]
+        self.exact, self._roles = accumulation_dtype(compute_dtype), roles(abstract_model(self.config))
+        vectors = dict.fromkeys(abstract_weights(self.config), self.exact)
+        self._dtypes = vectors | compute_dtypes(self._roles, compute_dtype)
+
+    @property
+    def config(self) -> ModelConfig:
+        """By the manifest of the adapters."""
+        return self.adapters.config
+
+    @property
+    def dtypes(self) -> Mapping[str, Any]:
+        """Those that the run computed in."""
+        return self._dtypes
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the base, as the run recorded it."""
+        return read_base_fingerprint(self.folder.parent.parent)
+
+    @functools.cached_property
+    def read_base(self) -> Read:
+        """Reads the base in the dtype it was trained in; InputError unless it is what the adapters were trained on."""
+        base = self._open_base()
+
+        def read(name: str, group: int | None) -> np.ndarray:
+            return base.read(name, group).astype(self.dtypes[name])
+
+        trained_on, sums = self.fingerprint, {}
+        for name, x in abstract_weights(self.config).items():
+            sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
+                                   for group in stack_groups(name, x.shape))  # fmt: skip
+        if trained_on != (actual := fingerprint_of(sums)):
+            raise InputError(f"{base.source} is not what the adapters in {self.folder} were trained on (fingerprint "
+                             f"{actual}, not {trained_on}); name the right one with --base.")  # fmt: skip
+        return read
+
+    def read(self, name: str, group: int | None) -> np.ndarray:
+        """Merged; a balancing bias is that of the adapters' run."""
+        if is_bias(name):
+            return self.adapters.read(name, group)
+        if self._roles[name] not in ADAPTED:
+            return self.read_base(name, group)
+        a, b = (self.adapters.read(adapter, group) for adapter in adapter_names(name))
+        return _merge(self.read_base(name, group), a, b, self.lora.scale)
+
+    def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
+        """Merged on the host, which holds one parameter at a time."""
+        self.verify()
+
+        def load(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
+            groups = [self.read(name, group) for group in stack_groups(name, x.shape)]
+            value = np.stack(groups) if name.startswith("blocks.") else groups[0]
+            return jax.device_put(value.astype(x.dtype), x.sharding)
+
+        return {name: load(name, x) for name, x in abstract.items()}
+
+    def verify(self) -> None:
+        """Verify the adapters; the base is compared with its fingerprint when it is read."""
+        self.adapters.verify()
+
+
+def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
+    """One expert at a time: the sums of a whole layer in fp32 would take more than the layer."""
+    if base.ndim > 2:
+        return np.stack([_merge(*matrices, scale) for matrices in zip(base, a, b, strict=True)])
+    return np.asarray(merge(Adapted(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), scale)))
+
+
+def write_base_note(run: Path, init_from: str | None, fingerprint: str) -> None:
+    """Record in a run folder what its adapters are trained on."""
+    write_atomically(run / BASE, json.dumps({"init_from": init_from, "fingerprint": fingerprint}, indent=1) + "\n")
+
+
+def read_base_fingerprint(run: Path) -> str:
+    """The fingerprint of what a run's adapters are trained on; InputError where it cannot be read."""
+    try:
+        return read_json(run / BASE)["fingerprint"]
+    except (InputError, KeyError, TypeError) as error:
+        raise InputError(f"{run / BASE} cannot be read, so it is unknown what the adapters in {run} were trained on."
+                         ) from error  # fmt: skip

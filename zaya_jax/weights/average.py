@@ -1,0 +1,149 @@
+"""Several checkpoints of a run averaged into one."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.inspection import slices_of
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.config import to_dict
+from zaya_jax.errors import InputError
+from zaya_jax.hf.checkpoint import PARAMETERS_ONLY, saved_name
+from zaya_jax.hf.tensors import is_bias
+from zaya_jax.model.lora import ADAPTED, adapter_names
+from zaya_jax.model.tree import roles
+from zaya_jax.model.zaya import abstract_model
+from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.digests import read_slice
+from zaya_jax.run.tokenizer import copy_tokenizer
+from zaya_jax.weights.adapters import AdaptedWeights
+from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.sources import CheckpointWeights, Read, abstract_weights, stack_groups
+
+_AVERAGED = ("params.", "balance.")
+
+
+def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str | None = None) -> Path:
+    """Write a checkpoint whose parameters and balancing biases are the mean of those of several.
+
+    What else a state has, such as the optimizer's moments, is that of the newest. Sums are fp64; two parts of an
+    array are in memory at a time.
+
+    Of adapters, the merged models are averaged, each W + scale·A·B not rounded: a mean of A times a mean of B is not
+    the mean of A·B. What is written are parameters alone, in fp32 (fp64 for runs that computed in it).
+
+    Args:
+      sources: at least two checkpoints, see `open_weights`.
+      output: a new run folder, which `init_from` and `export_hf` take.
+      base: what adapters were trained on; `init_from` of the newest's run where None.
+
+    Returns:
+      The folder of the new checkpoint, whose step is that of the newest.
+
+    Raises:
+      InputError: one is damaged, they have different arrays or adapters of different models, or `output` cannot be
+        written.
+    """
+    if len(sources) < 2:
+        raise InputError(f"{len(sources)} checkpoint is given, but an average is of at least 2.")
+    opened = sorted((_open(source, base) for source in sources), key=lambda weights: weights.manifest.step)
+    adapted = [weights for weights in opened if isinstance(weights, AdaptedWeights)]
+    full = [weights for weights in opened if isinstance(weights, CheckpointWeights)]
+    if adapted and full:
+        raise InputError(f"{full[0].folder} holds all parameters, but others hold adapters: merge those first, with "
+                         "export-hf and import-hf, and average the imported ones.")  # fmt: skip
+    newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
+    target = output / FOLDER / str(newest.manifest.step)
+    if adapted:
+        _average_adapters(adapted, averaged, target)
+    else:
+        _average_parameters(full, averaged, target)
+    if newest.tokenizer is not None:
+        copy_tokenizer(newest.tokenizer, output)
+    return target
+
+
+def _open(source: str | Path, base: str | None) -> CheckpointWeights | AdaptedWeights:
+    weights = open_weights(source, "CHECKPOINT", base)
+    if not isinstance(weights, CheckpointWeights | AdaptedWeights):
+        raise InputError(f"CHECKPOINT is {source!r}, but only checkpoints have an average; convert that folder to one "
+                         "with import-hf.")  # fmt: skip
+    weights.verify()
+    return weights
+
+
+def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list[int], target: Path) -> None:
+    arrays = [{name: (leaf["dtype"], leaf["shape"]) for name, leaf in checkpoint.manifest.leaves.items()}
+              for checkpoint in checkpoints]  # fmt: skip
+    newest = checkpoints[-1]
+    for checkpoint, others in zip(checkpoints, arrays, strict=True):
+        if others != arrays[-1]:
+            raise InputError(f"{checkpoint.folder} and {newest.folder} have different arrays, so they have no average.")
+    slices = slices_of(newest.folder, newest.manifest)
+
+    def parts() -> Iterator[Part]:
+        for name in sorted(slices):
+            for where in slices[name]:
+                yield Part(name, where, _mean(checkpoints if name.startswith(_AVERAGED) else [newest], name, where))
+
+    metadata = {**newest.manifest.about, "averaged": averaged, "heldout_loss": None}
+    leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}
+    write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
+
+
+def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:
+    first = checkpoints[0].read_array(name, read_slice(where))
+    if len(checkpoints) == 1:
+        return first
+    total = first.astype(np.float64)
+    for checkpoint in checkpoints[1:]:
+        total += checkpoint.read_array(name, read_slice(where))
+    return (total / len(checkpoints)).astype(first.dtype)
+
+
+def _average_adapters(adapted: Sequence[AdaptedWeights], averaged: list[int], target: Path) -> None:
+    newest = adapted[-1]
+    for weights in adapted:
+        if weights.fingerprint != newest.fingerprint:
+            raise InputError(f"The adapters in {weights.folder} and {newest.folder} are of different models "
+                             f"(fingerprints {weights.fingerprint} and {newest.fingerprint}); average checkpoints "
+                             "whose runs started from the same init_from.")  # fmt: skip
+    mean, dtype = _merged_mean(adapted), np.dtype(newest.exact)
+
+    def parts() -> Iterator[Part]:
+        for name, x in abstract_weights(newest.config).items():
+            for group in stack_groups(name, x.shape):
+                bounds = [(0, n) for n in x.shape]
+                if group is not None:
+                    bounds[0] = (group, group + 1)
+                data = np.ascontiguousarray(mean(name, group), dtype)
+                where = ",".join(f"{start}:{stop}" for start, stop in bounds)
+                yield Part(saved_name(name), where, data if group is None else data[None])
+
+    metadata = {"config": {"model": to_dict(newest.config)}, PARAMETERS_ONLY: True, "heldout_loss": None,
+                "versions": versions(), "averaged": averaged}  # fmt: skip
+    leaves = {saved_name(name): {"dtype": dtype.name, "shape": list(x.shape)}
+              for name, x in abstract_weights(newest.config).items()}  # fmt: skip
+    write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
+
+
+def _merged_mean(adapted: Sequence[AdaptedWeights]) -> Read:
+    """The mean of merged models, in fp64: of balancing biases, and of each matrix with its adapters."""
+    frozen, kinds = adapted[-1].read_base, roles(abstract_model(adapted[-1].config))
+
+    def mean(name: str, group: int | None) -> np.ndarray:
+        if is_bias(name):
+            biases = [weights.read(name, group) for weights in adapted]
+            return np.asarray(np.mean(biases, axis=0, dtype=np.float64))
+        total = frozen(name, group).astype(np.float64)
+        for weights in adapted if kinds[name] in ADAPTED else ():
+            a, b = (weights.adapters.read(adapter, group).astype(np.float64) for adapter in adapter_names(name))
+            scale = weights.lora.scale / len(adapted)
+            for expert in np.ndindex(a.shape[:-2]):  # one product at a time in memory
+                total[expert] += scale * (a[expert] @ b[expert])
+        return total
+
+    return mean
