@@ -13,7 +13,6 @@ from tests.helpers import random_values
 from tests.train_helpers import CONFIG, change, compile_once, differing, make_program, on_devices, setup, small_run
 from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
-from zaya_jax.hf.checkpoint import import_hf
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train.initialization import (
     NO_BASE,
@@ -27,6 +26,7 @@ from zaya_jax.train.initialization import (
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import make_programs
 from zaya_jax.train.state import init_state
+from zaya_jax.weights.interop import import_hf
 
 
 def write(folder, config: Config, dtype="float32", layout="hf", **changes):

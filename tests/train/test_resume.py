@@ -168,7 +168,9 @@ def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
 
 
 def test_each_base_is_compared_with_that_of_the_phase(capsys):
-    model = dataclasses.replace(CONFIG.model, layer_pattern=("full", "sliding"), sliding_rope_base=3.0)
+    model = dataclasses.replace(
+        CONFIG.model, layer_pattern=("full", "sliding"), sliding_window=3, sliding_rope_base=3.0
+    )
     config = change(CONFIG, {"model": model, "phases": (PhaseConfig(256), PhaseConfig(256, "long", rope_base=7.0))})
     theirs = model_config({"config": to_dict(config), "phase": "long"})
     warn_about_positions(config, theirs, "X", 1)

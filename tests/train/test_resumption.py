@@ -78,8 +78,3 @@ def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_na
             resume(run, make_programs(run), store, batches)
         assert batches.position == POSITION
         assert named_steps(store.folder) == [3]  # which is not damaged
-
-
-def test_a_folder_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="must be the folder of a run that has a checkpoint"):
-        open_init_from(change(CONFIG, {"init_from": str(tmp_path)}))

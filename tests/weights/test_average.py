@@ -2,9 +2,11 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.saved_helpers import drawn, flip, save_run
+from tests.train_helpers import MODEL
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.config import to_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.weights.average import average_checkpoints
@@ -16,7 +18,7 @@ def folders(run, steps):
 
 @pytest.mark.parametrize("order", [[1, 2, 4], [4, 1, 2]])
 def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
-    run = save_run(tmp_path / "run", [1, 2, 4], {4: 1.0})
+    run = save_run(tmp_path / "run", [1, 2, 4], {4: 1.0}, model=to_dict(MODEL))
     folder = average_checkpoints(folders(run, order), tmp_path / "mean")
     assert folder == tmp_path / "mean" / "checkpoints" / "4"
     assert verify_checkpoint(folder) == []
@@ -34,7 +36,7 @@ def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
 
 
 def test_a_damaged_one_is_not_averaged(tmp_path):
-    run = save_run(tmp_path / "run", [1, 2])
+    run = save_run(tmp_path / "run", [1, 2], model=to_dict(MODEL))
     flip(run / "checkpoints" / "1")
     with pytest.raises(InputError, match=r"checkpoints/1"):
         average_checkpoints(folders(run, [1, 2]), tmp_path / "mean")

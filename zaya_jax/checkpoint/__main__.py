@@ -136,14 +136,14 @@ def _average(options: argparse.Namespace) -> ExitCode:
 
 
 def _import_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.hf.checkpoint import import_hf
+    from zaya_jax.weights.interop import import_hf
 
     print(import_hf(options.folder, options.output, options.allow_nonfinite))
     return ExitCode.OK
 
 
 def _export_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.weights.export import export_hf
+    from zaya_jax.weights.interop import export_hf
 
     print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry, options.base))
     return ExitCode.OK

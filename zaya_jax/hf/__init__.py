@@ -1,1 +1,1 @@
-"""Folders of `transformers`: import, export and comparison, and adapters."""
+"""Folders of `transformers`: their layouts, read and written."""

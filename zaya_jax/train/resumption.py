@@ -13,7 +13,6 @@ from zaya_jax.config import Config, from_dict, to_dict, to_yaml
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
 from zaya_jax.errors import InputError
-from zaya_jax.hf.checkpoint import PARAMETERS_ONLY
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.checkpoints import checkpoint_folder
 from zaya_jax.run.digests import digest
@@ -28,7 +27,7 @@ from zaya_jax.train.run_checks import (
 )
 from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState
-from zaya_jax.weights.sources import model_config
+from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config
 
 # What a position in the data is counted by, beside phases and batches.
 _POSITION_KEYS = ("seed", "start_phase")

@@ -4,13 +4,12 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import LoraConfig, ModelConfig
+from zaya_jax.config import LoraConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.fingerprint import fingerprint_of, part_sums
@@ -38,20 +37,10 @@ class AdaptedWeights(Weights):
         """Merge `adapters`; `open_base` opens what they were trained on, and is called when that is first read."""
         self.source, self.folder, self.tokenizer = adapters.source, adapters.folder, adapters.tokenizer
         self.adapters, self.manifest, self.lora, self._open_base = adapters, adapters.manifest, lora, open_base
-        compute_dtype = self.manifest.about["config"]["train"]["compute_dtype"]
+        self.config, compute_dtype = adapters.config, self.manifest.about["config"]["train"]["compute_dtype"]
         self.exact, self._roles = accumulation_dtype(compute_dtype), roles(abstract_model(self.config))
         vectors = dict.fromkeys(abstract_weights(self.config), self.exact)
-        self._dtypes = vectors | compute_dtypes(self._roles, compute_dtype)
-
-    @property
-    def config(self) -> ModelConfig:
-        """By the manifest of the adapters."""
-        return self.adapters.config
-
-    @property
-    def dtypes(self) -> Mapping[str, Any]:
-        """Those that the run computed in."""
-        return self._dtypes
+        self.dtypes = vectors | compute_dtypes(self._roles, compute_dtype)
 
     @property
     def fingerprint(self) -> str:
@@ -76,7 +65,7 @@ class AdaptedWeights(Weights):
         return read
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """Merged; a balancing bias is that of the adapters' run."""
+        """See `Weights.read`; a balancing bias is that of the adapters' run."""
         if is_bias(name):
             return self.adapters.read(name, group)
         if self._roles[name] not in ADAPTED:
@@ -85,7 +74,7 @@ class AdaptedWeights(Weights):
         return _merge(self.read_base(name, group), a, b, self.lora.scale)
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Merged on the host, which holds one parameter at a time."""
+        """See `Weights.load`; merged on the host, which holds one parameter at a time."""
         self.verify()
 
         def load(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -96,7 +85,7 @@ class AdaptedWeights(Weights):
         return {name: load(name, x) for name, x in abstract.items()}
 
     def verify(self) -> None:
-        """Verify the adapters; the base is compared with its fingerprint when it is read."""
+        """See `Weights.verify`; the base is compared with its fingerprint when it is read."""
         self.adapters.verify()
 
 

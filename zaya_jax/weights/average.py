@@ -6,12 +6,9 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Part
-from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.inspection import slices_of
 from zaya_jax.checkpoint.writer import write_checkpoint
-from zaya_jax.config import to_dict
 from zaya_jax.errors import InputError
-from zaya_jax.hf.checkpoint import PARAMETERS_ONLY, saved_name
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import roles
@@ -20,8 +17,9 @@ from zaya_jax.run.checkpoints import FOLDER
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
+from zaya_jax.weights.interop import write_parameters
 from zaya_jax.weights.load import open_weights
-from zaya_jax.weights.sources import CheckpointWeights, Read, abstract_weights, stack_groups
+from zaya_jax.weights.sources import CheckpointWeights, Read, abstract_weights
 
 _AVERAGED = ("params.", "balance.")
 
@@ -111,23 +109,8 @@ def _average_adapters(adapted: Sequence[AdaptedWeights], averaged: list[int], ta
             raise InputError(f"The adapters in {weights.folder} and {newest.folder} are of different models "
                              f"(fingerprints {weights.fingerprint} and {newest.fingerprint}); average checkpoints "
                              "whose runs started from the same init_from.")  # fmt: skip
-    mean, dtype = _merged_mean(adapted), np.dtype(newest.exact)
-
-    def parts() -> Iterator[Part]:
-        for name, x in abstract_weights(newest.config).items():
-            for group in stack_groups(name, x.shape):
-                bounds = [(0, n) for n in x.shape]
-                if group is not None:
-                    bounds[0] = (group, group + 1)
-                data = np.ascontiguousarray(mean(name, group), dtype)
-                where = ",".join(f"{start}:{stop}" for start, stop in bounds)
-                yield Part(saved_name(name), where, data if group is None else data[None])
-
-    metadata = {"config": {"model": to_dict(newest.config)}, PARAMETERS_ONLY: True, "heldout_loss": None,
-                "versions": versions(), "averaged": averaged}  # fmt: skip
-    leaves = {saved_name(name): {"dtype": dtype.name, "shape": list(x.shape)}
-              for name, x in abstract_weights(newest.config).items()}  # fmt: skip
-    write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
+    dtypes = dict.fromkeys(abstract_weights(newest.config), np.dtype(newest.exact))
+    write_parameters(target, newest.config, dtypes, _merged_mean(adapted), averaged=averaged)
 
 
 def _merged_mean(adapted: Sequence[AdaptedWeights]) -> Read:

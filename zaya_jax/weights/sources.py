@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
@@ -18,7 +19,6 @@ from zaya_jax.config import ModelConfig, model_from_dict
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.hf.checkpoint import PARAMETERS_ONLY, saved_name
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.hf.tensors import Tensor, is_bias
@@ -29,6 +29,7 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.manifest import Damaged
 from zaya_jax.run.tokenizer import run_tokenizer
 
+PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
 Read = Callable[[str, int | None], np.ndarray]  # see `Weights.read`
 
 
@@ -39,41 +40,32 @@ class Weights(abc.ABC):
       source: what was opened, as the user named it.
       folder: of the checkpoint, or of `transformers`.
       tokenizer: folder of the tokenizer and generation files; None where there is none.
-      has_optimizer: whether the optimizer's state is there, too.
+      config: the architecture, with the positions of the phase it was saved in.
+      dtypes: of each parameter and balancing bias as `read` gives it, by name.
     """
 
     source: str
     folder: Path
     tokenizer: Path | None
-    has_optimizer: bool = False
-
-    @property
-    @abc.abstractmethod
-    def config(self) -> ModelConfig:
-        """The architecture, with the positions of the phase it was saved in."""
-
-    @property
-    @abc.abstractmethod
-    def dtypes(self) -> Mapping[str, Any]:
-        """The dtype of each parameter and balancing bias as it is stored, by name."""
+    config: ModelConfig
+    dtypes: Mapping[str, Any]
 
     @abc.abstractmethod
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """A parameter or balancing bias as it is stored, or where `group` is given the item of its stack."""
+        """A parameter or balancing bias, or where `group` is given the item of its stack."""
 
     @abc.abstractmethod
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """Parameters and balancing biases on devices.
 
         Args:
-          abstract: shape, dtype and sharding of each one that is wanted, by name.
+          abstract: shape, dtype and sharding of each one that is wanted, by name; of a `transformers` folder all.
 
         Raises:
           InputError: they are damaged, of another architecture, or NaN or infinite somewhere.
         """
 
-    @abc.abstractmethod
-    def verify(self) -> None:
+    def verify(self) -> None:  # noqa: B027 (a folder has no checksums)
         """Raise `InputError` where a checksum does not match; `load` does that, too, and `read` does not."""
 
     def load_model(self, dtype: jax.typing.DTypeLike | None) -> Zaya:
@@ -83,10 +75,11 @@ class Weights(abc.ABC):
           dtype: of the parameters; as they are stored where None. Balancing biases are fp32 (fp64 beside fp64).
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        dtypes = self.dtypes if dtype is None else dict.fromkeys(self.dtypes, dtype)
-        exact = accumulation_dtype(dtypes["embedding"])
+        exact = accumulation_dtype(self.dtypes["embedding"] if dtype is None else dtype)
         abstract = {
-            name: jax.ShapeDtypeStruct(x.shape, exact if is_bias(name) else dtypes[name], sharding=device)
+            name: jax.ShapeDtypeStruct(
+                x.shape, exact if is_bias(name) else self.dtypes[name] if dtype is None else dtype, sharding=device
+            )
             for name, x in abstract_weights(self.config).items()
         }
         return with_values(abstract_model(self.config), self.load(abstract))
@@ -101,27 +94,23 @@ class Weights(abc.ABC):
 
 
 class CheckpointWeights(Weights):
-    """A checkpoint that holds all parameters, or the adapters of `AdaptedWeights`."""
+    """A checkpoint that holds all parameters, or the adapters of `AdaptedWeights`.
+
+    Attributes:
+      manifest: of the checkpoint.
+      has_optimizer: whether the optimizer's state is there, too.
+    """
 
     def __init__(self, source: str, folder: Path) -> None:
         """Open the checkpoint in `folder`; InputError where its manifest or a file is damaged."""
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
         self.manifest, self._reader = open_checkpoint(folder)
-        self.has_optimizer = PARAMETERS_ONLY not in self.manifest.about
-
-    @property
-    def config(self) -> ModelConfig:
-        """By the manifest; InputError where that does not say it."""
-        return model_config(self.manifest.about)
-
-    @property
-    def dtypes(self) -> Mapping[str, Any]:
-        """By the manifest."""
-        leaves = self.manifest.leaves
-        return {name: jnp.dtype(leaves[saved_name(name)]["dtype"]) for name in abstract_weights(self.config)}
+        self.config, self.has_optimizer = model_config(self.manifest.about), PARAMETERS_ONLY not in self.manifest.about
+        kinds = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items()}
+        self.dtypes = {name.partition(".")[2]: jnp.dtype(kind) for name, kind in kinds.items() if _is_weight(name)}
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """An adapter, too, by its name."""
+        """See `Weights.read`; an adapter, too, by its name."""
         return self.read_array(saved_name(name), () if group is None else (group,))
 
     def read_array(self, name: str, where: tuple[Any, ...]) -> np.ndarray:
@@ -132,19 +121,15 @@ class CheckpointWeights(Weights):
             raise InputError(str(error)) from error
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Each process reads what its devices hold, in the stored dtype, and casts there."""
-        leaves, names = self.manifest.leaves, {saved_name(name): name for name in abstract}
-        saved = {
-            leaf: jax.ShapeDtypeStruct(
-                abstract[name].shape, leaves.get(leaf, {"dtype": abstract[name].dtype})["dtype"],
-                sharding=abstract[name].sharding,
-            )
-            for leaf, name in names.items()
-        }  # fmt: skip
-        arrays = read_checkpoint(self.folder, lambda _: saved, part=True).state
+        """See `Weights.load`; each process reads what its devices hold, in the stored dtype, and casts it there."""
+        stored = {
+            saved_name(name): jax.ShapeDtypeStruct(x.shape, self.dtypes.get(name, x.dtype), sharding=x.sharding)
+            for name, x in abstract.items()
+        }
+        arrays = read_checkpoint(self.folder, lambda _: stored, part=True).state
 
         def cast(arrays: Arrays) -> tuple[Arrays, Arrays]:
-            values = {name: arrays[leaf].astype(abstract[name].dtype) for leaf, name in names.items()}
+            values = {name: arrays[saved_name(name)].astype(x.dtype) for name, x in abstract.items()}
             return values, {name: jnp.isfinite(x).all() for name, x in values.items()}
 
         placed = {name: x.sharding for name, x in abstract.items()}
@@ -156,7 +141,7 @@ class CheckpointWeights(Weights):
         return values
 
     def verify(self) -> None:
-        """Reads all of the checkpoint."""
+        """See `Weights.verify`."""
         if damage := verify_checkpoint(self.folder):
             raise InputError(damage[0])
 
@@ -168,42 +153,46 @@ class FolderWeights(Weights):
         """Open `folder`; InputError as `open_folder`."""
         self.source, self.folder, self.tokenizer = source, folder, folder
         self._opened = open_folder(folder)
-
-    @property
-    def config(self) -> ModelConfig:
-        """By `config.json`."""
-        return self._opened.config
-
-    @functools.cached_property
-    def _tensors(self) -> dict[tuple[str, int | None], list[Tensor]]:
-        tensors: dict[tuple[str, int | None], list[Tensor]] = {}
-        for tensor in self._opened.tensors:
-            tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
-        return tensors
-
-    @property
-    def dtypes(self) -> Mapping[str, Any]:
-        """Of each parameter one that holds those of all its layers."""
+        self.config = self._opened.config
+        self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}
         dtypes: dict[str, Any] = {}
         for tensor in self._opened.tensors:
+            self._tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
             stored = self._opened.stored[tensor.name].dtype
-            dtypes[tensor.leaf] = jnp.promote_types(dtypes.get(tensor.leaf, stored), stored)
-        return {INERT: dtypes["embedding"]} | dtypes
+            dtypes[tensor.leaf] = jnp.promote_types(
+                dtypes.get(tensor.leaf, stored), stored
+            )  # one that holds all layers
+        self.dtypes = {INERT: dtypes["embedding"]} | dtypes
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """Mapped from its file, where it lies in one piece."""
+        """See `Weights.read`; mapped from its file, where it lies in one piece."""
         if (name, group) == (INERT, 0):  # inert, and in no folder
             return np.ones(self.config.router_size, np.float32)
         tensors = self._tensors[name, group]
         values = [tensor.to_ours(self._opened.stored[tensor.name].open()) for tensor in tensors]
         return values[0] if tensors[0].part is None else np.concatenate(values)  # experts, each in a tensor, in order
 
+    def check_finite(self, name: str, group: int | None, dtype: np.dtype, remedy: str) -> None:
+        """Raise `InputError` where a tensor of what `read` gives is NaN or infinite in `dtype`; see `not_finite`."""
+        for tensor in self._tensors.get((name, group), ()):
+            stored = self._opened.stored[tensor.name].open()
+            with np.errstate(over="ignore"):
+                finite = is_finite(stored.astype(dtype, copy=False))
+            if not finite:
+                raise not_finite(f"The tensor {tensor.name} in {self.folder}", stored, dtype, remedy)
+
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Of the whole model and nothing less, see `read_parameters`."""
+        """See `Weights.load`."""
         return read_parameters(self._opened, abstract)
 
-    def verify(self) -> None:
-        """A folder has no checksums."""
+
+def saved_name(name: str) -> str:
+    """The name in a checkpoint of a parameter, an adapter or a balancing bias."""
+    return f"{'balance' if is_bias(name) else 'params'}.{name}"
+
+
+def _is_weight(saved: str) -> bool:
+    return saved.startswith(("params.", "balance."))
 
 
 @functools.lru_cache(maxsize=8)

@@ -1,0 +1,116 @@
+"""Weights from and to `transformers` folders, without devices: part by part from disk to disk."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.environment import versions
+from zaya_jax.checkpoint.writer import write_checkpoint
+from zaya_jax.config import ModelConfig, to_dict
+from zaya_jax.hf.exporter import Layout, write_folder
+from zaya_jax.hf.tensors import is_bias
+from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.digests import slice_text
+from zaya_jax.run.tokenizer import TOKENIZER_FOLDER, copy_tokenizer, special_ids
+from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.sources import (
+    PARAMETERS_ONLY,
+    FolderWeights,
+    Read,
+    abstract_weights,
+    saved_name,
+    stack_groups,
+)
+
+
+def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
+    """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
+
+    Args:
+      path: of the folder, in either layout.
+      output: a new run folder.
+      allow_nonfinite: import NaN and infinite values too.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
+    """
+    weights, output = FolderWeights(str(path), path.expanduser()), output.expanduser()
+    special_ids(weights.folder)  # raises, before anything is written
+    dtypes = {name: np.dtype(np.float32) if is_bias(name) else dtype for name, dtype in weights.dtypes.items()}
+
+    def read(name: str, group: int | None) -> np.ndarray:
+        if not allow_nonfinite:
+            weights.check_finite(name, group, dtypes[name], "--allow-nonfinite imports it as it is")
+        return weights.read(name, group)
+
+    write_parameters(output / FOLDER / "0", weights.config, dtypes, read)
+    copy_tokenizer(weights.folder, output)
+    return f"Imported {path} into {output / FOLDER / '0'}."
+
+
+def export_hf(
+    source: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
+) -> str:
+    """Write weights as a folder that `transformers` loads; adapters are merged.
+
+    Args:
+      source: see `open_weights`.
+      folder: new, or empty.
+      dtype: of the parameters; balancing biases are fp32 whatever it is.
+      layout: see `write_folder`.
+      carry: a folder whose tokenizer and generation files come along; those of the source where None.
+      base: what adapters were trained on, where `init_from` of their run is no longer right.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: the weights are damaged; see `write_folder` for more.
+    """
+    weights = open_weights(source, "CHECKPOINT", base)
+    weights.verify()
+    carry = carry or weights.tokenizer
+    write_folder(folder, weights.config, weights.read, dtype, layout, carry)
+    hint = "" if carry is not None else (
+        f" It has no tokenizer, since {weights.folder.parent.parent} has no folder {TOKENIZER_FOLDER}/: add the files "
+        "of one with --carry FOLDER."
+    )  # fmt: skip
+    return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
+
+
+def write_parameters(
+    folder: Path, config: ModelConfig, dtypes: Mapping[str, np.dtype], read: Read, **metadata: Any
+) -> None:
+    """Write a checkpoint without an optimizer's state, which `init_from` and `open_weights` take.
+
+    One layer's part of a parameter is in memory at a time.
+
+    Args:
+      folder: RUN_DIR/checkpoints/STEP.
+      config: the architecture.
+      dtypes: of each parameter and balancing bias, by name.
+      read: as `Weights.read`.
+      metadata: more that the checkpoint says of itself; JSON.
+
+    Raises:
+      InputError: see `write_checkpoint`.
+    """
+    abstract = abstract_weights(config)
+
+    def parts() -> Iterator[Part]:
+        for name, x in abstract.items():
+            whole = (slice(None),) * len(x.shape)
+            for group in stack_groups(name, x.shape):
+                value = np.ascontiguousarray(read(name, group), dtypes[name])
+                index = whole if group is None else (slice(group, group + 1), *whole[1:])
+                yield Part(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
+
+    leaves = {saved_name(name): {"dtype": dtypes[name].name, "shape": list(x.shape)} for name, x in abstract.items()}
+    about = {"config": {"model": to_dict(config)}, PARAMETERS_ONLY: True, "heldout_loss": None, "versions": versions()}
+    write_checkpoint(folder, int(folder.name), about | metadata, leaves, parts())
