@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
 from tests.hf.test_safetensors import VALUES
-from tests.train_helpers import ROOT
+from tests.train_helpers import MODEL, ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.listing import list_run, size_text
 from zaya_jax.checkpoint.prune import prune
-from zaya_jax.config import CheckpointConfig, load_config
+from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.digests import digest
@@ -138,7 +138,8 @@ def write_manifest(folder, content):
 @pytest.fixture(scope="module")
 def changing(tmp_path_factory):
     """Two checkpoints, and the manifest of the second."""
-    folder = save_run(tmp_path_factory.mktemp("changing") / "run", [1, 2]) / "checkpoints" / "2"
+    config = {"model": to_dict(MODEL), "lora": None, "init_from": None, "phases": [{"name": "one"}]}
+    folder = save_run(tmp_path_factory.mktemp("changing") / "run", [1, 2], **config) / "checkpoints" / "2"
     return folder, json.loads(next(folder.glob("manifest-*")).read_bytes())
 
 

@@ -19,9 +19,7 @@ from zaya_jax.run.tokenizer import copy_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.interop import write_parameters
 from zaya_jax.weights.load import open_weights
-from zaya_jax.weights.sources import CheckpointWeights, Read, abstract_weights
-
-_AVERAGED = ("params.", "balance.")
+from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights, Read, abstract_weights
 
 
 def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str | None = None) -> Path:
@@ -85,7 +83,7 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
     def parts() -> Iterator[Part]:
         for name in sorted(slices):
             for where in slices[name]:
-                yield Part(name, where, _mean(checkpoints if name.startswith(_AVERAGED) else [newest], name, where))
+                yield Part(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
 
     metadata = {**newest.manifest.about, "averaged": averaged, "heldout_loss": None}
     leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}

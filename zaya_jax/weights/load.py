@@ -35,11 +35,14 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
     if (Path(source).expanduser() / "config.json").is_file():
         raise InputError(f"{what} is {source!r}, which looks like a transformers folder; write {HF}{source}.")
     checkpoint = CheckpointWeights(source, checkpoint_folder(source, what))
-    config = checkpoint.manifest.about.get("config", {})
+    config = checkpoint.manifest.about["config"]
     if config.get("lora") is None:
         return checkpoint
-    open_base = functools.partial(open_weights, base or config["init_from"], "--base" if base else "init_from")
-    return AdaptedWeights(checkpoint, LoraConfig(**config["lora"]), open_base)
+    try:
+        open_base = functools.partial(open_weights, base or config["init_from"], "--base" if base else "init_from")
+        return AdaptedWeights(checkpoint, LoraConfig(**config["lora"]), open_base)
+    except (KeyError, TypeError) as error:
+        raise InputError(f"The manifest of {checkpoint.folder} does not describe its adapters: {error}.") from error
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:

@@ -3,7 +3,6 @@
 import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from zaya_jax.run.manifest import Damaged
 from zaya_jax.run.tokenizer import run_tokenizer
 
 PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
+WEIGHTS = ("params.", "balance.")  # what the names of a model's arrays in a checkpoint start with
 Read = Callable[[str, int | None], np.ndarray]  # see `Weights.read`
 
 
@@ -106,8 +106,11 @@ class CheckpointWeights(Weights):
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
         self.manifest, self._reader = open_checkpoint(folder)
         self.config, self.has_optimizer = model_config(self.manifest.about), PARAMETERS_ONLY not in self.manifest.about
-        kinds = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items()}
-        self.dtypes = {name.partition(".")[2]: jnp.dtype(kind) for name, kind in kinds.items() if _is_weight(name)}
+        saved = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items() if name.startswith(WEIGHTS)}
+        try:
+            self.dtypes = {name.partition(".")[2]: jnp.dtype(dtype) for name, dtype in saved.items()}
+        except TypeError as error:
+            raise InputError(f"An array in {folder} has an unknown dtype: {error}.") from error
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; an adapter, too, by its name."""
@@ -191,10 +194,6 @@ def saved_name(name: str) -> str:
     return f"{'balance' if is_bias(name) else 'params'}.{name}"
 
 
-def _is_weight(saved: str) -> bool:
-    return saved.startswith(("params.", "balance."))
-
-
 @functools.lru_cache(maxsize=8)
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape of each parameter and balancing bias of a model, by name."""
@@ -213,9 +212,9 @@ def model_config(metadata: Mapping[str, Any]) -> ModelConfig:
       InputError: the metadata does not describe it.
     """
     try:
-        config = metadata["config"]
-        model = model_from_dict(config["model"])
-        phase = next((phase for phase in config.get("phases", ()) if phase["name"] == metadata.get("phase")), {})
-        return replace(model, rope_base=phase.get("rope_base") or model.rope_base)
+        model, phases = metadata["config"]["model"], metadata["config"].get("phases", ())
+        phase = next((phase for phase in phases if phase["name"] == metadata.get("phase")), {})
+        base = phase.get("rope_base")
+        return model_from_dict(model if base is None else model | {"rope_base": base})
     except (KeyError, TypeError, AttributeError) as error:
         raise InputError("The manifest of the checkpoint does not say which model it holds.") from error
