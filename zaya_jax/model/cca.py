@@ -43,6 +43,7 @@ class CCA(Attention):
     def __call__(
         self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
     ) -> tuple[jax.Array, LayerCache | None]:
+        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
         config, dtype = self.config, h_bsd.dtype
         # Packed heads of queries and keys, then both halves of the value.
         qk, half = config.query_size + config.kv_size, config.kv_size // 2

@@ -29,6 +29,7 @@ class GQA(Attention):
     def __call__(
         self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
     ) -> tuple[jax.Array, LayerCache | None]:
+        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
         config, dtype = self.config, h_bsd.dtype
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)

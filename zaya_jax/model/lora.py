@@ -76,10 +76,13 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
       params: parameters and adapters, by name.
       scale: alpha / rank.
     """
-    matrices = {name: adapter_names(name) for name in params if adapter_names(name)[0] in params}
-    rest = params.keys() - {adapter for pair in matrices.values() for adapter in pair}
-    return {name: Adapted(x, *(params[adapter] for adapter in matrices[name]), scale) if name in matrices else x
-            for name, x in params.items() if name in rest}  # fmt: skip
+    adapters = {adapter for name in params for adapter in adapter_names(name)}
+
+    def attach(name: str, x: jax.Array) -> jax.Array | Adapted:
+        a, b = adapter_names(name)
+        return Adapted(x, params[a], params[b], scale) if a in params else x
+
+    return {name: attach(name, x) for name, x in params.items() if name not in adapters}
 
 
 def merge(matrix: Adapted) -> jax.Array:

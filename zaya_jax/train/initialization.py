@@ -87,7 +87,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
 
 
 def _load_learned(config: Config, weights: CheckpointWeights, abstract: TrainState) -> dict[str, Any]:
-    check_values(config, weights.manifest.about["config"], f"init_from={config.init_from}", OPTIMIZER_KEYS,
+    check_values(config, weights.manifest.metadata["config"], f"init_from={config.init_from}", OPTIMIZER_KEYS,
                  "the optimizer's state does not fit. Set the same value, or export that run and set init_from to the "
                  "exported folder")  # fmt: skip
     learned = {name: getattr(abstract, name) for name in ("params", "balance", "opt_state", "balance_state")}

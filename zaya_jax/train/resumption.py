@@ -72,7 +72,7 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
     """
 
     def prepare(manifest: Manifest) -> TrainState:
-        metadata, step = manifest.about, manifest.step
+        metadata, step = manifest.metadata, manifest.step
         where = f"The checkpoint of step {step} in {config.run_dir}"
         check_architecture(model_config(metadata), config.model, where, "choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
@@ -84,12 +84,12 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
         raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
-    saved_on = restored.manifest.about["environment"]
+    saved_on = restored.manifest.metadata["environment"]
     for key, value in environment().items() if is_primary() else ():
         if saved_on.get(key) != value:
             print(f"Resuming with {key} {value!r}, where the run had {saved_on.get(key)!r}: numbers will differ in "
                   "their last bits.")  # fmt: skip
-    return _resize_history(config, restored.state), restored.manifest.about.get("first_step", first_step(config))
+    return _resize_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
 
 
 def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
@@ -101,7 +101,7 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
 
     def prepare(manifest: Manifest) -> TrainState:
-        metadata, step = manifest.about, manifest.step
+        metadata, step = manifest.metadata, manifest.step
         model = model_config(metadata)
         check_architecture(model, config.model, name, "choose another run")
         if PARAMETERS_ONLY in metadata or "data" not in metadata:

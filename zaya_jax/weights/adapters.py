@@ -12,7 +12,7 @@ import numpy as np
 from zaya_jax.config import LoraConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
-from zaya_jax.model.fingerprint import fingerprint_of, part_sums
+from zaya_jax.model.fingerprint import combine_sums, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
 from zaya_jax.model.tree import Arrays, compute_dtypes, roles
 from zaya_jax.model.zaya import abstract_model
@@ -37,7 +37,7 @@ class AdaptedWeights(Weights):
         """Merge `adapters`; `open_base` opens what they were trained on, and is called when that is first read."""
         self.source, self.folder, self.tokenizer = adapters.source, adapters.folder, adapters.tokenizer
         self.adapters, self.manifest, self.lora, self._open_base = adapters, adapters.manifest, lora, open_base
-        self.config, compute_dtype = adapters.config, self.manifest.about["config"]["train"]["compute_dtype"]
+        self.config, compute_dtype = adapters.config, self.manifest.metadata["config"]["train"]["compute_dtype"]
         self.exact, self._roles = accumulation_dtype(compute_dtype), roles(abstract_model(self.config))
         vectors = dict.fromkeys(abstract_weights(self.config), self.exact)
         self.dtypes = vectors | compute_dtypes(self._roles, compute_dtype)
@@ -59,7 +59,7 @@ class AdaptedWeights(Weights):
         for name, x in abstract_weights(self.config).items():
             sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
                                    for group in stack_groups(name, x.shape))  # fmt: skip
-        if trained_on != (actual := fingerprint_of(sums)):
+        if trained_on != (actual := combine_sums(sums)):
             raise InputError(f"{base.source} is not what the adapters in {self.folder} were trained on (fingerprint "
                              f"{actual}, not {trained_on}); name the right one with --base.")  # fmt: skip
         return read

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Part
-from zaya_jax.checkpoint.inspection import slices_of
+from zaya_jax.checkpoint.inspection import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
@@ -78,14 +78,14 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
     for checkpoint, others in zip(checkpoints, arrays, strict=True):
         if others != arrays[-1]:
             raise InputError(f"{checkpoint.folder} and {newest.folder} have different arrays, so they have no average.")
-    slices = slices_of(newest.folder, newest.manifest)
+    slices = saved_slices(newest.folder, newest.manifest)
 
     def parts() -> Iterator[Part]:
         for name in sorted(slices):
             for where in slices[name]:
                 yield Part(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
 
-    metadata = {**newest.manifest.about, "averaged": averaged, "heldout_loss": None}
+    metadata = {**newest.manifest.metadata, "averaged": averaged, "heldout_loss": None}
     leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}
     write_checkpoint(target, newest.manifest.step, metadata, leaves, parts())
 

@@ -35,7 +35,7 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
     if (Path(source).expanduser() / "config.json").is_file():
         raise InputError(f"{what} is {source!r}, which looks like a transformers folder; write {HF}{source}.")
     checkpoint = CheckpointWeights(source, checkpoint_folder(source, what))
-    config = checkpoint.manifest.about["config"]
+    config = checkpoint.manifest.metadata["config"]
     if config.get("lora") is None:
         return checkpoint
     try:
