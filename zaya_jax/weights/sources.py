@@ -105,10 +105,8 @@ class CheckpointWeights(Weights):
         """Open the checkpoint in `folder`; InputError where its manifest or a file is damaged."""
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
         self.manifest, self._reader = open_checkpoint(folder)
-        self.config, self.has_optimizer = (
-            model_config(self.manifest.metadata),
-            PARAMETERS_ONLY not in self.manifest.metadata,
-        )
+        self.config = model_config(self.manifest.metadata)
+        self.has_optimizer = PARAMETERS_ONLY not in self.manifest.metadata
         saved = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items() if name.startswith(WEIGHTS)}
         try:
             self.dtypes = {name.partition(".")[2]: jnp.dtype(dtype) for name, dtype in saved.items()}
