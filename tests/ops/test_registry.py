@@ -4,7 +4,7 @@ import functools
 import jax
 import pytest
 
-from zaya_jax.ops import choice as room
+from zaya_jax.ops import registry as room
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection, choose, validate_kernels
 from zaya_jax.ops.selfcheck import EXAMPLE, Check, operation_checks
 from zaya_jax.ops.target import Target
