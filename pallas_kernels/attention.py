@@ -34,7 +34,7 @@ from pallas_kernels.product import product
 
 def attention_forward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, platform: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Attention of every query to the keys that it sees.
 
@@ -46,7 +46,7 @@ def attention_forward(
       offset: int32 scalar, the index of the first query among the keys; may be negative.
       window: the last keys that are visible, the query's own included; None for all.
       dtype: of the output.
-      platform: of `launch`.
+      architecture: of `launch`.
 
     Returns:
       The output [b, s, h, c], and the logarithm of each query's sum of exponentials, fp32 [b, s, h]: 0 and `FLOOR`
@@ -54,7 +54,7 @@ def attention_forward(
     """
     b, s, h, c = q_bshc.shape
     t, num_kv = k_btkc.shape[1:3]
-    tile = tile_of("attention", platform, q_bshc)
+    tile = tile_of("attention", architecture, q_bshc)
     rows, keys = tile.sizes
     shape = (b, s, t, h // num_kv)
     bounds = ranges(segments, offset, shape, (rows, keys), window)
@@ -64,7 +64,7 @@ def attention_forward(
         name="attention",
         grid=(b * num_kv, bounds.shape[1]),
         out_shape=(jax.ShapeDtypeStruct((b, s, h, c), dtype), jax.ShapeDtypeStruct((b, s, h), jnp.float32)),
-        warps=tile.warps, stages=tile.stages, platform=platform,
+        warps=tile.warps, stages=tile.stages, architecture=architecture,
     )  # fmt: skip
 
 

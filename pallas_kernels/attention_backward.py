@@ -34,7 +34,7 @@ from pallas_kernels.product import product
 def attention_backward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array,
     lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, platform: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Gradients of q, k and v.
 
@@ -49,7 +49,7 @@ def attention_backward(
       do_bshc: the gradient of the output, in the dtype of q.
       window: as in `attention_forward`.
       dtype: of the gradients; they are summed in fp32.
-      platform: of `launch`.
+      architecture: of `launch`.
 
     Returns:
       [b, s, h, c], [b, t, k, c], [b, t, k, c].
@@ -59,7 +59,7 @@ def attention_backward(
     shape = (b, s, t, h // num_kv)
     arrays = (q_bshc, k_btkc, v_btkc, do_bshc, lse_bsh, delta_bsh, *(segments or ()))
 
-    tile = tile_of("attention_backward_keys", platform, q_bshc)
+    tile = tile_of("attention_backward_keys", architecture, q_bshc)
     rows, keys = tile.sizes
     bounds = ranges(segments, offset, shape, (rows, keys), window, of_keys=True)
     dk, dv = launch(
@@ -68,10 +68,10 @@ def attention_backward(
         name="attention_backward_keys",
         grid=(b * num_kv, bounds.shape[1]),
         out_shape=(jax.ShapeDtypeStruct((b, t, num_kv, c), dtype),) * 2,
-        warps=tile.warps, stages=tile.stages, platform=platform,
+        warps=tile.warps, stages=tile.stages, architecture=architecture,
     )  # fmt: skip
 
-    tile = tile_of("attention_backward_queries", platform, q_bshc)
+    tile = tile_of("attention_backward_queries", architecture, q_bshc)
     rows, keys = tile.sizes
     bounds = ranges(segments, offset, shape, (rows, keys), window)
     dq = launch(
@@ -80,7 +80,7 @@ def attention_backward(
         name="attention_backward_queries",
         grid=(b * num_kv, bounds.shape[1]),
         out_shape=jax.ShapeDtypeStruct((b, s, h, c), dtype),
-        warps=tile.warps, stages=tile.stages, platform=platform,
+        warps=tile.warps, stages=tile.stages, architecture=architecture,
     )  # fmt: skip
     return dq, dk, dv
 

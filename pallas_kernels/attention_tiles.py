@@ -45,9 +45,9 @@ class Rows(NamedTuple):
     segment: Any
 
 
-def tile_of(kernel: str, platform: str, q_bshc: jax.Array) -> Tile:
+def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:
     """The tile of `kernel`, smaller for wide heads."""
-    found, c = tile(kernel, platform, q_bshc.dtype), q_bshc.shape[3]
+    found, c = tile(kernel, architecture, q_bshc.dtype), q_bshc.shape[3]
     return found._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in found.sizes))
 
 

@@ -43,19 +43,19 @@ class MixArrays(NamedTuple):
     start_x: jax.Array
 
 
-def cca_mix(x: MixArrays, *, platform: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift (zaya1.md §1.3).
 
     Args:
       x: the arrays; c, p and c − 2p are powers of two, the last may be 0.
-      platform: as `launch` takes it.
+      architecture: as `launch` takes it.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
     """
     b, s, n, c = x.u_bsnc.shape
     num_kv = x.temperature_k.shape[0]
-    sizes, warps, stages = tile("cca_mix", platform, x.u_bsnc.dtype)
+    sizes, warps, stages = tile("cca_mix", architecture, x.u_bsnc.dtype)
     tokens, depth = sizes
 
     def out(heads: int) -> jax.ShapeDtypeStruct:
@@ -69,7 +69,7 @@ def cca_mix(x: MixArrays, *, platform: str) -> tuple[jax.Array, jax.Array, jax.A
         out_shape=(out(n - num_kv), out(num_kv), out(num_kv)),
         warps=warps,
         stages=stages,
-        platform=platform,
+        architecture=architecture,
     )
 
 

@@ -59,7 +59,7 @@ class _Out(NamedTuple):
 
 
 def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, *,
-                     platform: str) -> MixGradients:  # fmt: skip
+                     architecture: str) -> MixGradients:  # fmt: skip
     """From the gradients of queries, keys and values, in the dtype of u, to those of the mix's arrays.
 
     Args:
@@ -67,10 +67,10 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
       q_bshc: gradient of the queries.
       k_bskc: of the keys.
       v_bskc: of the values.
-      platform: as `launch` takes it.
+      architecture: as `launch` takes it.
     """
     b, s, n, c = x.u_bsnc.shape
-    cut = tile("cca_mix_backward", platform, x.u_bsnc.dtype)
+    cut = tile("cca_mix_backward", architecture, x.u_bsnc.dtype)
     tokens, depth, tokens_summed, depth_summed, taps, tokens_of_part = cut.sizes
     tiles = pl.cdiv(s + x.halo_segments_bw.shape[1], tokens - reach(x))
     parts = max(1, min(MOST_PARTS, b * s // tokens_of_part))
@@ -92,7 +92,7 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         + [summed_over(a, b * tiles) for a in of_tiles] + [summed_over(a, parts) for a in of_parts],
         warps=cut.warps,
         stages=cut.stages,
-        platform=platform,
+        architecture=architecture,
     ))  # fmt: skip
     # Few and large: added up element by element, so that XLA casts the sum in the same pass.
     grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))

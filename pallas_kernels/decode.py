@@ -30,15 +30,15 @@ def decodes(q_bshc: jax.Array, k_btkc: jax.Array) -> bool:
 
 def attention_decode(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
-    window: int | None, dtype: jax.typing.DTypeLike, platform: str,
+    window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """What `attention_forward` returns, for queries of which `decodes` is true."""
     b, s, h, c = q_bshc.shape
     t, num_kv = k_btkc.shape[1:3]
     shape = (b, s, t, h // num_kv)
-    found = tile_of("decode", platform, q_bshc)
+    found = tile_of("decode", architecture, q_bshc)
     rows = max(LEAST_ROWS, pl.next_power_of_2(s * h // num_kv))
-    keys, programs = found.sizes[0], tile("decode", platform, q_bshc.dtype).sizes[1]
+    keys, programs = found.sizes[0], tile("decode", architecture, q_bshc.dtype).sizes[1]
     most = min(programs // (b * num_kv), pl.cdiv(t, 2 * keys), MOST_PARTS)
     parts = 1 << (max(most, 1).bit_length() - 1)
     o_parts, lse_parts = launch(
@@ -48,7 +48,7 @@ def attention_decode(
         grid=(parts, b * num_kv),
         out_shape=(jax.ShapeDtypeStruct((b, s, h, parts * c), jnp.float32),
                    jax.ShapeDtypeStruct((b, s, h, parts), jnp.float32)),
-        warps=found.warps, stages=found.stages, platform=platform,
+        warps=found.warps, stages=found.stages, architecture=architecture,
     )  # fmt: skip
     o, lse = launch(
         functools.partial(_join_kernel, parts=parts, c=c),
@@ -56,7 +56,7 @@ def attention_decode(
         name="attention_join",
         grid=(b * s * h,),
         out_shape=(jax.ShapeDtypeStruct((b * s * h, c), dtype), jax.ShapeDtypeStruct((b * s * h,), jnp.float32)),
-        warps=found.warps, platform=platform,
+        warps=found.warps, architecture=architecture,
     )  # fmt: skip
     return o.reshape(b, s, h, c), lse.reshape(b, s, h)
 

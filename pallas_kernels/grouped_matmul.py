@@ -23,7 +23,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
 from pallas_kernels.product import product
-from pallas_kernels.tiles import tile
+from pallas_kernels.tiles import platform, tile
 
 TOGETHER = 8  # tiles of rows that run side by side, so that a matrix is read from memory once for all of them
 CHIPLETS = 8  # of an MI300X or MI355X, each with a cache of its own: program i runs on chiplet i mod 8
@@ -76,7 +76,7 @@ def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTi
     return RowTile(rows, rows < end, jnp.minimum(group, groups - 1), (group < groups).astype(jnp.int32))
 
 
-def place(index: jax.Array, rows: int, columns: int, platform: str) -> tuple[jax.Array, jax.Array]:
+def place(index: jax.Array, rows: int, columns: int, architecture: str) -> tuple[jax.Array, jax.Array]:
     """Which of `rows` × `columns` tiles program `index` does.
 
     `TOGETHER` tiles of rows go through all columns before the next do: programs that run at a time share rows and
@@ -85,7 +85,7 @@ def place(index: jax.Array, rows: int, columns: int, platform: str) -> tuple[jax
     together = math.gcd(TOGETHER, rows)
     each = together * columns
     block, inside = jax.lax.div(index, each), jax.lax.rem(index, each)
-    if platform == "rocm" and each % CHIPLETS == 0:
+    if platform(architecture) == "rocm" and each % CHIPLETS == 0:
         inside = jax.lax.rem(inside, CHIPLETS) * (each // CHIPLETS) + jax.lax.div(inside, CHIPLETS)
     return block * together + jax.lax.rem(inside, together), jax.lax.div(inside, together)
 
@@ -147,11 +147,11 @@ def rows_times_matrix(
 
 
 def _product_kernel(
-    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool, platform: str
+    tiles_ref: Any, x_ref: Any, w_ref: Any, *refs: Any, sizes: tuple[int, ...], transpose: bool, architecture: str
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     *moved, out_ref = refs
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), platform)
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
     column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
@@ -173,7 +173,7 @@ def grouped_product(
     transpose: bool = False,
     order_t: jax.Array | None = None,
     scale_t: jax.Array | None = None,
-    platform: str,
+    architecture: str,
 ) -> jax.Array:
     """`x_tp[rows of e] @ w_epq[e]` for every group e.
 
@@ -184,28 +184,28 @@ def grouped_product(
       transpose: multiply with the transposed matrices, x being [t, q].
       order_t: int32 permutation: row i of the product is written to row `order_t[i]`.
       scale_t: fp32 factors of the rows as written; given with `order_t`.
-      platform: see `launch`.
+      architecture: see `launch`.
 
     Returns:
       [t, q] (with `transpose` [t, p]) in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
-    chosen = tile("grouped_product", platform, x_tp.dtype)
+    chosen = tile("grouped_product", architecture, x_tp.dtype)
     m, n, _ = chosen.sizes
     t, width = x_tp.shape[0], w_epq.shape[1 if transpose else 2]
     tiles = row_tiles(sizes_e, t, m)
     moved = [array for array in (order_t, scale_t) if array is not None]
     return launch(
-        functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, platform=platform),
+        functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, architecture=architecture),
         tiles, x_tp, w_epq, *moved,
         name="grouped_product_transposed" if transpose else "grouped_product",
         grid=(tiles.shape[1] * pl.cdiv(width, n),),
         out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
-        warps=chosen.warps, stages=chosen.stages, platform=platform,
+        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
     )  # fmt: skip
 
 
 def _outer_kernel(
-    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, platform: str
+    bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: str
 ) -> None:
     m, n, depth = sizes
     out_ref = refs[-1]
@@ -213,7 +213,7 @@ def _outer_kernel(
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
     group = jax.lax.div(program, down * across)
-    row_index, column_index = place(jax.lax.rem(program, down * across), down, across, platform)
+    row_index, column_index = place(jax.lax.rem(program, down * across), down, across, architecture)
     x_column, x_fits = piece(row_index, m, p)
     y_column, y_fits = piece(column_index, n, q)
     first, end = bounds_ref[0, group], bounds_ref[1, group]
@@ -243,7 +243,7 @@ def grouped_outer(
     order_t: jax.Array | None = None,
     moved: str = "",
     dtype: jax.typing.DTypeLike,
-    platform: str,
+    architecture: str,
 ) -> jax.Array:
     """`x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
@@ -254,20 +254,20 @@ def grouped_outer(
       order_t: int32 permutation: row i of what is `moved` stands in its row `order_t[i]`.
       moved: 'x', 'y', or '' for neither.
       dtype: of the result; sums are fp32.
-      platform: see `launch`.
+      architecture: see `launch`.
 
     Returns:
       [e, p, q], zero for empty groups.
     """
-    chosen = tile("grouped_outer", platform, x_tp.dtype)
+    chosen = tile("grouped_outer", architecture, x_tp.dtype)
     m, n, _ = chosen.sizes
     e, p, q = sizes_e.shape[0], x_tp.shape[1], y_tq.shape[1]
     ends = jnp.cumsum(sizes_e)
     return launch(
-        functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, platform=platform),
+        functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, architecture=architecture),
         jnp.stack([ends - sizes_e, ends]).astype(jnp.int32), x_tp, y_tq, *([] if order_t is None else [order_t]),
         name="grouped_outer",
         grid=(e * pl.cdiv(p, m) * pl.cdiv(q, n),),
         out_shape=jax.ShapeDtypeStruct((e, p, q), dtype),
-        warps=chosen.warps, stages=chosen.stages, platform=platform,
+        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
     )  # fmt: skip

@@ -23,11 +23,11 @@ HALVES = 2  # in which the backward ends its tile, one after the other, or its r
 
 def _forward_kernel(
     tiles_ref: Any, order_ref: Any, x_ref: Any, w_ref: Any, hidden_ref: Any, *kept: Any, sizes: tuple[int, ...],
-    platform: str,
+    architecture: str,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     f = hidden_ref.shape[1]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), platform)
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
     own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
     column, fits = piece(column_index, n, f)
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
@@ -48,7 +48,7 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def grouped_swiglu(
-    x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, platform: str
+    x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, architecture: str
 ) -> tuple[jax.Array, ...]:
     """SwiGLU of the product of sorted rows with the gate and up matrices of their group.
 
@@ -58,34 +58,34 @@ def grouped_swiglu(
       gate_up_edf: [e, d, 2f], gate then up, of the same dtype.
       sizes_e: int32 rows of each group; their sum is at most t.
       keep: return gate and up as well.
-      platform: see `launch`.
+      architecture: see `launch`.
 
     Returns:
       hidden [t, f], and with `keep` gate and up [t, 2f]: of the sorted rows, in the dtype of `x_td`, sums in fp32;
       zero in rows past the groups.
     """
-    chosen = tile("grouped_swiglu", platform, x_td.dtype)
+    chosen = tile("grouped_swiglu", architecture, x_td.dtype)
     m, n, _ = chosen.sizes
     t, f = x_td.shape[0], gate_up_edf.shape[2] // 2
     tiles = row_tiles(sizes_e, t, m)
     widths = (f, 2 * f) if keep else (f,)
     return launch(
-        functools.partial(_forward_kernel, sizes=chosen.sizes, platform=platform),
+        functools.partial(_forward_kernel, sizes=chosen.sizes, architecture=architecture),
         tiles, order_t, x_td, gate_up_edf,
         name="grouped_swiglu",
         grid=(tiles.shape[1] * pl.cdiv(f, n),),
         out_shape=tuple(jax.ShapeDtypeStruct((t, width), x_td.dtype) for width in widths),
-        warps=chosen.warps, stages=chosen.stages, platform=platform,
+        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
     )  # fmt: skip
 
 
 def _backward_kernel(
     tiles_ref: Any, order_ref: Any, scale_ref: Any, dout_ref: Any, down_ref: Any, gate_up_ref: Any, dgate_up_ref: Any,
-    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], platform: str,
+    hidden_ref: Any, dscale_ref: Any, *, sizes: tuple[int, ...], architecture: str,
 ) -> None:  # fmt: skip
     m, n, depth = sizes
     f = hidden_ref.shape[1]
-    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], platform)
+    row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
     own = row_tile(tiles_ref, row_index, m, down_ref.shape[0])
     columns = [piece(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
@@ -117,7 +117,7 @@ def grouped_swiglu_backward(
     gate_up_tf: jax.Array,
     sizes_e: jax.Array,
     *,
-    platform: str,
+    architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """From the gradient of `scale_t · (hidden @ down)` to that of gate and up.
 
@@ -128,20 +128,20 @@ def grouped_swiglu_backward(
       down_efd: [e, f, d], of the same dtype.
       gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
       sizes_e: int32 rows of each group; their sum is at most t.
-      platform: see `launch`.
+      architecture: see `launch`.
 
     Returns:
       The gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with `dout_td` is the
       gradient of `down_efd`; the gradient of scale, fp32 [t]: all of the sorted rows.
     """
-    chosen = tile("grouped_swiglu_backward", platform, dout_td.dtype)
+    chosen = tile("grouped_swiglu_backward", architecture, dout_td.dtype)
     m, n, _ = chosen.sizes
     t, f = gate_up_tf.shape[0], down_efd.shape[1]
     tiles = row_tiles(sizes_e, t, m)
     columns = pl.cdiv(f, HALVES * n)
     like = dout_td.dtype
     dgate_up, hidden, dscale = launch(
-        functools.partial(_backward_kernel, sizes=chosen.sizes, platform=platform),
+        functools.partial(_backward_kernel, sizes=chosen.sizes, architecture=architecture),
         tiles, order_t, scale_t, dout_td, down_efd, gate_up_tf,
         name="grouped_swiglu_backward",
         grid=(tiles.shape[1] * columns,),
@@ -150,6 +150,6 @@ def grouped_swiglu_backward(
             jax.ShapeDtypeStruct((t, f), like),
             jax.ShapeDtypeStruct((columns, t), jnp.float32),
         ),
-        warps=chosen.warps, stages=chosen.stages, platform=platform,
+        warps=chosen.warps, stages=chosen.stages, architecture=architecture,
     )  # fmt: skip
     return dgate_up, hidden, dscale.sum(0)

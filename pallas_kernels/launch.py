@@ -25,7 +25,7 @@ def launch(
     in_specs: Sequence[pl.BlockSpec] | None = None,
     out_specs: Any = None,
     aliases: Mapping[int, int] | None = None,
-    platform: str,
+    architecture: str,
 ) -> Any:
     """Run `kernel` once a point of `grid`.
 
@@ -40,7 +40,7 @@ def launch(
       in_specs: a block for each array; whole arrays where None.
       out_specs: a block for each output; whole arrays where None.
       aliases: from the index of an array to that of the output that takes its memory.
-      platform: 'cuda' or 'rocm'; 'interpret' emulates the kernel by jax operations, on any device.
+      architecture: as `tiles.tile` takes it; 'interpret' emulates the kernel by jax operations, on any device.
 
     Returns:
       Arrays as `out_shape` says.
@@ -54,7 +54,7 @@ def launch(
         in_specs=specs,
         out_specs=out,
         input_output_aliases=dict(aliases or {}),
-        interpret=platform == "interpret",
+        interpret=architecture == "interpret",
         name=name,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     )

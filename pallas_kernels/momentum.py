@@ -18,7 +18,7 @@ from pallas_kernels.tiles import tile
 
 
 def momentum_and_direction(
-    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, *, dtype: jax.typing.DTypeLike, platform: str
+    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, *, dtype: jax.typing.DTypeLike, architecture: str
 ) -> tuple[jax.Array, jax.Array]:
     """m' = a·m + b·f·g, and c·m' + d·f·g.
 
@@ -27,12 +27,12 @@ def momentum_and_direction(
       momentum: m, fp32 of the same shape; m' takes its memory.
       numbers: fp32 [6]: f; whether m' is to be m; a, b, c, d.
       dtype: of the second result, bf16 or fp32.
-      platform: as `launch` takes it.
+      architecture: as `launch` takes it.
 
     Returns:
       Both, of the shape of `gradient`.
     """
-    (elements,), warps, _ = tile("momentum", platform, dtype)
+    (elements,), warps, _ = tile("momentum", architecture, dtype)
     lanes = math.gcd(gradient.size, elements)
     shape, rows = (gradient.size // lanes, lanes), elements // lanes
     new, direction = launch(
@@ -43,7 +43,7 @@ def momentum_and_direction(
         out_shape=(jax.ShapeDtypeStruct(shape, momentum.dtype), jax.ShapeDtypeStruct(shape, dtype)),
         warps=warps,
         aliases={1: 0},
-        platform=platform,
+        architecture=architecture,
     )  # fmt: skip
     return new.reshape(gradient.shape), direction.reshape(gradient.shape)
 

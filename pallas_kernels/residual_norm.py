@@ -39,17 +39,17 @@ class Cut(NamedTuple):
     warps: int
 
 
-def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, platform: str) -> Cut:
+def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
     """One step a program: neighbours share the vectors through the cache."""
-    (elements,), warps, _ = tile("residual_norm", platform, dtype)
+    (elements,), warps, _ = tile("residual_norm", architecture, dtype)
     lanes = pl.next_power_of_2(width)
     rows = max(elements // lanes, 1)
     return Cut(1, pl.cdiv(tokens, rows), 1, rows, lanes, warps * max(lanes // elements, 1))
 
 
-def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, platform: str) -> Cut:
+def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
     """Few programs of many rows: each writes a partial sum of every parameter's gradient."""
-    (elements, programs, fewest, widest), warps, _ = tile("residual_norm_backward", platform, dtype)
+    (elements, programs, fewest, widest), warps, _ = tile("residual_norm_backward", architecture, dtype)
     lanes = min(pl.next_power_of_2(width), widest)
     rows = max(elements // lanes, 1)
     steps = pl.cdiv(max(pl.cdiv(tokens, programs), fewest), rows)
@@ -65,7 +65,7 @@ def residual_norm_forward(
     *,
     eps: float,
     dtype: jax.typing.DTypeLike,
-    platform: str,
+    architecture: str,
 ) -> tuple[jax.Array, jax.Array]:
     """The new stream and its norm.
 
@@ -76,13 +76,13 @@ def residual_norm_forward(
       weight_d: of the norm.
       eps: added to the mean square.
       dtype: of the norm, bf16 or fp32.
-      platform: as `launch` has it.
+      architecture: as `launch` has it.
 
     Returns:
       The new stream [t, d], fp32, and its norm [t, d] in `dtype`.
     """
     tokens, width = output_td.shape
-    cut = forward_cut(tokens, width, dtype, platform)
+    cut = forward_cut(tokens, width, dtype, architecture)
     return launch(
         functools.partial(_forward_kernel, cut=cut, eps=eps),
         output_td, stream_td, *vectors_d, weight_d,
@@ -90,7 +90,7 @@ def residual_norm_forward(
         grid=(cut.programs,),
         out_shape=(_like(stream_td, stream_td.dtype), _like(stream_td, dtype)),
         warps=cut.warps,
-        platform=platform,
+        architecture=architecture,
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def residual_norm_backward(
     d_normed_td: jax.Array,
     *,
     eps: float,
-    platform: str,
+    architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of what `residual_norm_forward` takes.
 
@@ -115,14 +115,14 @@ def residual_norm_backward(
       d_new_td: gradient of the new stream, fp32.
       d_normed_td: gradient of the norm, in its dtype.
       eps: as it was given.
-      platform: as `launch` has it.
+      architecture: as `launch` has it.
 
     Returns:
       Gradients of `output_td` and `stream_td` in their dtypes, and those of the parameters, fp32 [5, d]: of the
       norm's weight and of each of `vectors_d` in order; [1, d] for a plain sum.
     """
     tokens, width = output_td.shape
-    cut = backward_cut(tokens, width, d_normed_td.dtype, platform)
+    cut = backward_cut(tokens, width, d_normed_td.dtype, architecture)
     sums = 4 if vectors_d else 1
     partial = jax.ShapeDtypeStruct((cut.programs, sums, width), jnp.float32)
     d_output, d_stream, partial_psd = launch(
@@ -132,7 +132,7 @@ def residual_norm_backward(
         grid=(cut.parts, cut.programs),
         out_shape=(_like(output_td, output_td.dtype), _like(stream_td, stream_td.dtype), partial),
         warps=cut.warps,
-        platform=platform,
+        architecture=architecture,
     )  # fmt: skip
     sums_sd = partial_psd.sum(0)
     if vectors_d:

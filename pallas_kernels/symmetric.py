@@ -18,37 +18,37 @@ from pallas_kernels.product import product
 from pallas_kernels.tiles import Tile, tile
 
 
-def gram(x_npq: jax.Array, scale_n: jax.Array, *, platform: str) -> tuple[jax.Array, jax.Array]:
+def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[jax.Array, jax.Array]:
     """G = s² X Xᵀ of each matrix, as the polynomial wants it.
 
     Args:
       x_npq: n matrices, bf16 or fp32.
       scale_n: s of each, fp32.
-      platform: as `launch` takes it.
+      architecture: as `launch` takes it.
 
     Returns:
       G, [n, p, p] in the dtype of X and exactly symmetric; and its tiles on and above the diagonal before they were
       rounded, fp32 [n, tiles, rows, rows] in the order of `upper_tiles`, zeros where they reach past the matrix.
     """
-    (n, p, _), cut = x_npq.shape, _tile(x_npq, platform)
+    (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
-    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", platform)
+    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", architecture)
     return low, kept
 
 
-def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, platform: str) -> jax.Array:
+def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: str) -> jax.Array:
     """b G + c G² of each symmetric matrix, exactly symmetric.
 
     Args:
       low_npp: G as `gram` rounded it, of which the square is taken.
       exact: its tiles before.
       coefficients: b and c, fp32 [2].
-      platform: as `launch` takes it.
+      architecture: as `launch` takes it.
 
     Returns:
       [n, p, p] in the dtype of `low_npp`.
     """
-    return _symmetric(_polynomial_epilogue, low_npp, (exact, coefficients), (), "gram_polynomial", platform)[0]
+    return _symmetric(_polynomial_epilogue, low_npp, (exact, coefficients), (), "gram_polynomial", architecture)[0]
 
 
 def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
@@ -57,22 +57,22 @@ def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
     return first.astype(np.int32), second.astype(np.int32)
 
 
-def _tile(x: jax.Array, platform: str) -> Tile:
-    return tile("symmetric", platform, x.dtype)
+def _tile(x: jax.Array, architecture: str) -> Tile:
+    return tile("symmetric", architecture, x.dtype)
 
 
 def _symmetric(
     epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
-    further: tuple[jax.ShapeDtypeStruct, ...], name: str, platform: str,
+    further: tuple[jax.ShapeDtypeStruct, ...], name: str, architecture: str,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`epilogue` of every upper tile of X Xᵀ, and what it stores `further`."""
-    (n, p, q), cut = x_npq.shape, _tile(x_npq, platform)
+    (n, p, q), cut = x_npq.shape, _tile(x_npq, architecture)
     rows, columns = upper_tiles(p, cut)
     return launch(
         functools.partial(_kernel, epilogue, len(operands), (p, q), cut),
         x_npq, jnp.asarray(rows), jnp.asarray(columns), *operands,
         name=name, grid=(len(rows), n), out_shape=(jax.ShapeDtypeStruct((n, p, p), x_npq.dtype), *further),
-        warps=cut.warps, stages=cut.stages, platform=platform,
+        warps=cut.warps, stages=cut.stages, architecture=architecture,
     )  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 from collections.abc import Iterator
 
 import jax
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from zaya_jax.config import ModelConfig
 from zaya_jax.model import loss, tree
 from zaya_jax.model.zaya import Zaya, abstract_model
+from zaya_jax.ops import blockwise, grouped_matmul
 
 TINY = ModelConfig(
     vocab_size=37, hidden_size=24, num_layers=2, num_query_heads=4, num_kv_heads=2, head_dim=8, num_experts=4,
@@ -96,12 +96,11 @@ def seeds() -> st.SearchStrategy[int]:
 @contextlib.contextmanager
 def blocks_of(size: int) -> Iterator[None]:
     """Attention, grouped products and the loss in blocks of `size`, so that small shapes have several."""
-    attention = importlib.import_module("zaya_jax.ops.attention")  # the name in the package is the function's
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "QUERY_BLOCK", size)
-        patch.setattr(attention, "KEY_BLOCK", size)
+        patch.setattr(blockwise, "QUERY_BLOCK", size)
+        patch.setattr(blockwise, "KEY_BLOCK", size)
         rows = (max(size // 2, 1), size, 2 * size)
-        patch.setattr(importlib.import_module("zaya_jax.ops.grouped_matmul"), "ROW_BLOCKS", rows)
+        patch.setattr(grouped_matmul, "ROW_BLOCKS", rows)
         patch.setattr(loss, "CHUNK", size)
         jax.clear_caches()
         yield

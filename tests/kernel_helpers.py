@@ -6,10 +6,23 @@ import jax
 import pytest
 
 from zaya_jax.machine.proxies.codegen import GPUS, compile_kernel, kernels_of, lower
+from zaya_jax.ops.registry import KernelSelection, preferred_kernels
 from zaya_jax.ops.target import Target
 
 TARGETS = {"cuda": Target("cuda", "NVIDIA H200"), "rocm": Target("rocm", "gfx942")}
 SHARED = {"gfx942": 64 * 1024, "gfx950": 64 * 1024, "sm_90": 227 * 1024}
+_ALL = {**TARGETS, **{name: gpu.target for name, gpu in GPUS.items()}, "interpret": Target("interpret", "any"),
+        "cpu": Target("cpu", "any")}  # fmt: skip
+
+
+def kernels(platform: str) -> KernelSelection:
+    """All kernels for a platform of `TARGETS`, for a GPU of `GPUS`, 'interpret'ed, or none on a 'cpu'."""
+    return preferred_kernels(_ALL[platform])
+
+
+def kernel(operation: str, platform: str):
+    """The implementation of an operation there."""
+    return kernels(platform).implementation(operation)
 
 
 def shape(*sizes, dtype):
@@ -36,10 +49,9 @@ def lowered_kernels(function, *arrays, platform):
 
 
 def machine_code(function, *arrays, gpu):
-    """By name, what each kernel of `function(*arrays, platform=…)` is compiled to for `gpu`."""
+    """By name, what each kernel of `function(*arrays, platform=gpu)` is compiled to for `gpu`."""
     pytest.importorskip("triton")
-    target = GPUS[gpu].target
-    lowered = lower(functools.partial(function, platform=target.platform), *arrays, target=target)
+    lowered = lower(functools.partial(function, platform=gpu), *arrays, target=GPUS[gpu].target)
     found = kernels_of(lowered)
     assert found
     return {kernel.name: compile_kernel(kernel, GPUS[gpu]) for kernel in found}

@@ -9,9 +9,10 @@ from tests.helpers import assert_close
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
 from zaya_jax.machine.proxies.kernel_cases import SMALL, cases
+from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target
 
-CPU = Target("cpu", "cpu")
+CPU = KernelSelection(Target("cpu", "cpu"))
 
 
 def test_a_missing_peer_is_told_with_the_command_that_installs_it(monkeypatch):

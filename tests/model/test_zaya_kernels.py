@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close, jit, random_model
-from tests.kernel_helpers import TARGETS
+from tests.kernel_helpers import TARGETS, kernels
 from zaya_jax.config import ModelConfig
 from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model, init_cache, logits
-from zaya_jax.ops import LOCAL, ops_for
-from zaya_jax.ops.target import Target
+from zaya_jax.ops import LOCAL
 
 SHAPES = ModelConfig(
     vocab_size=37, hidden_size=48, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=64, num_experts=3,
@@ -25,7 +24,6 @@ SHAPES = ModelConfig(
 )  # fmt: skip
 # Both of its layers are of one kind, and so the body of the scan, which is compiled, holds one.
 SLIDING = dataclasses.replace(SHAPES, layer_pattern=("sliding",))
-EMULATED = Target("interpret", "any")
 DOCUMENTS = [[1] * 9 + [2] + [3] * 8 + [0] * 3, [1] * 21]
 LENGTH = 21
 
@@ -52,7 +50,7 @@ def test_forward_and_backward_are_those_of_the_references(config):
     params, biases = values(0, config)
     found = [
         jit(jax.value_and_grad(functools.partial(loss, ops=ops, config=config), has_aux=True))(params, biases, *batch())
-        for ops in (LOCAL, ops_for(EMULATED))
+        for ops in (LOCAL, kernels("interpret").ops)
     ]
     ((one, counts), wanted), ((other, counts_there), grads) = found
     np.testing.assert_array_equal(counts_there, counts)
@@ -63,7 +61,7 @@ def test_forward_and_backward_are_those_of_the_references(config):
 @pytest.mark.soak
 def test_tokens_one_by_one_are_those_of_a_whole_sequence():
     model = random_model(SHAPES, 1)
-    tokens, ops = batch()[0], ops_for(EMULATED)
+    tokens, ops = batch()[0], kernels("interpret").ops
     whole = jit(lambda tokens: logits(model, tokens))(tokens)
 
     @jit
@@ -87,7 +85,7 @@ def shapes():
 @pytest.mark.parametrize("platform", TARGETS)
 def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twice(platform):
     """Products and attention, which `remat` keeps, are not done again; norms, merges and the mix are."""
-    gradient = jax.grad(functools.partial(loss, ops=ops_for(TARGETS[platform])), has_aux=True)
+    gradient = jax.grad(functools.partial(loss, ops=kernels(platform).ops), has_aux=True)
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
     lowered = lower(gradient, *shapes(), tokens, segments, target=TARGETS[platform])
     found = Counter(kernel.name for kernel in kernels_of(lowered))
@@ -100,7 +98,7 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
 
 @pytest.mark.parametrize("platform", TARGETS)
 def test_a_decode_step_has_the_kernel_for_few_queries(platform):
-    empty, ops = abstract_model(SHAPES), ops_for(TARGETS[platform])
+    empty, ops = abstract_model(SHAPES), kernels(platform).ops
     params, biases = shapes()
     cache = jax.eval_shape(lambda: init_cache(SHAPES, 2, LENGTH, jnp.bfloat16))
 

@@ -14,11 +14,18 @@ from hypothesis import strategies as st
 from pallas_kernels.attention_tiles import ranges
 from pallas_kernels.decode import decodes
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
-from zaya_jax.ops.attention import FLOOR, Part, attention, attention_part, attention_part_gradient, join
-from zaya_jax.ops.attention_kernel import attention_kernel, attention_part_gradient_kernel, attention_part_kernel
+from tests.kernel_helpers import check_machine_code, kernel, lowered_kernels, shape
+from zaya_jax.ops.attention import (
+    PartialAttention,
+    attention,
+    combine,
+    partial_attention,
+    partial_attention_gradient,
+)
+from zaya_jax.ops.blockwise import FLOOR
 from zaya_jax.ops.names import MATMUL_OUTPUT
 
+EMULATED = kernel("attention", "interpret")
 TILE = 16  # of rows and of keys, when interpreted
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # Of the norm, or of that of ones where little is seen: of the output, of a gradient. In bf16 probabilities and their
@@ -73,8 +80,8 @@ def check(ours, theirs, tolerance):
 
 
 @functools.cache
-def differentiated(kernel, window, segmented):
-    function = functools.partial(attention_kernel, platform="interpret") if kernel else attention
+def differentiated(emulated, window, segmented):
+    function = EMULATED if emulated else attention
 
     def call(q, k, v, do, query_segments, key_segments, offset):
         segments = {"query_segments_bs": query_segments, "key_segments_bt": key_segments} if segmented else {}
@@ -130,9 +137,8 @@ def test_equals_the_reference_in_any_shape(data, seed):
 @functools.cache
 def partial(window):
     """Jitted kernels, then references, of a part and of its gradient."""
-    part = functools.partial(attention_part_kernel, platform="interpret")
-    gradient = functools.partial(attention_part_gradient_kernel, platform="interpret")
-    functions = (part, gradient, attention_part, attention_part_gradient)
+    names = ("partial_attention", "partial_attention_gradient")
+    functions = (*(kernel(name, "interpret") for name in names), partial_attention, partial_attention_gradient)
     return [jit(lambda *x, f=f: f(*x[:6], window, *x[6:])) for f in functions]
 
 
@@ -145,7 +151,7 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
     segments = data.draw(documents(1, case.s))
     halves = [(k, v, segments[:, : case.t], np.int32(0)), (k[:, ::-1], v, segments[:, 2:], np.int32(-2)),
               (v, k, segments[:, : case.t], np.int32(-case.t))]  # fmt: skip
-    whole = Part(jnp.zeros(q.shape), jnp.full(q.shape[:3], FLOOR))
+    whole = PartialAttention(jnp.zeros(q.shape), jnp.full(q.shape[:3], FLOOR))
     for key, value, key_segments, offset in halves:
         arguments = (q, key, value, segments, key_segments, offset)
         ours = part(*arguments)
@@ -156,7 +162,7 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
         seen = np.asarray(expected.lse_bsh) > FLOOR / 2
         assert_close(ours.lse_bsh[seen], expected.lse_bsh[seen], 1e-5)
         assert (ours.lse_bsh[~seen] <= FLOOR / 2).all()
-        whole = join(whole, ours)
+        whole = combine(whole, ours)
     for key, value, key_segments, offset in halves:
         arguments = (q, key, value, segments, key_segments, offset, whole, do)
         with jax.enable_x64(True):
@@ -167,8 +173,8 @@ def test_parts_of_the_keys_join_to_the_whole(data, seed):
 
 
 @functools.cache
-def decoded(kernel, window):
-    function = functools.partial(attention_kernel, platform="interpret") if kernel else attention
+def decoded(emulated, window):
+    function = EMULATED if emulated else attention
 
     def call(q, k, v, query_segments, key_segments, offset):
         return function(q, k, v, query_segments_bs=query_segments, key_segments_bt=key_segments, query_offset=offset,
@@ -244,8 +250,8 @@ def arguments(dtype, s=4096, t=4096, b=1, c=128):
 
 
 def forward(q, k, v, query_segments, key_segments, offset, *, platform, window=None):
-    return attention_kernel(q, k, v, query_segments_bs=query_segments, key_segments_bt=key_segments,
-                            query_offset=offset, window=window, platform=platform)  # fmt: skip
+    return kernel("attention", platform)(q, k, v, query_segments_bs=query_segments, key_segments_bt=key_segments,
+                                         query_offset=offset, window=window)  # fmt: skip
 
 
 def gradient(q, k, v, *rest, platform, window=None):
@@ -324,14 +330,14 @@ def test_what_the_kernels_cannot_do_is_refused(change, message):
     q = jnp.zeros((1, 4, 4, size["c"]), size["dtype"])
     k = jnp.zeros((1, size["t"], size["k"], size["c"]), size["dtype"])
     with pytest.raises(ValueError, match=message):
-        attention_kernel(q, k, k, platform="interpret")
+        EMULATED(q, k, k)
 
 
 def test_segments_that_do_not_fit_are_refused():
     q, segments = jnp.zeros((1, 4, 2, 16)), jnp.ones((1, 4), jnp.int32)
     with pytest.raises(ValueError, match="together or not at all"):
-        attention_kernel(q, q, q, query_segments_bs=segments, platform="interpret")
+        EMULATED(q, q, q, query_segments_bs=segments)
     with pytest.raises(ValueError, match=r"Segments .* do not fit"):
-        attention_part_kernel(q, q, q, segments, segments[:, :3], 0, None, platform="interpret")
+        kernel("partial_attention", "interpret")(q, q, q, segments, segments[:, :3], 0, None)
     with pytest.raises(ValueError, match="all of float32"):
-        attention_kernel(q, q.astype(jnp.bfloat16), q, platform="interpret")
+        EMULATED(q, q.astype(jnp.bfloat16), q)

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import jit, packed_rows, seeds
-from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
+from tests.kernel_helpers import check_machine_code, kernel, lowered_kernels, shape
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix
-from zaya_jax.ops.cca_mix_kernel import cca_mix_kernel
 
 KERNELS = ["cca_mix", "cca_mix_backward"]
 # (rows, tokens, query heads, key heads, channels, pairs, k0, k1); tiles are of 16 tokens and 16 channels.
@@ -60,7 +59,7 @@ def both(mix, dtype, given_, rest, cotangents):
 
 @functools.cache
 def ours(dtype):
-    return jit(functools.partial(both, functools.partial(cca_mix_kernel, platform="interpret"), dtype))
+    return jit(functools.partial(both, kernel("cca_mix", "interpret"), dtype))
 
 
 @functools.cache
@@ -128,7 +127,7 @@ def trained(u, current, delayed, halo, segments, rotary, weights, *, platform):
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def mix(u, current, delayed, weights):
-        return cca_mix_kernel(u, current, delayed, halo, segments, rotary, weights, None, platform=platform)
+        return kernel("cca_mix", platform)(u, current, delayed, halo, segments, rotary, weights, None)
 
     def loss(*given_):
         return sum(x.astype(jnp.float32).sum() for x in mix(*given_))

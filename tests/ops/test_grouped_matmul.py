@@ -12,17 +12,14 @@ from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.target import Target
 
-TARGETS = {"reference": Target("cpu", "any"), "xla": Target("cuda", "any", without=("grouped_matmul",))}
 T, P, Q, E = 29, 6, 10, 4
-every_target = pytest.mark.parametrize("name", TARGETS)
 
 
 @functools.cache
-def compiled(name):
+def compiled():
     def call(x, w, sizes, cotangent):
-        out, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, target=TARGETS[name]), x, w)
+        out, back = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes), x, w)
         return out, *back(cotangent)
 
     return jit(call)
@@ -51,11 +48,10 @@ def draw(seed, dtype=np.float32):
     return tuple(jnp.asarray(rng.normal(size=shape), dtype) for shape in ((T, P), (E, P, Q), (T, Q)))
 
 
-@every_target
 @given(sizes=splits(), seed=seeds())
-def test_each_row_meets_its_own_matrix(name, sizes, seed):
+def test_each_row_meets_its_own_matrix(sizes, seed):
     x, w, cotangent = draw(seed)
-    ours = compiled(name)(x, w, sizes, cotangent)
+    ours = compiled()(x, w, sizes, cotangent)
     assert_close(ours, dense(x, w, sizes, cotangent), 1e-5, least=1.0)
     for array in ours[:2]:
         assert not np.any(array[sizes.sum() :]), "rows past the groups are zero, and so is their gradient"
@@ -63,46 +59,32 @@ def test_each_row_meets_its_own_matrix(name, sizes, seed):
         assert not np.any(ours[2][e]), "a matrix no row meets has no gradient"
 
 
-@every_target
 @pytest.mark.parametrize("sizes", [[0] * 4, [T, 0, 0, 0], [0, 0, 0, T], [8, 8, 8, 5], [0, 9, 0, 20], [1, 1, 1, 1]])
-def test_splits_at_the_edges(name, sizes):
+def test_splits_at_the_edges(sizes):
     x, w, cotangent = draw(1)
     sizes = np.array(sizes, np.int32)
-    ours = compiled(name)(x, w, sizes, cotangent)
+    ours = compiled()(x, w, sizes, cotangent)
     assert_close(ours, dense(x, w, sizes, cotangent), 1e-5, least=1.0)
 
 
-@every_target
-def test_rows_past_the_groups_may_hold_anything(name):
+def test_rows_past_the_groups_may_hold_anything():
     x, w, cotangent = draw(2)
     sizes = np.array([3, 0, 9, 5], np.int32)
-    dirty = compiled(name)(x.at[17:].set(1e30), w, sizes, cotangent.at[17:].set(1e30))
-    chex.assert_trees_all_close(dirty, compiled(name)(x, w, sizes, cotangent), rtol=1e-6)
+    dirty = compiled()(x.at[17:].set(1e30), w, sizes, cotangent.at[17:].set(1e30))
+    chex.assert_trees_all_close(dirty, compiled()(x, w, sizes, cotangent), rtol=1e-6)
 
 
-@every_target
-def test_bfloat16_is_summed_in_float32(name):
+def test_bfloat16_is_summed_in_float32():
     x, w, cotangent = draw(3, jnp.bfloat16)
     sizes = np.array([9, 0, 11, 6], np.int32)
-    ours = compiled(name)(x, w, sizes, cotangent)
+    ours = compiled()(x, w, sizes, cotangent)
     chex.assert_type(list(ours), jnp.bfloat16)
     for array, want in zip(ours, dense(x, w, sizes, cotangent), strict=True):
         np.testing.assert_allclose(np.asarray(array, np.float64), want, rtol=2**-7, atol=2**-7)
 
 
-def test_a_cpu_takes_the_reference_and_a_gpu_the_kernel_or_the_ragged_product():
-    def found(target):
-        text = str(jax.make_jaxpr(functools.partial(grouped_matmul, target=target))(*draw(0)[:2], np.zeros(4, int)))
-        return ["ragged_dot" in text, "pallas_call" in text]
-
-    assert found(TARGETS["reference"]) == [False, False]
-    assert found(TARGETS["xla"]) == [True, False]
-    assert found(Target("rocm", "any")) == [False, True]
-
-
-@every_target
-def test_fewer_rows_than_the_smallest_block(name):
+def test_fewer_rows_than_the_smallest_block():
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(3, P)).astype(np.float32), rng.normal(size=(2, P, Q)).astype(np.float32)
-    out = grouped_matmul(x, w, jnp.array([1, 1]), target=TARGETS[name])
+    out = grouped_matmul(x, w, jnp.array([1, 1]))
     assert_close(out, [x[0] @ w[0], x[1] @ w[1], np.zeros(Q)], 1e-5)

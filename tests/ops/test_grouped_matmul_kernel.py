@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 
 from pallas_kernels.grouped_matmul import row_tile, row_tiles
 from tests.helpers import jit, seeds
-from tests.kernel_helpers import check_machine_code, lowered_kernels, shape
+from tests.kernel_helpers import check_machine_code, kernel, lowered_kernels, shape
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.grouped_matmul_kernel import grouped_matmul_kernel
-from zaya_jax.ops.target import Target
 
-CPU = Target("cpu", "any")
 # The largest error of a result over the largest of its values: of fp32 sums, and of results rounded to bf16.
 WITHIN = {"float32": 1e-5, "bfloat16": 2**-7}
 SHAPE = (45, 16, 20, 4)  # rows, inner, columns, groups: three tiles of 16 rows, of which one is ragged
@@ -31,8 +28,12 @@ def compiled(function):
     return jit(call)
 
 
-emulated = functools.partial(grouped_matmul_kernel, platform="interpret")
-reference = functools.partial(grouped_matmul, target=CPU)
+def by_kernels(platform):
+    names = ("grouped_product", "grouped_product_transposed", "grouped_outer")
+    return functools.partial(grouped_matmul, **{name: kernel(name, platform) for name in names})
+
+
+emulated = by_kernels("interpret")
 
 
 def draw(dims, dtype, seed):
@@ -51,7 +52,7 @@ def splits(rows, groups):
 def in_float64(x, w, sizes, cotangent):
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(array, np.float64)) for array in (x, w, cotangent)]
-        return [np.asarray(array) for array in compiled(reference)(wide[0], wide[1], sizes, wide[2])]
+        return [np.asarray(array) for array in compiled(grouped_matmul)(wide[0], wide[1], sizes, wide[2])]
 
 
 def check(dims, dtype, sizes, seed):
@@ -126,7 +127,7 @@ def of_8b(dtype, tokens=16_384):
 
 
 def gradient(x, w, sizes, cotangent, platform):
-    out, back = jax.vjp(lambda x, w: grouped_matmul_kernel(x, w, sizes, platform=platform), x, w)
+    out, back = jax.vjp(lambda x, w: by_kernels(platform)(x, w, sizes), x, w)
     return out, back(cotangent)
 
 

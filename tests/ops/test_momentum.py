@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import TARGETS, check_machine_code, equations, lowered_kernels, shape
+from tests.kernel_helpers import TARGETS, check_machine_code, equations, kernel, lowered_kernels, shape
 from zaya_jax.config import MuonConfig
 from zaya_jax.machine.proxies.kernel_bytes import kernel_bytes
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
@@ -29,7 +29,7 @@ EXPERTS, ALL_EXPERTS, SHARE, ODD = (16, 2048, 4096), (640, 2048, 4096), (640, 2,
 
 
 def step(platform, dtype, *arrays):
-    return step_momentum(*arrays, dtype, platform=platform)
+    return kernel("momentum", platform)(*arrays, dtype)
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def with_platform(dtype):
     return lambda *arrays, platform: step(platform, dtype, *arrays)
 
 
-@pytest.mark.parametrize("platform", [None, "interpret"])
+@pytest.mark.parametrize("platform", ["cpu", "interpret"])
 @pytest.mark.parametrize(("given_in", "dtype"), [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)])
 @settings(max_examples=8)
 @given(sizes=st.sampled_from(SIZES), form=FORMS, factor=st.floats(0.01, 2), seed=seeds())
@@ -82,7 +82,7 @@ def test_it_is_the_formula(platform, given_in, dtype, sizes, form, factor, seed)
     np.testing.assert_allclose(np.asarray(direction, np.float64), expected[1], rtol=rounding, atol=2e-6)
 
 
-@pytest.mark.parametrize("platform", [None, "interpret"])
+@pytest.mark.parametrize("platform", ["cpu", "interpret"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_skipped_step_leaves_the_momentum_bit_for_bit(platform, value):
     gradient, momentum = draw(0, (2, 7, 9), jnp.float32)
@@ -140,7 +140,7 @@ def test_other_dtypes_are_refused():
         step("interpret", jnp.float64, *(jnp.ones((4, 4)),) * 2, jnp.ones(6))
 
 
-def test_without_a_platform_double_precision_stays_such():
+def test_double_precision_stays_such_by_the_reference():
     gradient, momentum = (np.random.default_rng(seed).normal(size=(3, 5)) for seed in range(2))
     numbers = coefficients("ema", nesterov=True)
     with jax.enable_x64(True):

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import PLATFORMS
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import check_machine_code, equations, lowered_kernels, shape
+from tests.kernel_helpers import check_machine_code, equations, kernel, lowered_kernels, shape
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.residual_norm import MergeVectors, residual_norm
-from zaya_jax.ops.residual_norm_kernel import residual_norm_kernel
 
 EPS = 1e-5
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -45,8 +44,7 @@ def with_gradients(operation, dtype, arrays, gradients):
 
 @functools.cache
 def whole(dtype):
-    kernel = functools.partial(residual_norm_kernel, platform="interpret")
-    return jit(functools.partial(with_gradients, kernel, dtype))
+    return jit(functools.partial(with_gradients, kernel("residual_norm", "interpret"), dtype))
 
 
 def check(seed, shape_d, output, dtype, scaled):
@@ -115,7 +113,7 @@ def shapes(tokens, width, dtype, scaled=True):
 
 
 def forward(o, x, vectors, weight, *, platform):
-    return residual_norm_kernel(o, x, vectors, weight, EPS, o.dtype, platform=platform)
+    return kernel("residual_norm", platform)(o, x, vectors, weight, EPS, o.dtype)
 
 
 def gradient(*arrays, platform, wrap=lambda f: f):
@@ -145,7 +143,7 @@ def test_it_is_one_kernel_forward_and_one_backward(platform, dtype, scaled):
         ({"weight": shape(4, 8, dtype=F32)}, r"vectors of shape \(8,\), not \(4, 8\)"),
         ({"output": shape(1, 8, dtype=F32)}, "of one shape, not"),
         ({"output": shape(4, 8193, dtype=F32), "stream": shape(4, 8193, dtype=F32)}, "rows of 1 to 8192 elements"),
-        ({"output": shape(0, 8, dtype=F32), "stream": shape(0, 8, dtype=F32)}, "at least one of them"),
+        ({"output": shape(0, 8, dtype=F32), "stream": shape(0, 8, dtype=F32)}, "and at least one"),
         ({"output": shape(dtype=F32), "stream": shape(dtype=F32)}, "rows of 1 to 8192 elements"),
     ],
 )
@@ -153,13 +151,14 @@ def test_what_it_cannot_do_it_refuses(change, said):
     given = {"output": shape(4, 8, dtype=F32), "stream": shape(4, 8, dtype=F32), "vectors": None,
              "weight": shape(8, dtype=F32), "dtype": F32} | change  # fmt: skip
     with pytest.raises(ValueError, match=said):
-        residual_norm_kernel(given["output"], given["stream"], given["vectors"], given["weight"], EPS, given["dtype"],
-                             platform="cuda")  # fmt: skip
+        kernel("residual_norm", "cuda")(
+            given["output"], given["stream"], given["vectors"], given["weight"], EPS, given["dtype"]
+        )
 
 
 def test_double_precision_is_refused():
     with jax.enable_x64(True), pytest.raises(ValueError, match="fp32 stream, not float64"):
-        residual_norm_kernel(jnp.ones((4, 8)), jnp.ones((4, 8)), None, jnp.ones(8), EPS, "float64", platform="cuda")
+        kernel("residual_norm", "cuda")(jnp.ones((4, 8)), jnp.ones((4, 8)), None, jnp.ones(8), EPS, "float64")
 
 
 def test_recomputation_runs_forward_again_only_where_its_results_are_asked_for():
@@ -185,7 +184,7 @@ def test_recomputation_runs_forward_again_only_where_its_results_are_asked_for()
 def test_it_runs_where_numbers_are_wide_by_default():
     arrays, gradients = draw(0, (2, 8), F32, F32, scaled=True)
     with jax.enable_x64(True):
-        ours = with_gradients(functools.partial(residual_norm_kernel, platform="interpret"), F32, arrays, gradients)
+        ours = with_gradients(kernel("residual_norm", "interpret"), F32, arrays, gradients)
         assert lowered_kernels(gradient, *shapes(64, 2048, BF16), platform="rocm")
     chex.assert_type(jax.tree.leaves(ours), F32)
 
@@ -229,8 +228,8 @@ def test_little_more_is_moved_than_must_be(platform, dtype, tokens):
     o, x, vectors, weight = arrays = shapes(tokens, 2048, dtype)
     assert vectors is not None
     out = jax.eval_shape(functools.partial(forward, platform=platform), *arrays)
-    ahead = functools.partial(residual_norm_forward, eps=EPS, dtype=dtype, platform=platform)
+    ahead = functools.partial(residual_norm_forward, eps=EPS, dtype=dtype, architecture=platform)
     assert moved(ahead, o, x, tuple(vectors), weight) == size(arrays, out)
     # The scales' gradients need o and x; the new stream follows from those.
-    back = functools.partial(residual_norm_backward, eps=EPS, platform=platform)
+    back = functools.partial(residual_norm_backward, eps=EPS, architecture=platform)
     assert moved(back, o, x, tuple(vectors), weight, *out) <= 1.16 * size(arrays, out, arrays)

@@ -3,6 +3,7 @@ import types
 import jax
 import pytest
 
+from pallas_kernels.tiles import TILES, tile
 from zaya_jax.ops.target import Target, current_target
 
 
@@ -11,20 +12,33 @@ def test_these_tests_run_on_a_cpu():
 
 
 @pytest.mark.parametrize(
-    ("platform", "version", "expected"),
+    ("platform", "version", "capability", "expected"),
     [
-        ("gpu", "PJRT C API\nrocm 60300", "rocm"),
-        ("gpu", "PJRT C API\nROCm 7.0", "rocm"),
-        ("gpu", "PJRT C API\ncuda 12090", "cuda"),
-        ("cpu", "cpu", "cpu"),
+        ("gpu", "PJRT C API\nrocm 60300", "gfx942:sramecc+:xnack-", ("rocm", "gfx942")),
+        ("gpu", "PJRT C API\nROCm 7.0", "gfx950", ("rocm", "gfx950")),
+        ("gpu", "PJRT C API\nROCm 7.0", "", ("rocm", "rocm")),
+        ("gpu", "PJRT C API\ncuda 12090", "9.0", ("cuda", "sm_90")),
+        ("gpu", "PJRT C API\ncuda 12090", "12.0", ("cuda", "sm_120")),
+        ("gpu", "PJRT C API\ncuda 12090", "", ("cuda", "cuda")),
+        ("cpu", "cpu", "", ("cpu", "cpu")),
     ],
 )
-def test_a_gpu_is_of_the_runtime_that_drives_it(monkeypatch, platform, version, expected):
+def test_a_gpu_is_of_the_runtime_that_drives_it(monkeypatch, platform, version, capability, expected):
     device = types.SimpleNamespace(
-        platform=platform, device_kind="kind", client=types.SimpleNamespace(platform_version=version)
-    )
+        platform=platform, device_kind="kind", client=types.SimpleNamespace(platform_version=version),
+        compute_capability=capability,
+    )  # fmt: skip
     monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert current_target() == Target(expected, "kind")
+    target = current_target()
+    assert (target.platform, target.device_kind, target.architecture) == (expected[0], "kind", expected[1])
+
+
+def test_every_kernel_has_a_tile_for_any_architecture_that_fits_smaller_gpus():
+    for name in TILES:
+        for dtype in ("bfloat16", "float32"):
+            known, other = (tile(name, architecture, dtype) for architecture in ("sm_90", "sm_86"))
+            assert (other.sizes, other.warps, other.stages) == (known.sizes, known.warps, min(known.stages, 2))
+            assert tile(name, "gfx942", dtype) == tile(name, "gfx1100", dtype) == tile(name, "rocm", dtype)
 
 
 def test_a_target_is_a_static_value():

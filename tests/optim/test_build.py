@@ -11,14 +11,13 @@ import pytest
 from flax import nnx
 
 from tests.helpers import jit, random_values, tiny_config
+from tests.kernel_helpers import TARGETS, kernels
 from zaya_jax.config import AdamWConfig, MuonConfig, OptimizerConfig, RoleConfig, RolesConfig
 from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.machine.proxies.stablehlo import count_launches
 from zaya_jax.model import tree
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES
 from zaya_jax.model.zaya import abstract_model
-from zaya_jax.ops import ops_for
-from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.optim.muon import scale_by_muon
 
@@ -150,16 +149,16 @@ def test_gate_and_up_apart_are_another_update():
 @pytest.mark.parametrize("form", ["sum", "ema"])
 def test_around_its_kernels_a_step_reads_directions_twice_and_moves_parameters(form):
     """Neither clipping nor skipping is a pass of its own; bytes of an element outside of the loop over iterations."""
-    config, target = OptimizerConfig(muon=MuonConfig(momentum_form=form)), Target("rocm", "gfx942")
+    config, ops = OptimizerConfig(muon=MuonConfig(momentum_form=form)), kernels("rocm").ops
     optimizer = make_optimizer(config, {"w": "expert"}, {})
     params, number = {"w": jax.ShapeDtypeStruct((4, 256, 512), jnp.float32)}, jax.ShapeDtypeStruct((), jnp.float32)
 
     def step(params, state, grads, factor, skip):
-        updates, state = optimizer.update(grads, state, params, factor=factor, skip=skip > 0, ops=ops_for(target))
+        updates, state = optimizer.update(grads, state, params, factor=factor, skip=skip > 0, ops=ops)
         return jax.tree.map(lambda p, u: jnp.where(skip > 0, p, p + u), params, updates), state
 
     state = jax.eval_shape(optimizer.init, params)
-    found = count_launches(lower(step, params, state, params, number, number, target=target))
+    found = count_launches(lower(step, params, state, params, number, number, target=TARGETS["rocm"]))
     assert dict(found.kernels) == {"momentum": 1}
     assert len(found.loops) == 1
     norm, update = 2, 2 + 4 + 4

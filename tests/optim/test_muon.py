@@ -12,13 +12,11 @@ from hypothesis import given
 from optax.contrib import MuonDimensionNumbers
 
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import TARGETS
+from tests.kernel_helpers import TARGETS, kernels
 from zaya_jax.config import MuonConfig
 from zaya_jax.machine.proxies.codegen import kernels_of, lower
-from zaya_jax.ops import ops_for
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
-from zaya_jax.ops.target import Target
 from zaya_jax.optim.muon import momentum_coefficients, scale_by_muon
 from zaya_jax.optim.muon import muon as public_muon
 
@@ -182,8 +180,8 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
     transform = scale_by_muon(MuonConfig(momentum_form=form, iterates="float32"))
     state = transform.init(grads)
     found = []
-    for target in (Target("interpret", ""), Target("cpu", "")):
-        update = jit(functools.partial(transform.update, ops=ops_for(target)))
+    for platform in ("interpret", "cpu"):
+        update = jit(functools.partial(transform.update, ops=kernels(platform).ops))
         found.append(update(grads, state, factor=0.3, skip=False))
         broken = {name: g.at[0].set(jnp.nan) for name, g in grads.items()}
         _, kept = update(broken, found[-1][1], factor=jnp.nan, skip=True)
@@ -197,7 +195,7 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
 def test_on_gpus_each_leaf_has_its_kernels(platform):
     transform, grads = scale_by_muon(MuonConfig()), {"layers": draw(0, 3, 64, 128), "tall": draw(1, 48, 32)}
     state = transform.init(grads)
-    update = functools.partial(transform.update, ops=ops_for(TARGETS[platform]))
+    update = functools.partial(transform.update, ops=kernels(platform).ops)
     found = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
     assert [kernel.name for kernel in found] == ["momentum", "gram", "gram_polynomial"] * 2
 

@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec
 from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient, join
+from zaya_jax.ops.attention import attention, combine, partial_attention, partial_attention_gradient
 from zaya_jax.parallel.context import device_pieces, gathered_attention, sequence_order, tree_attention
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.ring import ring_attention
 
 configs = st.builds(ParallelConfig, context=st.sampled_from([1, 2, 3, 4, 8]),
                     context_layout=st.sampled_from(["contiguous", "zigzag"]))  # fmt: skip
@@ -47,10 +47,10 @@ def problem(seed, b=2, s=24, t=24, h=4, k=2, c=8):
 @given(seed=st.integers(0, 1000), cut=st.integers(1, 23), window=st.sampled_from([None, 3, 9]))
 def test_parts_of_the_keys_join_to_all_of_them(seed, cut, window):
     q, k, v, q_seg, k_seg = (jnp.asarray(x, jnp.float32 if x.dtype == np.float64 else x.dtype) for x in problem(seed))
-    first = attention_part(q, k[:, :cut], v[:, :cut], q_seg, k_seg[:, :cut], 0, window)
-    second = attention_part(q, k[:, cut:], v[:, cut:], q_seg, k_seg[:, cut:], -cut, window)
+    first = partial_attention(q, k[:, :cut], v[:, :cut], q_seg, k_seg[:, :cut], 0, window)
+    second = partial_attention(q, k[:, cut:], v[:, cut:], q_seg, k_seg[:, cut:], -cut, window)
     whole = attention(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, window=window)
-    assert_close(join(first, second).o_bshc, whole, 1e-5)
+    assert_close(combine(first, second).o_bshc, whole, 1e-5)
 
 
 def trees(cases):
@@ -76,7 +76,7 @@ def trees(cases):
 
             def region(q, k, v, q_seg, k_seg, start, window=window, length=length):
                 offset = length - 3 - start[0]
-                return tree_attention(attention_part, q, k, v, q_seg, k_seg, offset, window)
+                return tree_attention(partial_attention, q, k, v, q_seg, k_seg, offset, window)
 
             none, split = PartitionSpec(), PartitionSpec(None, "context")
             specs = (none, split, split, none, split, PartitionSpec("context"))
@@ -104,8 +104,9 @@ def test_a_layout_without_pieces_leaves_the_order():
 @pytest.mark.parametrize("kind", ["gathered", "ring"])
 def test_a_cache_is_refused_where_a_sequence_lies_over_devices(kind):
     config = ParallelConfig(context=2)
-    ring = PartialAttention(attention_part, attention_part_gradient)
-    one = gathered_attention(config, attention) if kind == "gathered" else ring_attention(config, ring)
+    one = gathered_attention(config, attention)
+    if kind == "ring":
+        one = ring_attention(config, partial_attention, partial_attention_gradient)
     q, k, v, q_seg, k_seg = problem(0)
     with pytest.raises(ValueError, match="cache"):
         one(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, query_offset=1)

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.dispatch import dispatch_experts
+from zaya_jax.ops.experts import dispatch_experts
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.mesh import make_mesh
 

@@ -12,7 +12,7 @@ from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import make_batch
 from zaya_jax.config import ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
-from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.registry import preferred_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.program import Programs
@@ -45,7 +45,7 @@ def lowered(parallel: ParallelConfig, platform: str) -> tuple[jax.stages.Traced,
     train = dataclasses.replace(WIDE.train, compute_dtype="bfloat16", remat="full")
     model = dataclasses.replace(WIDE.model, head_dim=64)  # the least that the kernel of the mix takes
     config = dataclasses.replace(WIDE, model=model, parallel=parallel, train=train)
-    program = Programs(config, KernelSelection(TARGETS[platform]), 8)[0]
+    program = Programs(config, preferred_kernels(TARGETS[platform]), 8)[0]
     sizes = program.placement.mesh
     mesh = AbstractMesh(sizes.axis_sizes, sizes.axis_names, sizes.axis_types, **abstract_device(TARGETS[platform]))
     program = dataclasses.replace(program, placement=dataclasses.replace(program.placement, mesh=mesh))

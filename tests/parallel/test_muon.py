@@ -10,13 +10,12 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 
 from tests.hlo_helpers import collectives, product_flops
-from tests.kernel_helpers import TARGETS
+from tests.kernel_helpers import TARGETS, kernels
 from tests.parallel_helpers import LAYOUTS as MODEL_LAYOUTS
 from tests.parallel_helpers import WIDE
 from tests.train_helpers import change, make_program, on_devices
 from zaya_jax.config import MuonConfig, ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
-from zaya_jax.ops import ops_for
 from zaya_jax.optim.muon import scale_by_muon
 from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
@@ -149,7 +148,7 @@ def test_on_gpus_kernels_see_what_a_device_has(platform):
     assert placed["blocks.0.router.output"].axis is None
 
     def update(grads):
-        return muon.update(grads, muon.init(grads), on_matrices=on_matrices, ops=ops_for(target))[0]
+        return muon.update(grads, muon.init(grads), on_matrices=on_matrices, ops=kernels(platform).ops)[0]
 
     grads = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=jax.NamedSharding(mesh, placed[name].stored))
              for name, shape in SHAPES.items()}  # fmt: skip

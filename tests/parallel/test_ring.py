@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 from tests.helpers import assert_close
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
+from zaya_jax.ops.attention import attention, partial_attention, partial_attention_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, sequence_order
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.ring import ring_attention
 
 B, S, H, K, C = 2, 24, 4, 2, 8
 
@@ -38,7 +38,7 @@ def differentiated(function):
 
 def over_devices(cases):
     """Output and gradients of ring and gathered attention, brought back into order, and those of one device."""
-    local, found = PartialAttention(attention_part, attention_part_gradient), []
+    found = []
     with jax.enable_x64(True):
         for seed, context, layout, window in cases:
             config = ParallelConfig(context=context, context_layout=layout)
@@ -50,8 +50,8 @@ def over_devices(cases):
                 return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
             def ring(q, k, v, segments, config=config, window=window):
-                return ring_attention(config, local)(q, k, v, query_segments_bs=segments, key_segments_bt=segments,
-                                                     window=window)  # fmt: skip
+                attend = ring_attention(config, partial_attention, partial_attention_gradient)
+                return attend(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
             def gather(q, k, v, segments, config=config, window=window):
                 return gathered_attention(config, attention)(

@@ -5,7 +5,6 @@ the device that is timed and not the way to it.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import statistics
@@ -21,6 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
+from zaya_jax.ops.registry import preferred_kernels
 from zaya_jax.ops.target import Target, current_target
 
 PASS = 0.1  # seconds that a pass takes at least, where that is fewer calls than `MOST`
@@ -116,12 +116,9 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
       InputError: it does not compile or run.
     """
     case, target = cases(sizes, dtype)[name], current_target()
-    if emulated:
-        target = Target("interpret", target.device_kind)
-    if not kernel:
-        target = dataclasses.replace(target, without=case.operations)
+    kernels = preferred_kernels(Target("interpret", target.device_kind) if emulated else target)
     try:
-        function, arguments = program(case, target)
+        function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
         if case.held:
             return stepped(function, arguments, case.held)
         short = not emulated and sum(leaf.nbytes for leaf in jax.tree.leaves(arguments)) < SHORT

@@ -140,12 +140,14 @@ def run_trial(trial: Trial) -> Curve:
     from zaya_jax.data.sources import open_sources
     from zaya_jax.evaluate.evaluator import ModelSnapshot
     from zaya_jax.evaluate.heldout import HeldoutEvaluator
+    from zaya_jax.ops.target import current_target
     from zaya_jax.train.compiled import CompiledSteps
-    from zaya_jax.train.program import make_programs
+    from zaya_jax.train.kernels import validated_kernels
+    from zaya_jax.train.program import Programs
     from zaya_jax.train.state import init_state
 
     begun, config = time.monotonic(), trial.config
-    programs = make_programs(config)
+    programs = Programs(config, validated_kernels(config, current_target()))
     program = programs[0]
     prepared = open_sources(config)
     evaluator = HeldoutEvaluator(config, prepared)

@@ -28,10 +28,12 @@ from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.ops.target import current_target
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.initialization import initialize
+from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory
-from zaya_jax.train.program import Programs, make_programs
+from zaya_jax.train.program import Programs
 
 SHARED = (8, 1024)  # devices that would share the optimizer's work
 _GB = 1e9
@@ -124,10 +126,11 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
-    programs = make_programs(config)
+    kernels = validated_kernels(config, current_target())
+    programs = Programs(config, kernels)
     compiled = compile_parts(programs)
     check_memory(config, compiled.bytes, available_memory(),
-                 lambda config: compile_parts(make_programs(config)).bytes)  # fmt: skip
+                 lambda config: compile_parts(Programs(config, kernels)).bytes)  # fmt: skip
     batch = programs[0].placement.place(make_rows(tokens_bs), programs[0].batch_shape(stage)[0])
     state = initialize(programs[0])
     losses = []

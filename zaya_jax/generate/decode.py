@@ -12,7 +12,7 @@ from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, head, init_cache
-from zaya_jax.ops.registry import choose
+from zaya_jax.ops.registry import select_kernels, validate_kernels
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.placement import Placement, make_placement
@@ -67,8 +67,9 @@ def generate_text(
         tokens[index, longest - len(row) :] = row
         segments[index, longest - len(row) :] = 1
     key = jax.random.key(0) if key is None else key
-    kernels, one_device = choose(current_target(), config, model.dtype.name), make_mesh(devices=jax.devices()[:1])
-    placement = make_placement(ParallelConfig(), one_device, shapes(model), roles(model), model.dtype.name, kernels)
+    dtype, one_device = model.dtype.name, make_mesh(devices=jax.devices()[:1])
+    kernels = validate_kernels(select_kernels(current_target(), config, dtype), config, dtype, training=False)
+    placement = make_placement(ParallelConfig(), one_device, shapes(model), roles(model), dtype, kernels)
     drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
                                steps=max_new_tokens, greedy=temperature == 0, placement=placement))  # fmt: skip
     results = []

@@ -20,10 +20,10 @@ from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
-from zaya_jax.ops.attention import attention, attention_part, attention_part_gradient
+from zaya_jax.ops.attention import attention, partial_attention, partial_attention_gradient
 from zaya_jax.parallel.context import gather_sequence, gathered_attention
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
-from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.ring import ring_attention
 
 SIMULATED = 8  # CPU devices, where a machine has one device alone
 # By itself XLA:CPU orders a program so that much of it can run at once, which doubles its temporaries.
@@ -149,7 +149,7 @@ def _forward_and_backward(config: ParallelConfig, q_bshc: jax.Array, k_bskc: jax
                           do_bshc: jax.Array, segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
     """Of a device's part of the sequence, the output and the gradients of q, k and v."""
     if config.context_attention == "ring":
-        attend = ring_attention(config, PartialAttention(attention_part, attention_part_gradient))
+        attend = ring_attention(config, partial_attention, partial_attention_gradient)
         key_segments = segments_bs
     else:
         attend = gathered_attention(config, attention)

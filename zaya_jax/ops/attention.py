@@ -1,11 +1,13 @@
-"""Causal grouped-query attention over packed sequences: the blockwise reference.
+"""Causal grouped-query attention over packed sequences.
 
-One pass over key blocks with an online softmax, forward and backward, so that memory is linear in the
-sequence: no array of the size queries × keys exists. Blocks that causality or the window hides are not
-visited.
+The reference goes by blocks of keys (`ops.blockwise`). Of the kernels one is for a forward pass, one splits the keys
+for the few queries of a decode, and two are for the gradient. Where a gradient is asked for, the forward pass is that
+of the first; it is not run again if output and logarithms of sums, named `MATMUL_OUTPUT`, are kept. Sums and
+statistics are in fp32.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.attention import attention_forward
+from pallas_kernels.attention_backward import attention_backward
+from pallas_kernels.decode import attention_decode, decodes
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents
 
-# Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
-# real score, so that a row without a visible key gives 0 and not NaN.
-HIDDEN = -1e30
-FLOOR = -1e20
-QUERY_BLOCK = 128
-KEY_BLOCK = 256
+HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
 def attention(
@@ -55,226 +57,212 @@ def attention(
     if query_segments_bs is None or key_segments_bt is None:
         query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
         key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
-    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o_bkgsc: jax.Array = _blockwise(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
-    return _unfold(o_bkgsc, q_bshc.shape)
+    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o_bkgsc: jax.Array = blockwise(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
+    return unfold(o_bkgsc, q_bshc.shape)
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention to a part of the keys: `o_bshc`, and `lse_bsh`, the logarithm of the sum of the scores' exponentials.
 
-    Both in the dtype of sums; `FLOOR` and 0 for a query that sees none of the keys. Parts join by `join`.
+    Both in the dtype of sums; `FLOOR` and 0 for a query that sees none of the keys. `combine` makes one of two.
     """
 
     o_bshc: jax.Array
     lse_bsh: jax.Array
 
 
-def attention_part(
+def partial_attention(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
     query_offset: jax.Array | int, window: int | None,
-) -> Part:  # fmt: skip
+) -> PartialAttention:  # fmt: skip
     """`attention` to some of the keys; not differentiable, for those who join the parts' gradients themselves.
 
     `query_offset` may be negative, where the keys come after the queries.
     """
-    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o, lse = _forward(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
-    return Part(_unfold(o, q_bshc.shape), _unfold(lse[..., None], (*q_bshc.shape[:3], 1))[..., 0])
+    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o, lse = forward(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
+    return PartialAttention(unfold(o, q_bshc.shape), unfold(lse[..., None], (*q_bshc.shape[:3], 1))[..., 0])
 
 
-def attention_part_gradient(
+def partial_attention_gradient(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
-    query_offset: jax.Array | int, window: int | None, whole: Part, do_bshc: jax.Array,
+    query_offset: jax.Array | int, window: int | None, whole: PartialAttention, do_bshc: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """What some of the keys give to the gradients of q, k and v, in the dtype of sums.
 
-    The arguments are those of `attention_part`, then attention to all keys and the gradient of its output.
+    The arguments are those of `partial_attention`, then attention to all keys and the gradient of its output.
     """
-    blocks, q, k, v, q_seg, k_seg = _fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
-    o, lse, do = (_fold_queries(x, k.shape[1], q.shape[3]) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
+    blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
+    o, lse, do = (fold_queries(x, k.shape[1], q.shape[3]) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
     saved = (q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32), o, lse[..., 0])
-    dq, dk, dv = _backward(blocks, saved, do)
+    dq, dk, dv = backward(blocks, saved, do)
     t = k_btkc.shape[1]
-    return _unfold(dq, q_bshc.shape), dk[:, :, :t].transpose(0, 2, 1, 3), dv[:, :, :t].transpose(0, 2, 1, 3)
+    return unfold(dq, q_bshc.shape), dk[:, :, :t].transpose(0, 2, 1, 3), dv[:, :, :t].transpose(0, 2, 1, 3)
 
 
-def join(one: Part, other: Part) -> Part:
+def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
     """Attention to the keys of both parts."""
-    lse = jnp.logaddexp(one.lse_bsh, other.lse_bsh)
-    o = sum(part.o_bshc * jnp.exp(part.lse_bsh - lse)[..., None] for part in (one, other))
-    return Part(jnp.asarray(o), lse)
+    lse = jnp.logaddexp(first.lse_bsh, second.lse_bsh)
+    o = sum(part.o_bshc * jnp.exp(part.lse_bsh - lse)[..., None] for part in (first, second))
+    return PartialAttention(jnp.asarray(o), lse)
 
 
-def _fold(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
-          key_segments_bt: jax.Array, window: int | None) -> tuple[Any, ...]:  # fmt: skip
-    """Whole blocks, heads before the sequence and queries with their key head."""
-    s, t, num_kv = q_bshc.shape[1], k_btkc.shape[1], k_btkc.shape[2]
-    q_block, k_block = min(QUERY_BLOCK, s), min(KEY_BLOCK, t)
-    s_pad, t_pad = -s % q_block, -t % k_block
-    q_bkgsc = _fold_queries(q_bshc, num_kv, s + s_pad)
-    k_bktc = jnp.pad(k_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
-    v_bktc = jnp.pad(v_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
-    query_segments_bs = jnp.pad(query_segments_bs, ((0, 0), (0, s_pad)))
-    key_segments_bt = jnp.pad(key_segments_bt, ((0, 0), (0, t_pad)))
-    return (q_block, k_block, window, s, t), q_bkgsc, k_bktc, v_bktc, query_segments_bs, key_segments_bt
+# --- the kernels -----------------------------------------------------------------------------------------------
 
 
-def _fold_queries(x_bshc: jax.Array, num_kv: int, length: int) -> jax.Array:
-    b, s, h, c = x_bshc.shape
-    x_bkgsc = x_bshc.reshape(b, s, num_kv, h // num_kv, c).transpose(0, 2, 3, 1, 4)
-    return jnp.pad(x_bkgsc, ((0, 0), (0, 0), (0, 0), (0, length - s), (0, 0)))
+def _unsupported(
+    q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array | None = None,
+    key_segments_bt: jax.Array | None = None, *_: Any, **_options: Any,
+) -> str:  # fmt: skip
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
+        return ("The kernels of attention take queries, keys and values all of bfloat16 or all of float32, not "
+                f"{q.dtype}, {k.dtype} and {v.dtype}.")  # fmt: skip
+    b, s, h, c = q.shape
+    if c not in HEAD_SIZES:
+        return f"The kernels of attention take heads of {HEAD_SIZES} channels, not {c}."
+    if k.shape != v.shape or (k.shape[0], k.shape[3]) != (b, c) or h % k.shape[2]:
+        return f"Queries {q.shape} do not fit keys {k.shape} and values {v.shape}."
+    if not (s and k.shape[1]):
+        return "The kernels of attention take at least one query and one key."
+    if (query_segments_bs is None) != (key_segments_bt is None):
+        return "Segments of queries and of keys are given together or not at all."
+    if query_segments_bs is None or key_segments_bt is None:
+        return ""
+    fits = (query_segments_bs.shape, key_segments_bt.shape) == (q.shape[:2], k.shape[:2])
+    return "" if fits else (f"Segments {query_segments_bs.shape} and {key_segments_bt.shape} do not fit queries "
+                            f"{q.shape} and keys {k.shape}.")  # fmt: skip
 
 
-def _unfold(x_bkgsc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return x_bkgsc[:, :, :, : shape[1]].transpose(0, 3, 1, 2, 4).reshape(shape)
+def _attention_kernel(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
+    key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
+    architecture: str,
+) -> jax.Array:  # fmt: skip
+    segments = _segments(query_segments_bs, key_segments_bt)
+    return _attention(_Static(window, architecture), q_bshc, k_btkc, v_btkc, segments,
+                      jnp.asarray(query_offset, jnp.int32))  # fmt: skip
 
 
-Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window, queries, keys
+def _partial_kernel(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
+    query_offset: jax.Array | int, window: int | None, *, architecture: str,
+) -> PartialAttention:  # fmt: skip
+    segments, offset = _segments(query_segments_bs, key_segments_bt), jnp.asarray(query_offset, jnp.int32)
+    run = attention_decode if decodes(q_bshc, k_btkc) else attention_forward
+    return PartialAttention(*run(q_bshc, k_btkc, v_btkc, segments, offset, window=window, dtype=jnp.float32,
+                                 architecture=architecture))  # fmt: skip
+
+
+def _partial_gradient_kernel(
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
+    query_offset: jax.Array | int, window: int | None, whole: PartialAttention, do_bshc: jax.Array, *,
+    architecture: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    segments, offset = _segments(query_segments_bs, key_segments_bt), jnp.asarray(query_offset, jnp.int32)
+    static = _Static(window, architecture)
+    return _gradient(static, q_bshc, k_btkc, v_btkc, segments, offset, whole, do_bshc, jnp.float32)
+
+
+class _Static(NamedTuple):
+    window: int | None
+    architecture: str
+
+
+def _segments(queries: jax.Array | None, keys: jax.Array | None) -> tuple[jax.Array, jax.Array] | None:
+    if queries is None or keys is None:
+        return None
+    return queries.astype(jnp.int32), keys.astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+def _attention(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any,
                offset: jax.Array) -> jax.Array:  # fmt: skip
-    return _forward(blocks, q, k, v, q_seg, k_seg, offset)[0].astype(q.dtype)
+    run = attention_decode if decodes(q, k) else attention_forward
+    return run(q, k, v, segments, offset, window=static.window, dtype=q.dtype, architecture=static.architecture)[0]
 
 
-def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key blocks [low, high) of which a query of the block starting at `first_query` may see a key."""
-    q_block, k_block, window, _, t = blocks
-    high = jnp.minimum((first_query + q_block + k_block - 1) // k_block, -(-t // k_block))
-    low = jnp.zeros_like(high) if window is None else jnp.maximum(first_query - window + 1, 0) // k_block
-    return low, high
-
-
-def _mask(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array, index: jax.Array,
-          keys_first: bool = False) -> jax.Array:  # fmt: skip
-    """0 where a query sees a key of key block `index`, HIDDEN elsewhere: fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
-
-    Loops over key blocks carry the mask of their next block. That makes it an array of its own; made where it
-    is used, the compiler would make it again, element by element, in each of its users.
-    """
-    q_block, k_block, window, _, _ = blocks
-    query = first_query + jnp.arange(q_block)
-    key = index * k_block + jnp.arange(k_block)
-    k_seg = _slice(k_seg, index * k_block, k_block, 1)
-    if keys_first:
-        query, key, q_seg, k_seg = query[None, :], key[:, None], q_seg[:, None, :], k_seg[:, :, None]
-    else:
-        query, key, q_seg, k_seg = query[:, None], key[None, :], q_seg[:, :, None], k_seg[:, None, :]
-    seen = key <= query
-    if window is not None:
-        seen &= key > query - window
-    mask = jnp.where(seen & (q_seg == k_seg) & (q_seg != 0), 0.0, HIDDEN)
-    return jnp.expand_dims(mask, (1, 3) if keys_first else (1, 2))
-
-
-def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
-
-
-def _forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
-             offset: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The output, and the logarithm of each query's sum of exponentials, both in the dtype of sums."""
-    q_block, k_block, _, _, _ = blocks
-    b, kv, g, s, c = q.shape
-    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
-
-    def per_query_block(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        first = index * q_block
-        q_blk = _slice(q, first, q_block, 3) * scale
-        q_seg_blk = _slice(q_seg, first, q_block, 1)
-
-        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset)
-
-        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            high, total, acc, hidden = state
-            start = j * k_block
-            scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
-                                preferred_element_type=sums)  # fmt: skip
-            scores = scores + hidden
-            new_high = jnp.maximum(high, scores.max(-1))
-            p = jnp.exp(scores - new_high[..., None])
-            keep = jnp.exp(high - new_high)
-            update = jnp.einsum("bkgxy,bkyc->bkgxc", p.astype(v.dtype), _slice(v, start, k_block, 2),
-                                preferred_element_type=sums)  # fmt: skip
-            return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update, mask(j + 1)
-
-        low, high = _key_range(blocks, first + offset)
-        state = (
-            jnp.full((b, kv, g, q_block), FLOOR, sums),
-            jnp.zeros((b, kv, g, q_block), sums),
-            jnp.zeros((b, kv, g, q_block, c), sums),
-            mask(low),
-        )
-        top, total, acc, _ = jax.lax.fori_loop(low, high, per_key_block, state)
-        safe = jnp.where(total == 0, 1.0, total)
-        return None, (acc / safe[..., None], top + jnp.log(safe))
-
-    _, (o, lse) = jax.lax.scan(per_query_block, None, jnp.arange(s // q_block))
-    o = jnp.moveaxis(o, 0, 3).reshape(b, kv, g, s, c)
-    return o, jnp.moveaxis(lse, 0, 3).reshape(b, kv, g, s)
-
-
-def _forward_rule(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any,
                   offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
-    o, lse = _forward(blocks, q, k, v, q_seg, k_seg, offset)
-    o, lse = checkpoint_name(o.astype(q.dtype), MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
-    return o, (q, k, v, q_seg, k_seg, offset, o, lse)
+    o, lse = attention_forward(
+        q, k, v, segments, offset, window=static.window, dtype=q.dtype, architecture=static.architecture
+    )
+    o, lse = checkpoint_name(o, MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
+    return o, (q, k, v, segments, offset, o, lse)
 
 
-def _backward_rule(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
-    q, k, v, *integers, _, _ = saved
-    grads = _backward(blocks, saved, do)
-    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in integers]
-    return (*(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), *no_gradient)
+def _backward_rule(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+    q, k, v, segments, offset, o, lse = saved
+    gradients = _gradient(static, q, k, v, segments, offset, PartialAttention(o, lse), do, q.dtype)
+    return (*gradients, *jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (segments, offset)))
 
 
-def _backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    q_block, k_block, _, _, _ = blocks
-    q, k, v, q_seg, k_seg, offset, o, lse = saved
-    b, kv, g, s, c = q.shape
-    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
-    delta = (do.astype(sums) * o.astype(sums)).sum(-1)
-    k_bkct = k.swapaxes(2, 3)
-
-    def per_query_block(state: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
-        first = index * q_block
-        q_blk = _slice(q, first, q_block, 3) * scale
-        do_blk = _slice(do, first, q_block, 3)
-        lse_blk = _slice(lse, first, q_block, 3)[:, :, None]
-        delta_blk = _slice(delta, first, q_block, 3)[:, :, None]
-        q_seg_blk = _slice(q_seg, first, q_block, 1)
-        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset, keys_first=True)
-
-        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            dq, dk, dv, hidden = state
-            start = j * k_block
-            k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
-            # Scores stand keys first and dq channels first, so that no product transposes a square of scores.
-            scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=sums)
-            p = jnp.exp(scores + hidden - lse_blk)
-            dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=sums)
-            ds = (p * (dp - delta_blk)).astype(q.dtype)
-            dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=sums)
-            dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=sums)
-            dq = dq + jnp.einsum("bkcy,bkygx->bkcgx", _slice(k_bkct, start, k_block, 3), ds,
-                                preferred_element_type=sums)  # fmt: skip
-            return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start), mask(j + 1)
-
-        low, high = _key_range(blocks, first + offset)
-        dq = jnp.zeros((b, kv, c, g, q_block), sums)
-        dq, dk, dv, _ = jax.lax.fori_loop(low, high, per_key_block, (dq, *state, mask(low)))
-        return (dk, dv), (dq * scale).transpose(0, 1, 3, 4, 2)
-
-    zeros = (jnp.zeros(k.shape, sums), jnp.zeros(v.shape, sums))
-    (dk, dv), dq = jax.lax.scan(per_query_block, zeros, jnp.arange(s // q_block))
-    return jnp.moveaxis(dq, 0, 3).reshape(b, kv, g, s, c), dk, dv
+def _gradient(
+    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, offset: jax.Array,
+    whole: PartialAttention, do: jax.Array, dtype: Any,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
+    return attention_backward(q, k, v, segments, offset, whole.lse_bsh, delta, do.astype(q.dtype),
+                              window=static.window, dtype=dtype, architecture=static.architecture)  # fmt: skip
 
 
-def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
-    old = _slice(total, start, part.shape[2], 2)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
+_attention.defvjp(_forward_rule, _backward_rule)
 
 
-_blockwise.defvjp(_forward_rule, _backward_rule)
+# --- the checks ------------------------------------------------------------------------------------------------
+
+
+def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    def attend(window: int | None) -> Callable[..., jax.Array]:
+        def run(attention: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            segments = documents(q.shape[0])
+            return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
+
+        return run
+
+    def decode(attention: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        segments, place = documents(q.shape[0]), 349
+        return attention(q, k, v, query_segments_bs=segments[:, place : place + 1], key_segments_bt=segments,
+                         query_offset=place)  # fmt: skip
+
+    queries, keys = _heads(model)
+    checks = {name: Check(attend(window), (queries, keys, keys), 3)
+              for name, window in (("attention", None), ("attention, window", 100))}  # fmt: skip
+    if not training:
+        token = Input((2, 1, *queries.shape[2:]))
+        checks["attention, decode"] = Check(decode, (token, keys, keys), 3, gradient=False)
+    return checks
+
+
+def _heads(model: ModelConfig) -> tuple[Input, Input]:
+    """Of queries and of keys."""
+    return (Input((2, ROWS, model.num_query_heads, model.head_dim)),
+            Input((2, ROWS, model.num_kv_heads, model.head_dim)))  # fmt: skip
+
+
+def _partial_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    def run(partial_attention: Callable[..., PartialAttention], *arrays: jax.Array) -> tuple[jax.Array, ...]:
+        o, lse = partial_attention(*arrays, *(documents(arrays[0].shape[0]),) * 2, 0, None)
+        return o, jnp.where(lse > FLOOR / 2, lse, 0)
+
+    queries, keys = _heads(model)
+    check = Check(run, (queries, keys, keys), 3, gradient=False)
+    return {"partial_attention": check} if training else {}
+
+
+def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    def run(gradient: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
+        arguments: Any = (q, k, v, *(documents(q.shape[0]),) * 2, 0, None)
+        return gradient(*arguments, partial_attention(*arguments), do)
+
+    queries, keys = _heads(model)
+    check = Check(run, (queries, keys, keys, queries), 4, gradient=False)
+    return {"partial_attention_gradient": check} if training else {}
+
+
+ATTENTION = Operation("attention", attention, _checks, (Kernel("pallas", _attention_kernel, _unsupported),))
+PARTIAL_ATTENTION = Operation("partial_attention", partial_attention, _partial_checks,
+                              (Kernel("pallas", _partial_kernel, _unsupported),))  # fmt: skip
+PARTIAL_ATTENTION_GRADIENT = Operation("partial_attention_gradient", partial_attention_gradient,
+                                       _partial_gradient_checks,
+                                       (Kernel("pallas", _partial_gradient_kernel, _unsupported),))  # fmt: skip

@@ -3,14 +3,26 @@
 Both convolutions run along the sequence on the `n = h + k` heads of queries and keys, with no nonlinearity
 between. Seen from a token, everything before the start of its document is u = 0, so the depthwise
 intermediate there is its bias (zaya1.md §1.3); packing is exact.
+
+One kernel does it, and another its gradient, for which nothing is kept but the arguments. The rotary tables have none:
+they are made of positions.
 """
 
-from typing import NamedTuple
+import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.cca_mix import MixArrays
+from pallas_kernels.cca_mix import cca_mix as mix_forward
+from pallas_kernels.cca_mix_backward import cca_mix_backward
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents
 from zaya_jax.ops.precision import accumulation_dtype
+
+_MOST_ROWS = 8  # of the halo: half of the smallest tile, which more would read again and again
 
 
 class MixWeights(NamedTuple):
@@ -37,6 +49,17 @@ class Halo(NamedTuple):
     u_bwnc: jax.Array
     segments_bw: jax.Array
     delayed_b1x: jax.Array
+
+
+def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
+    """The halo where the sequence is whole: zeros, of no document."""
+    b = u_bsnc.shape[0]
+    # At least one row of segments, since the value shift looks one token back whatever the kernels.
+    return Halo(
+        jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype),
+        jnp.zeros((b, max(rows, 1)), segments_bs.dtype),
+        jnp.zeros((b, 1, delayed_bsx.shape[2]), delayed_bsx.dtype),
+    )
 
 
 def cca_mix(
@@ -134,3 +157,90 @@ def _shift_value(current_bsx: jax.Array, delayed_bsx: jax.Array, segments_bs: ja
     start = jnp.zeros((), before.dtype) if start_x is None else start_x.astype(before.dtype)
     before = jnp.where((segment_before == segments_bs)[:, :, None], before, start)
     return jnp.concatenate([current_bsx, before], -1)
+
+
+def _unsupported(
+    u: jax.Array, current: jax.Array, delayed: jax.Array, _halo: Halo, _segments: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None, *, architecture: str,
+) -> str:  # fmt: skip
+    c, pairs = u.shape[3], rotary[0].shape[2]
+    if u.dtype not in (jnp.bfloat16, jnp.float32) or {current.dtype, delayed.dtype} != {u.dtype}:
+        return (f"The mix's kernel takes projections all of bfloat16 or all of float32, not {u.dtype}, "
+                f"{current.dtype} and {delayed.dtype}.")  # fmt: skip
+    # Ranges of channels are sides of products, which tensor cores do by 16; interpreted, any power of two does.
+    least = 1 if architecture == "interpret" else 16
+    rest = c - 2 * pairs
+    if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
+        return (f"The mix's kernel takes heads of a power of two of channels, 16 at least, of which it rotates pairs "
+                f"and leaves channels numbering powers of two, {least} at least (or leaves none); "
+                f"not {c} channels with {pairs} pairs.")  # fmt: skip
+    taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
+    if sum(taps) - 2 > _MOST_ROWS:
+        return (f"The mix's kernel takes convolutions that reach {_MOST_ROWS} tokens back together, "
+                f"not {sum(taps) - 2} as with {taps[0]} and {taps[1]} taps.")  # fmt: skip
+    return ""
+
+
+def _kernel(
+    u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None, *, architecture: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    dtype = u_bsnc.dtype
+    rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
+    u_before = halo.u_bwnc.astype(dtype)
+    if rows == 0:  # a kernel takes no empty array; nothing reads this one
+        u_before = jnp.zeros((u_bsnc.shape[0], 1, *u_bsnc.shape[2:]), dtype)
+    start = jnp.zeros(delayed_bsx.shape[2:], dtype) if delayed_start_x is None else delayed_start_x.astype(dtype)
+    cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
+    x = MixArrays(
+        u_bsnc, current_bsx, delayed_bsx, u_before, halo.delayed_b1x.astype(dtype),
+        halo.segments_bw[:, -max(rows, 1) :].astype(jnp.int32), segments_bs.astype(jnp.int32), cos, sin, *weights,
+        start,
+    )  # fmt: skip
+    return _mix(architecture, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mix(architecture: str, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return mix_forward(_rounded(x), architecture=architecture)
+
+
+def _rounded(x: MixArrays) -> MixArrays:
+    """Products take both sides in one dtype, that of the projections."""
+    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.u_bsnc.dtype))
+
+
+def _mix_forward(architecture: str, x: MixArrays) -> tuple[tuple[jax.Array, jax.Array, jax.Array], MixArrays]:
+    return _mix(architecture, x), x
+
+
+def _mix_backward(architecture: str, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
+    gradients = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)._asdict()
+    # None is zero: of documents, and of the rotary tables, whose gradient nobody asks for.
+    parts = {name: None if name not in gradients else gradients[name].astype(part.dtype)
+             for name, part in x._asdict().items()}  # fmt: skip
+    return (MixArrays(**parts),)  # pyright: ignore[reportArgumentType]
+
+
+_mix.defvjp(_mix_forward, _mix_backward)
+
+
+def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    h, k, c = model.num_query_heads, model.num_kv_heads, model.head_dim
+    n, taps0, taps1, pairs = h + k, model.depthwise_kernel, model.grouped_kernel, model.rotary_size // 2
+    angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
+
+    def run(mix: Any, u: jax.Array, current: jax.Array, delayed: jax.Array, *weights: jax.Array) -> Any:
+        segments, shape = documents(u.shape[0]), (u.shape[0], ROWS, pairs)
+        tables = tuple(jnp.broadcast_to(jnp.asarray(f(angle), accumulation_dtype(u.dtype)), shape)
+                       for f in (np.cos, np.sin))  # fmt: skip
+        halo = no_halo(u, delayed, segments, taps0 + taps1 - 2)
+        return mix(u, current, delayed, halo, segments, tables, MixWeights(*weights), None)
+
+    half = Input((2, ROWS, k * c // 2))
+    weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n, c)),
+               Input((k,), 0.1, 1.0))  # fmt: skip
+    return {"cca_mix": Check(run, (Input((2, ROWS, n, c)), half, half, *weights), 3)}
+
+
+CCA_MIX = Operation("cca_mix", cca_mix, _checks, (Kernel("pallas", _kernel, _unsupported),))

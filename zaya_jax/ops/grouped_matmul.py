@@ -1,12 +1,9 @@
 """Products of sorted rows with the matrix of their group, dropless, for any split into groups.
 
-Rows stand sorted by group; group e owns `sizes_e[e]` of them, and rows past the sum of the sizes (the skip
-class, padding) take part in nothing and come out zero. Three implementations:
-
-* `reference`, a loop over blocks of rows that does only the work there is: on a CPU `jax.lax.ragged_dot`
-  multiplies every row with every expert.
-* the kernel, on a GPU: `ops.grouped_matmul_kernel`.
-* `xla`, `jax.lax.ragged_dot`, on a GPU whose target is without the kernel.
+Rows stand sorted by group; group e owns `sizes_e[e]` of them, and rows past the sum of the sizes (the skip class,
+padding) take part in nothing and come out zero. The product and each of its gradients is an operation of its own, with
+a kernel of its own. The references loop over blocks of rows and do only the work there is: `jax.lax.ragged_dot`
+multiplies every row with every expert, on a CPU always and on GPUs usually.
 """
 
 import functools
@@ -17,59 +14,66 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.ops.grouped_matmul_kernel import grouped_matmul_kernel
+from pallas_kernels import grouped_matmul as kernels
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.target import Target, current_target
 
 ROW_BLOCKS = (64, 128, 192, 256, 384)
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
-def grouped_matmul(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, target: Target | None = None) -> jax.Array:
-    """`x_tp[rows of e] @ w_epq[e]` for every group e.
+def grouped_product(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    """`x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
 
     Args:
       x_tp: rows sorted by group, float.
       w_epq: one matrix a group.
       sizes_e: int32 rows of each group; their sum is at most t.
-      target: what to compile for; the default device where None.
 
     Returns:
       [t, q] in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
-    target = target or current_target()
-    if target.platform == "cpu":
-        return _reference(x_tp, w_epq, sizes_e)
-    platform = target.kernel("grouped_matmul")
-    if platform is None:
-        return _xla(x_tp, w_epq, sizes_e)
-    return grouped_matmul_kernel(x_tp, w_epq, sizes_e, platform=platform)
-
-
-def _xla(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    out = jax.lax.ragged_dot(x_tp, w_epq, sizes_e, preferred_element_type=accumulation_dtype(x_tp.dtype)).astype(
-        x_tp.dtype
-    )
-    # What stands past the groups is undefined on some backends, in the gradient of x as well as here.
-    return jnp.where((jnp.arange(x_tp.shape[0]) < sizes_e.sum())[:, None], out, 0)
-
-
-@jax.custom_vjp
-def _reference(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
     return _blocks_times_matrix(x_tp, w_epq, sizes_e)
 
 
-def _reference_forward(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> tuple[jax.Array, Any]:
-    return _blocks_times_matrix(x_tp, w_epq, sizes_e), (x_tp, w_epq, sizes_e)
+def grouped_product_transposed(x_tq: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    """`x_tq[rows of e] @ w_epq[e].T` for every group e, [t, p], as `grouped_product`."""
+    return _blocks_times_matrix(x_tq, w_epq, sizes_e, transpose=True)
 
 
-def _reference_backward(saved: Any, dout_tq: jax.Array) -> tuple[Any, ...]:
+def grouped_outer(x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    """`x_tp[rows of e].T @ y_tq[rows of e]` for every group e, [e, p, q] in the dtype of `x_tp`, sums in fp32."""
+    return _sum_of_outer_products(x_tp, y_tq, sizes_e).astype(x_tp.dtype)
+
+
+def grouped_matmul(
+    x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
+    grouped_product_transposed: Product = grouped_product_transposed, grouped_outer: Product = grouped_outer,
+) -> jax.Array:  # fmt: skip
+    """`grouped_product`, whose gradients are those of the other two; takes the implementations of all three."""
+    return _grouped_matmul((grouped_product, grouped_product_transposed, grouped_outer), x_tp, w_epq, sizes_e)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped_matmul(
+    products: tuple[Product, ...], x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array
+) -> jax.Array:  # fmt: skip
+    return products[0](x_tp, w_epq, sizes_e)
+
+
+def _forward(products: tuple[Product, ...], x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> tuple[Any, Any]:
+    return products[0](x_tp, w_epq, sizes_e), (x_tp, w_epq, sizes_e)
+
+
+def _backward(products: tuple[Product, ...], saved: Any, dout_tq: jax.Array) -> tuple[Any, ...]:
     x_tp, w_epq, sizes_e = saved
-    dx_tp = _blocks_times_matrix(dout_tq, w_epq, sizes_e, transpose=True)
-    dw_epq = _sum_of_outer_products(x_tp, dout_tq, sizes_e).astype(w_epq.dtype)
-    return dx_tp, dw_epq, np.zeros(sizes_e.shape, jax.dtypes.float0)
+    dx_tp, dw_epq = products[1](dout_tq, w_epq, sizes_e), products[2](x_tp, dout_tq, sizes_e)
+    return dx_tp, dw_epq.astype(w_epq.dtype), np.zeros(sizes_e.shape, jax.dtypes.float0)
 
 
-_reference.defvjp(_reference_forward, _reference_backward)
+_grouped_matmul.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
@@ -131,3 +135,86 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 
         carry = jax.lax.fori_loop(0, count, one, carry)
     return carry
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------
+
+
+def other_dtypes(*arrays: jax.Array) -> str:
+    """Why the kernels cannot multiply the arrays; '' where all are bf16, or all fp32."""
+    dtypes = [jnp.dtype(array.dtype) for array in arrays]
+    if dtypes[0] in DTYPES and len(set(dtypes)) == 1:
+        return ""
+    names = ", ".join(dtype.name for dtype in dtypes)
+    return f"The kernel of grouped products multiplies bfloat16 or float32, of one dtype, not {names}."
+
+
+def _unsupported(x: jax.Array, w: jax.Array, sizes: jax.Array, *, inner: int, architecture: str) -> str:
+    """`inner` is the axis of the matrices that is summed over."""
+    del architecture
+    if why := other_dtypes(x, w):
+        return why
+    if x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
+        return ""
+    return ("A grouped product takes rows [t, p], matrices [e, p, q] and sizes [e], "
+            f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
+
+
+def _outer_unsupported(x: jax.Array, y: jax.Array, _sizes: jax.Array, *, architecture: str) -> str:
+    del architecture
+    return other_dtypes(x, y)
+
+
+def _outer_kernel(x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, architecture: str) -> jax.Array:
+    return kernels.grouped_outer(x_tp, y_tq, sizes_e, dtype=x_tp.dtype, architecture=architecture)
+
+
+# --- the checks ------------------------------------------------------------------------------------------------
+
+
+def split(groups: int, rows: int) -> np.ndarray:
+    """int32 [groups]: three tenths of the rows to the first, none to the last of several, a tenth to no group."""
+    shares = [0.3, *[0.6 / max(groups - 2, 1)] * (groups - 2), 0.0][:groups]
+    return (np.array(shares) * rows).astype(np.int32)
+
+
+def _product_checks(name: str, inputs: Callable[[ModelConfig], tuple[Input, Input]], rows: int) -> Any:
+    """The checks of one of the three operations, whose first `rows` arrays have a row a token."""
+
+    def checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+        groups = min(model.num_experts, 4)
+
+        def run(product: Product, x: jax.Array, y: jax.Array) -> jax.Array:
+            return product(x, y, jnp.asarray(split(groups, ROWS) * (x.shape[0] // ROWS)))
+
+        return {name: Check(run, inputs(model), rows, gradient=False)}
+
+    return checks
+
+
+def _matrices(model: ModelConfig) -> Input:
+    shape = (min(model.num_experts, 4), model.hidden_size, 2 * model.expert_size)
+    return Input(shape, model.hidden_size**-0.5)
+
+
+def _rows(width: int) -> Input:
+    return Input((ROWS, width))
+
+
+GROUPED_PRODUCT = Operation(
+    "grouped_product", grouped_product,
+    _product_checks("grouped_product", lambda model: (_rows(model.hidden_size), _matrices(model)), 1),
+    (Kernel("pallas", kernels.grouped_product, functools.partial(_unsupported, inner=1)),),
+)  # fmt: skip
+GROUPED_PRODUCT_TRANSPOSED = Operation(
+    "grouped_product_transposed", grouped_product_transposed,
+    _product_checks("grouped_product_transposed",
+                    lambda model: (_rows(2 * model.expert_size), _matrices(model)), 1),
+    (Kernel("pallas", functools.partial(kernels.grouped_product, transpose=True),
+            functools.partial(_unsupported, inner=2)),),
+)  # fmt: skip
+GROUPED_OUTER = Operation(
+    "grouped_outer", grouped_outer,
+    _product_checks("grouped_outer", lambda model: (_rows(model.hidden_size), _rows(2 * model.expert_size)), 2),
+    (Kernel("pallas", _outer_kernel, _outer_unsupported),),
+)  # fmt: skip

@@ -1,11 +1,15 @@
 """Muon's momentum and the direction that it gives, of which a kernel makes one pass over memory (zaya1.md §3.1)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.momentum import momentum_and_direction
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.operation import Check, Input, Kernel, Operation
+from zaya_jax.ops.precision import accumulation_dtype
 
 Scalar = jax.Array | float | bool
 Pair = tuple[jax.Array, jax.Array]
@@ -30,13 +34,12 @@ def momentum_numbers(
     Returns:
       [6]: factor, 1 or 0 for `skip`, coefficients.
     """
-    return jnp.stack([jnp.asarray(one, dtype) for one in (factor, skip, *coefficients)])
+    return jnp.stack([jnp.asarray(number, dtype) for number in (factor, skip, *coefficients)])
 
 
 def step_momentum(
-    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike, *,
-    platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
     """a·m + b·g, where g is the gradient times a factor, and c of it + d·g; it is not differentiated.
 
     Args:
@@ -44,28 +47,48 @@ def step_momentum(
       momentum: m, of the same shape, at least fp32.
       numbers: of `momentum_numbers`, in the dtype of `momentum`.
       dtype: of the second result.
-      platform: whose kernel to use; jax.numpy where None.
 
     Returns:
       The new momentum, or where the step is skipped m, bit for bit; and the direction, which says nothing then.
-
-    Raises:
-      ValueError: the kernel takes and gives bf16 and fp32 alone, and its momentum is fp32.
     """
-    if platform is None:
-        return _reference(gradient, momentum, numbers, dtype)
-    allowed = (jnp.bfloat16, jnp.float32)
-    if gradient.dtype not in allowed or jnp.dtype(dtype) not in allowed or momentum.dtype != jnp.float32:
-        raise ValueError("The kernel of momentum takes gradients and gives directions in bfloat16 or float32, with "
-                         f"momentum in float32, but these are {gradient.dtype} and {jnp.dtype(dtype)}, with momentum "
-                         f"in {momentum.dtype}.")  # fmt: skip
-    return momentum_and_direction(gradient, momentum, numbers, dtype=dtype, platform=platform)
-
-
-def _reference(
-    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
-) -> tuple[jax.Array, jax.Array]:
     factor, skip, a, b, c, d = numbers
     scaled = factor * gradient.astype(momentum.dtype)
     new = a * momentum + b * scaled
     return jnp.where(skip != 0, momentum, new), (c * new + d * scaled).astype(dtype)
+
+
+def _unsupported(
+    gradient: jax.Array, momentum: jax.Array, _numbers: jax.Array, dtype: jax.typing.DTypeLike, *, architecture: str
+) -> str:
+    del architecture
+    allowed = (jnp.bfloat16, jnp.float32)
+    if gradient.dtype in allowed and jnp.dtype(dtype) in allowed and momentum.dtype == jnp.float32:
+        return ""
+    return ("The kernel of momentum takes gradients and gives directions in bfloat16 or float32, with momentum in "
+            f"float32, but these are {gradient.dtype} and {jnp.dtype(dtype)}, with momentum in {momentum.dtype}."
+            )  # fmt: skip
+
+
+def _kernel(
+    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike, *, architecture: str
+) -> tuple[jax.Array, jax.Array]:
+    return momentum_and_direction(gradient, momentum, numbers, dtype=dtype, architecture=architecture)
+
+
+def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    def run(momentum: Any, gradient: jax.Array, old: jax.Array) -> Any:
+        """A step, and one that is skipped for a gradient that is not finite; in the dtypes of training."""
+        exact = accumulation_dtype(old.dtype)
+
+        def step(gradient: jax.Array, *, skip: bool) -> tuple[jax.Array, jax.Array]:
+            numbers = momentum_numbers((0.95, 1.0, 0.95, 1.0), 0.5, skip, exact)
+            return momentum(gradient.astype(exact), old.astype(exact), numbers, gradient.dtype)
+
+        kept, _ = step(gradient + jnp.nan, skip=True)
+        return *step(gradient, skip=False), kept
+
+    matrix = Input((2, model.hidden_size, 2 * model.expert_size - 1))
+    return {"momentum": Check(run, (matrix, matrix), 2, gradient=False)} if training else {}
+
+
+MOMENTUM = Operation("momentum", step_momentum, _checks, (Kernel("pallas", _kernel, _unsupported),))

@@ -1,12 +1,15 @@
 """Newton–Schulz: the nearest matrix with orthonormal rows, by products alone (zaya1.md §3.1)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from zaya_jax.config import ModelConfig
 from zaya_jax.config.optimizer import Coefficients
+from zaya_jax.ops.gram_polynomial import gram_polynomial, product
+from zaya_jax.ops.operation import Check, Input, Operation
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.symmetric import gram_polynomial, product
-from zaya_jax.ops.target import Target, current_target
 
 Triple = tuple[float, float, float]
 
@@ -52,7 +55,7 @@ COEFFICIENTS: dict[Coefficients, tuple[Triple, ...]] = {
 
 def orthogonalize(
     m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike, coefficients: Coefficients = "standard",
-    target: Target | None = None,
+    gram_polynomial: Callable[..., jax.Array] = gram_polynomial,
 ) -> jax.Array:  # fmt: skip
     """UVᵀ of each matrix's singular value decomposition UΣVᵀ, approximately.
 
@@ -78,25 +81,24 @@ def orthogonalize(
       coefficients: 'standard' is one triple for every step (Jordan's Muon, zaya1.md §3.1); 'dion' is five
         (Dion, arXiv 2504.05295, as Optax has them); 'polar_express' is eight (arXiv 2505.16932,
         algorithm 1, with its safety factor of 1.01 on the triples but the last, and on the norm).
-      target: what to compile for; the default device where None.
+      gram_polynomial: the implementation of that operation.
 
     Returns:
       fp32, of the same shape. It does not depend on a matrix's scale, unless its norm is under 1e-7: from there
       the result goes to 0 with it. A norm whose square is beyond fp32 (1.8e19) gives what is not finite.
 
     Raises:
-      ValueError: there are no two axes, or no steps; or there are kernels, but not for these dtypes.
+      ValueError: there are no two axes, or no steps.
     """
     if m_xpq.ndim < 2 or steps < 1:
         raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
     sums = accumulation_dtype(m_xpq.dtype)
     triples = COEFFICIENTS[coefficients]
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
-    platform = (target or current_target()).kernel("symmetric")
 
     def step(carry: tuple[jax.Array, jax.Array], triple: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
         (x, scale_x), (a, b, c) = carry, triple
-        polynomial = gram_polynomial(x, b, c, scale_x=scale_x, platform=platform)
+        polynomial = gram_polynomial(x, b, c, scale_x)
         moved = a * x.astype(sums) + product(polynomial, x, sums)
         return ((scale_x[..., None, None] * moved).astype(dtype), jnp.ones_like(scale_x)), None
 
@@ -108,3 +110,16 @@ def orthogonalize(
     (x, _), _ = jax.lax.scan(step, (x, 1 / jnp.maximum(norm_x, SMALLEST_NORM)), table)
     x = x.astype(sums)
     return jnp.swapaxes(x, -1, -2) if p > q else x
+
+
+def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
+    def run(orthogonalize: Callable[..., jax.Array], m: jax.Array) -> jax.Array:
+        return orthogonalize(m, steps=5, dtype=m.dtype)
+
+    # A rounding of a small singular value grows by up to 3.4 in each of the five steps.
+    tolerance = {"float32": 1e-3, "bfloat16": 1e-1}
+    matrix = Input((2, model.hidden_size, 2 * model.expert_size))
+    return {"orthogonalize": Check(run, (matrix,), 1, gradient=False, tolerance=tolerance)} if training else {}
+
+
+ORTHOGONALIZE = Operation("orthogonalize", orthogonalize, _checks, uses=("gram_polynomial",))

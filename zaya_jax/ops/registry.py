@@ -1,8 +1,13 @@
-"""Which operations are done by kernels: those that the platform has, the model's shapes allow, and that are right."""
+"""All operations, and which implementation of each is used: the first that the device has, takes the shapes, is right.
+
+A kernel that fails its trial is rejected in the whole process: training, evaluation, generation and benchmarks select
+from what is left.
+"""
 
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,107 +15,231 @@ import jax.numpy as jnp
 
 from pallas_kernels.tiles import PLATFORMS
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops import Ops, ops_for
-from zaya_jax.ops.selfcheck import Check, compare, operation_checks
+from zaya_jax.ops import Ops
+from zaya_jax.ops.attention import ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT
+from zaya_jax.ops.cca_mix import CCA_MIX
+from zaya_jax.ops.experts import EXPERTS
+from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
+from zaya_jax.ops.grouped_matmul import GROUPED_OUTER, GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED
+from zaya_jax.ops.momentum import MOMENTUM
+from zaya_jax.ops.norm import RMS_NORM
+from zaya_jax.ops.operation import Check, Kernel, Operation
+from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
+from zaya_jax.ops.residual_norm import RESIDUAL_NORM
+from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory
 from zaya_jax.ops.target import Target
 
-# Each operation that has a kernel, with the self-checks that go through it.
-OPERATIONS = {
-    "residual_norm": ("residual_norm",),
-    "cca_mix": ("cca_mix",),
-    "attention": ("attention", "attention, window"),
-    "grouped_matmul": ("grouped_matmul", "dispatch_experts"),
-    "momentum": ("momentum",),
-    "symmetric": ("orthogonalize",),
-}
+# Those that others use stand behind them.
+OPERATIONS: dict[str, Operation] = {
+    operation.name: operation
+    for operation in (
+        RMS_NORM, RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, EXPERTS,
+        GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, MOMENTUM, ORTHOGONALIZE, GRAM_POLYNOMIAL,
+    )
+}  # fmt: skip
+
+_rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, kernel) → why
+_passed: dict[tuple[Any, ...], bool] = {}  # what was tried → whether large arrays were too
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelSelection:
-    """How the operations are done.
+    """The implementation of each operation on one kind of device.
 
     Attributes:
-      target: without what is left to the references.
-      reasons: why each of those is, a sentence by operation.
+      target: the kind of device.
+      chosen: the name of the kernel, by operation; the others are done by their references.
+      reasons: why a preferred kernel is not used, a sentence by operation and kernel.
+      untried: operations whose kernel was not tried on arrays beyond 4 GiB.
     """
 
     target: Target
-    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    chosen: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reasons: Mapping[tuple[str, str], str] = dataclasses.field(default_factory=dict)
+    untried: tuple[str, ...] = ()
 
-    def without(self, reasons: dict[str, str]) -> "KernelSelection":
-        """The choice with more operations left to their references."""
-        reasons = {**self.reasons, **reasons}
-        left = tuple(name for name in OPERATIONS if name in reasons or name in self.target.without)
-        return KernelSelection(dataclasses.replace(self.target, without=left), reasons)
-
-    @property
-    def kernels(self) -> list[str]:
-        """The operations that are done by kernels."""
-        return [name for name in OPERATIONS if self.target.kernel(name)]
-
-    @property
+    @functools.cached_property
     def ops(self) -> Ops:
-        """The operations, by the selected implementations."""
-        return ops_for(self.target)
+        """The record of implementations that the model and the optimizer call."""
+        return Ops(**{name: self.implementation(name) for name in OPERATIONS.keys() & _FIELDS})
+
+    def implementation(self, name: str) -> Callable[..., Any]:
+        """The function that does an operation."""
+        operation = OPERATIONS[name]
+        if name in self.chosen:
+            return _bound(operation.kernel(self.chosen[name]), self.target)
+        used = {part: self.implementation(part) for part in operation.uses if part in self.chosen}
+        return functools.partial(operation.reference, **used) if used else operation.reference
+
+    def without(self, names: Collection[str]) -> "KernelSelection":
+        """The same with the references of the named operations."""
+        return dataclasses.replace(self, chosen={name: k for name, k in self.chosen.items() if name not in names})
+
+    @property
+    def kernels(self) -> dict[str, str]:
+        """`chosen`, without the parts of operations that have a kernel as a whole."""
+        whole = {part for name in self.chosen for part in OPERATIONS[name].uses}
+        return {name: kernel for name, kernel in self.chosen.items() if name not in whole}
 
     def __str__(self) -> str:
         """One line for a person."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: all operations are XLA's."
-        said = f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."
-        return " ".join([said, *(f"Not {name}: {reason}" for name, reason in self.reasons.items())])
+        said = [f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."]
+        said += [f"Not {operation} by {kernel}: {reason}" for (operation, kernel), reason in self.reasons.items()]
+        if self.untried:
+            said.append(f"Not tried on arrays beyond 4 GiB, which do not fit here: {', '.join(self.untried)}.")
+        return " ".join(said)
 
 
-def choose(target: Target, model: ModelConfig, dtype: str) -> KernelSelection:
-    """The kernels that take the shapes of `model` in `dtype` on `target`; nothing is compiled.
+_FIELDS = {field.name for field in dataclasses.fields(Ops)}
+
+
+def preferred_kernels(target: Target) -> KernelSelection:
+    """The first kernel of each operation that the platform has, whatever it supports and whether it is right."""
+    names = {operation.name: [kernel.name for kernel in operation.kernels if target.platform in kernel.platforms]
+             for operation in OPERATIONS.values()}  # fmt: skip
+    return KernelSelection(target, {name: kernels[0] for name, kernels in names.items() if kernels})
+
+
+def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSelection:
+    """The first kernel of each operation that takes the shapes of `model` and is not rejected; nothing is compiled.
 
     Args:
-      target: what is compiled for; what it is `without` already stays so.
+      target: what is compiled for.
       model: whose operations they are.
       dtype: 'float32' or 'bfloat16'; in 'float64' everything is left to the references.
     """
-    if target.platform not in PLATFORMS:
-        return KernelSelection(target)
-    checks, reasons = operation_checks(model), {}
-    for operation, names in OPERATIONS.items():
-        if target.kernel(operation) is None:
-            continue
-        try:
-            for name in names:
-                _shapes(checks[name], target, dtype)
-        except ValueError as error:
-            reasons[operation] = str(error)
-    return KernelSelection(target).without(reasons)
+    chosen: dict[str, str] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for name, operation in OPERATIONS.items():
+        for kernel in operation.kernels:
+            if target.platform not in kernel.platforms:
+                continue
+            reason = _rejected.get((target, name, kernel.name)) or _unsupported(operation, kernel, target, model, dtype)
+            if not reason:
+                chosen[name] = kernel.name
+                break
+            reasons[name, kernel.name] = reason
+    return KernelSelection(target, chosen, reasons)
 
 
-def _shapes(check: Check, target: Target, dtype: str) -> Any:
-    arrays = [jax.ShapeDtypeStruct(array.shape, jnp.dtype(dtype)) for array in check.arrays]
+def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: ModelConfig, dtype: str) -> str:
+    """Why the kernel does not take what the checks of the operation give it; '' where it does."""
+    reasons = []
+
+    def implementation(*arguments: Any, **options: Any) -> Any:
+        reasons.append(kernel.supports(*arguments, **options, architecture=target.architecture))
+        return operation.reference(*arguments, **options)
+
     with jax.enable_x64(dtype == "float64"):
-        return jax.eval_shape(functools.partial(check.run, target), *arrays)
+        for check in operation.checks(model, True).values():
+            arrays = [jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype)) for x in check.inputs]
+            jax.eval_shape(functools.partial(check.run, implementation), *arrays)
+    return next(filter(None, reasons), "")
 
 
-def validate_kernels(choice: KernelSelection, model: ModelConfig, dtype: str) -> KernelSelection:
-    """Try each chosen kernel, forward and backward, on this process's first device against double precision.
+def _bound(kernel: Kernel, target: Target) -> Callable[..., Any]:
+    def run(*arguments: Any, **options: Any) -> Any:
+        options["architecture"] = target.architecture
+        if reason := kernel.supports(*arguments, **options):
+            raise ValueError(reason)
+        return kernel.run(*arguments, **options)
 
-    A kernel that does not compile, does not run or gives other numbers is left out, with a `UserWarning`.
+    return run
+
+
+def validate_kernels(
+    selection: KernelSelection, model: ModelConfig, dtype: str, *, training: bool = True, large: int | None = None
+) -> KernelSelection:
+    """Try each selected kernel once in the process, on this process's first device, at the widths of `model`.
+
+    A kernel must agree with double precision, forward and backward, and with itself on arrays beyond 4 GiB where these
+    fit. One that does not, or does not compile or run, is rejected with a `UserWarning`, and the next of its operation
+    is tried.
+
+    Args:
+      selection: of `select_kernels`.
+      model: whose operations they are.
+      dtype: of `select_kernels`.
+      training: whether gradients and the optimizer's operations are tried too.
+      large: bytes of the large arrays; `selfcheck.LARGE` on a GPU and none emulated where None.
     """
-    if not choice.kernels:
-        return choice
-    checks, reasons = operation_checks(model), {}
-    for operation, names in OPERATIONS.items():
-        if operation not in choice.kernels:
-            continue
-        if problem := next(filter(None, (_problem(checks[name], choice.target, dtype) for name in names)), ""):
-            reasons[operation] = problem
-            warnings.warn(f"The kernel of {operation} is not used on this {choice.target.device_kind}: {problem}",
-                          stacklevel=2)  # fmt: skip
-    return choice.without(reasons)
+    large = (LARGE if selection.target.platform != "interpret" else 0) if large is None else large
+    while True:
+        trials = {name: (selection.target, name, kernel, model, dtype, training, large)
+                  for name, kernel in selection.kernels.items()}  # fmt: skip
+        for name, trial in trials.items():
+            if trial in _passed:
+                continue
+            reason, fits = _try(selection, name, model, dtype, training, large)
+            if reason:
+                reject(*trial[:3], reason)
+            else:
+                _passed[trial] = fits
+        if _passed.keys() >= set(trials.values()):
+            untried = tuple(name for name, trial in trials.items() if not _passed[trial])
+            return dataclasses.replace(selection, untried=untried)
+        left = select_kernels(selection.target, model, dtype)
+        chosen = {name: kernel for name, kernel in left.chosen.items() if name in selection.chosen}
+        selection = dataclasses.replace(left, chosen=chosen)
 
 
-def _problem(check: Check, target: Target, dtype: str) -> str:
+def _try(
+    selection: KernelSelection, name: str, model: ModelConfig, dtype: str, training: bool, large: int
+) -> tuple[str, bool]:
+    """Why the chosen kernel of an operation is not right, '' where it is; and whether large arrays were tried."""
+    operation, implementation, fits = OPERATIONS[name], selection.implementation(name), True
     try:
-        error = compare(check, [dtype], target)[dtype]
+        for check in operation.checks(model, training).values():
+            check = check._replace(gradient=check.gradient and training)  # noqa: PLW2901
+            errors = {"": compare(check, dtype, implementation, operation.reference)}
+            if large:
+                apart = compare_large(check, dtype, implementation, large, free_memory())
+                fits = fits and apart is not None
+                errors[" with arrays beyond 4 GiB"] = apart or 0.0
+            allowed = check.tolerance[dtype]
+            for where, error in errors.items():
+                if not error <= allowed:  # written so that NaN fails
+                    return f"it is {error:.2g} off{where}, but may be {allowed:g}.", fits
     except Exception as problem:  # the compiler's, the driver's: whatever it is, the reference remains
-        return f"it fails with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}"
-    allowed = check.tolerance[dtype]
-    return "" if error <= allowed else f"it is {error:.2g} off, but may be {allowed:g}."
+        return f"it fails with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
+    return "", fits
+
+
+def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
+    """Leave a kernel out of all later selections of this process, with a `UserWarning`."""
+    if (target, operation, kernel) not in _rejected:
+        _rejected[target, operation, kernel] = reason
+        warnings.warn(f"The {kernel} kernel of {operation} is not used on this {target.device_kind}: {reason}",
+                      stacklevel=3)  # fmt: skip
+
+
+def rejections(target: Target) -> list[list[str]]:
+    """[operation, kernel, reason] of each kernel that this process has rejected."""
+    return [[*key[1:], reason] for key, reason in _rejected.items() if key[0] == target]
+
+
+def check_operations(
+    selection: KernelSelection, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
+    names: Collection[str] = OPERATIONS.keys(),
+) -> dict[str, Any]:  # fmt: skip
+    """Compare the operations, as they are selected, with double precision on the host.
+
+    Returns:
+      `errors`, relative, by check and dtype, with the `tolerance` of each; and where one is above it `failed`, a
+      sentence.
+    """
+    result: dict[str, Any] = {"errors": {}}
+    wrong = []
+    for operation in (OPERATIONS[name] for name in names):
+        checks: dict[str, Check] = operation.checks(model, True)
+        for name, dtype in ((name, dtype) for name in checks for dtype in dtypes):
+            error = compare(checks[name], dtype, selection.implementation(operation.name), operation.reference)
+            allowed = checks[name].tolerance[dtype]
+            result["errors"][f"{name} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": allowed}
+            if not error <= allowed:
+                wrong.append(f"{name} in {dtype} is {error:.2g} off, but may be {allowed:g}")
+    if wrong:
+        result["failed"] = "; ".join(wrong) + "."
+    return result

@@ -1,10 +1,23 @@
-"""A sublayer's output merged into the stream, and the RMSNorm of the new stream for the next sublayer."""
+"""A sublayer's output merged into the stream, and the RMSNorm of the new stream for the next sublayer.
 
-from typing import NamedTuple
+The kernels make one pass over the rows forward and one backward. Nothing but the arguments is kept for the backward
+pass. They round where the reference rounds forward, and keep in fp32 what the reference rounds on the way back: the
+norm's share of the stream's gradient, and the terms of the parameters' gradients.
+"""
+
+import functools
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
+from pallas_kernels.residual_norm import WIDEST, residual_norm_backward, residual_norm_forward
+from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
+from zaya_jax.ops.precision import accumulation_dtype
+
+_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 class MergeVectors(NamedTuple):
@@ -49,3 +62,97 @@ def residual_norm(
     """
     new_bsd = merge(output_bsd, stream_bsd, vectors)
     return new_bsd, rms_norm(new_bsd, weight_d, eps, dtype)
+
+
+def _unsupported(
+    output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array, _eps: float,
+    dtype: jax.typing.DTypeLike, *, architecture: str,
+) -> str:  # fmt: skip
+    del architecture
+    if stream.dtype != jnp.float32:
+        return f"The residual-norm kernel wants an fp32 stream, not {stream.dtype}."
+    for name, kind in {
+        "output": output.dtype,
+        "norm": jnp.dtype(dtype),
+        "norm's weight": weight.dtype,
+        **{name: vector.dtype for name, vector in (vectors._asdict() if vectors else {}).items()},
+    }.items():
+        if kind not in _DTYPES:
+            return f"The residual-norm kernel does bfloat16 and float32, but its {name} is {kind}."
+    if output.shape != stream.shape:
+        return f"The residual-norm kernel wants output and stream of one shape, not {output.shape} and {stream.shape}."
+    width = stream.shape[-1] if stream.ndim else 0
+    if not 1 <= width <= WIDEST or stream.size == 0:
+        return f"The residual-norm kernel does rows of 1 to {WIDEST} elements, and at least one, not {stream.shape}."
+    for vector in (weight, *(vectors or ())):
+        if vector.shape != (width,):
+            return f"The residual-norm kernel wants vectors of shape {(width,)}, not {vector.shape}."
+    return ""
+
+
+def _kernel(
+    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array, eps: float,
+    dtype: jax.typing.DTypeLike, *, architecture: str,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    return _residual_norm(output_bsd, stream_bsd, vectors, weight_d, eps, jnp.dtype(dtype), architecture)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _residual_norm(
+    output: jax.Array,
+    stream: jax.Array,
+    vectors: MergeVectors | None,
+    weight: jax.Array,
+    eps: float,
+    dtype: jnp.dtype,
+    architecture: str,
+) -> tuple[jax.Array, jax.Array]:
+    new, normed = residual_norm_forward(
+        _rows(output), _rows(stream), tuple(vectors or ()), weight, eps=eps, dtype=dtype, architecture=architecture
+    )
+    return new.reshape(stream.shape), normed.reshape(stream.shape)
+
+
+def _forward(
+    output: jax.Array,
+    stream: jax.Array,
+    vectors: MergeVectors | None,
+    weight: jax.Array,
+    eps: float,
+    dtype: jnp.dtype,
+    architecture: str,
+) -> tuple:
+    return _residual_norm(output, stream, vectors, weight, eps, dtype, architecture), (output, stream, vectors, weight)
+
+
+def _backward(eps: float, _dtype: jnp.dtype, architecture: str, kept: tuple, gradients: tuple) -> tuple:
+    output, stream, vectors, weight = kept
+    d_output, d_stream, d_parameters = residual_norm_backward(
+        _rows(output), _rows(stream), tuple(vectors or ()), weight, *(_rows(gradient) for gradient in gradients),
+        eps=eps, architecture=architecture,
+    )  # fmt: skip
+    d_weight, *d_vectors = d_parameters
+    if vectors is not None:
+        vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(d_vectors, vectors, strict=True)))
+    return d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors, d_weight.astype(weight.dtype)
+
+
+_residual_norm.defvjp(_forward, _backward)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    def run(residual_norm: Any, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
+        exact = accumulation_dtype(stream.dtype)
+        merged = MergeVectors(*(vector.astype(exact) for vector in vectors[:4]))
+        return residual_norm(output, stream.astype(exact), merged, vectors[4], 1e-5, output.dtype)
+
+    d = model.hidden_size
+    rows, scale, bias = Input((ROWS, d)), Input((d,), 0.1, 1.0), Input((d,), 0.1)
+    return {"residual_norm": Check(run, (rows, rows, scale, bias, scale, bias, Input((d,))), 2)}
+
+
+RESIDUAL_NORM = Operation("residual_norm", residual_norm, _checks, (Kernel("pallas", _kernel, _unsupported),))

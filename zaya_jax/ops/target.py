@@ -5,8 +5,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.tiles import PLATFORMS
-
 
 @dataclasses.dataclass(frozen=True)
 class Target:
@@ -14,25 +12,28 @@ class Target:
 
     Attributes:
       platform: 'cpu', 'cuda' or 'rocm'; 'interpret' has every kernel emulated, on any device.
-      device_kind: the runtime's name of the device, e.g. 'NVIDIA H200', 'gfx942'.
-      without: operations that are to be done by their references although the platform has a kernel.
+      device_kind: the runtime's name of the device, e.g. 'NVIDIA H200', 'AMD Instinct MI300X'.
+      architecture: its instruction set, e.g. 'sm_90', 'gfx942', by which kernels choose their tiles; the platform where
+        it is not known.
     """
 
     platform: str
     device_kind: str
-    without: tuple[str, ...] = ()
+    architecture: str = ""
 
-    def kernel(self, operation: str) -> str | None:
-        """The platform to give to the kernel of `operation`; None where its reference is to be used."""
-        return self.platform if self.platform in PLATFORMS and operation not in self.without else None
+    def __post_init__(self) -> None:
+        """An architecture that is not known is the platform's."""
+        object.__setattr__(self, "architecture", self.architecture or self.platform)
 
 
 def target_of(device: Any) -> Target:
     """What `device` is."""
-    platform = device.platform
-    if platform == "gpu":
-        platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
-    return Target(platform, device.device_kind)
+    if device.platform != "gpu":
+        return Target(device.platform, device.device_kind)
+    capability = str(getattr(device, "compute_capability", ""))
+    if "rocm" in device.client.platform_version.lower():
+        return Target("rocm", device.device_kind, capability.partition(":")[0])  # 'gfx942:sramecc+:xnack-'
+    return Target("cuda", device.device_kind, capability and f"sm_{capability.replace('.', '')}")  # '9.0'
 
 
 def current_target() -> Target:

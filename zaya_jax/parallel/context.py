@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import Part
+from zaya_jax.ops.attention import PartialAttention
 from zaya_jax.ops.cca_mix import Halo
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
@@ -138,8 +138,9 @@ def refuse_cache(query_offset: Any) -> None:
 
 
 def tree_attention(
-    part: Callable[..., Part], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
-    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None, axis: str = SEQUENCE_AXIS,
+    partial: Callable[..., PartialAttention], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array,
+    query_segments_bs: jax.Array, key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None,
+    axis: str = SEQUENCE_AXIS,
 ) -> jax.Array:  # fmt: skip
     """Attention of queries that every device has to keys of which each device has some (arXiv 2408.04093).
 
@@ -147,7 +148,7 @@ def tree_attention(
     depend on the number of keys (zaya1.md §4.5).
 
     Args:
-      part: `ops.attention.attention_part`.
+      partial: `ops.attention.partial_attention`.
       q_bshc: queries, the same on all devices.
       k_btkc: the device's keys; places not filled have segment 0.
       v_btkc: their values.
@@ -157,7 +158,7 @@ def tree_attention(
       window: where given, only the last keys of the sequence are visible.
       axis: of the mesh.
     """
-    o, lse = part(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
+    o, lse = partial(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
     weight = jnp.exp(lse - jax.lax.pmax(lse, axis))
     total = jax.lax.psum(weight, axis)
     return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(q_bshc.dtype)

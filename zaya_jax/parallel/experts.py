@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.ops.dispatch import permute
+from zaya_jax.ops.experts import permute
 from zaya_jax.parallel.collectives import sum_scatter
 
 AXIS = "expert"
-Experts = Callable[..., jax.Array]  # `ops.dispatch.dispatch_experts`
+Experts = Callable[..., jax.Array]  # `ops.experts.dispatch_experts`
 Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
 
 

@@ -24,7 +24,7 @@ from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
 from zaya_jax.parallel.mesh import AnyMesh
 from zaya_jax.parallel.muon import on_whole_matrices
-from zaya_jax.parallel.ring import PartialAttention, ring_attention
+from zaya_jax.parallel.ring import ring_attention
 from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
 
 
@@ -62,8 +62,9 @@ class Placement:
             changes["halo"] = make_halo(self.config)
             changes["cca_mix"] = make_mix(self.config, base.cca_mix)
             if self.config.context_attention == "ring":
-                local = PartialAttention(base.attention_part, base.attention_part_gradient)
-                changes["attention"] = ring_attention(self.config, local)
+                changes["attention"] = ring_attention(
+                    self.config, base.partial_attention, base.partial_attention_gradient
+                )
             else:
                 changes["attention"] = gathered_attention(self.config, base.attention)
                 changes["key_segments"] = functools.partial(gather_sequence, self.config)

@@ -15,34 +15,39 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.ops.attention import Part, join
+from zaya_jax.ops.attention import PartialAttention, combine
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.parallel.context import device_pieces, refuse_cache
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
-
-class PartialAttention(NamedTuple):
-    """`ops.attention.attention_part` and `attention_part_gradient`, or kernels that do the same."""
-
-    part: Callable[..., Part]
-    gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
+Gradient = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 
 
-def ring_attention(config: ParallelConfig, local: PartialAttention) -> Callable[..., jax.Array]:
-    """`Ops.attention` over a ring of the devices of the context axis; segments of keys are the device's own."""
+def ring_attention(
+    config: ParallelConfig, partial: Callable[..., PartialAttention], gradient: Gradient
+) -> Callable[..., jax.Array]:
+    """`Ops.attention` over a ring of the devices of the context axis; segments of keys are the device's own.
+
+    Args:
+      config: degree and layout.
+      partial: `ops.attention.partial_attention`.
+      gradient: `ops.attention.partial_attention_gradient`.
+    """
 
     def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
                   key_segments_bt: jax.Array, query_offset: jax.Array | int = 0,
                   window: int | None = None) -> jax.Array:  # fmt: skip
         refuse_cache(query_offset)
-        return _ring(_Static(config, local, window), q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt)
+        static = _Static(config, partial, gradient, window)
+        return _ring(static, q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt)
 
     return attention
 
 
 class _Static(NamedTuple):
     config: ParallelConfig
-    local: PartialAttention
+    partial: Callable[..., PartialAttention]
+    gradient: Gradient
     window: int | None
 
 
@@ -69,25 +74,25 @@ def _split(arrays: Sequence[jax.Array], pieces: int) -> list[tuple[jax.Array, ..
 
 
 def _attend(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
-            k_seg: jax.Array) -> Part:  # fmt: skip
+            k_seg: jax.Array) -> PartialAttention:  # fmt: skip
     pieces = static.config.chunks // static.config.context
     offsets, keys = _pairs(static, hop, q.shape[1] // pieces), _split((k, v, k_seg), pieces)
     rows = []
     for row, (query, segments) in zip(offsets, _split((q, q_seg), pieces), strict=True):
-        parts = [static.local.part(query, key, value, segments, key_segments, offset, static.window)
+        parts = [static.partial(query, key, value, segments, key_segments, offset, static.window)
                  for offset, (key, value, key_segments) in zip(row, keys, strict=True)]  # fmt: skip
-        rows.append(functools.reduce(join, parts))
-    return Part(*(jnp.concatenate(x, 1) for x in zip(*rows, strict=True)))
+        rows.append(functools.reduce(combine, parts))
+    return PartialAttention(*(jnp.concatenate(x, 1) for x in zip(*rows, strict=True)))
 
 
 def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
-             k_seg: jax.Array) -> Part:  # fmt: skip
+             k_seg: jax.Array) -> PartialAttention:  # fmt: skip
     devices = static.config.context
 
-    def hop(carry: tuple[Part, Any], index: jax.Array) -> tuple[tuple[Part, Any], None]:
+    def hop(carry: tuple[PartialAttention, Any], index: jax.Array) -> tuple[tuple[PartialAttention, Any], None]:
         whole, travelling = carry
         k, v, k_seg = travelling = _next(travelling, devices)
-        return (join(whole, _attend(static, index, q, k, v, q_seg, k_seg)), travelling), None
+        return (combine(whole, _attend(static, index, q, k, v, q_seg, k_seg)), travelling), None
 
     start = (_attend(static, 0, q, k, v, q_seg, k_seg), (k, v, k_seg))
     (whole, _), _ = jax.lax.scan(hop, start, jnp.arange(1, devices))
@@ -98,11 +103,11 @@ def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, q_s
                   k_seg: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
     whole = _forward(static, q, k, v, q_seg, k_seg)
     o, lse = checkpoint_name(whole.o_bshc.astype(q.dtype), MATMUL_OUTPUT), checkpoint_name(whole.lse_bsh, MATMUL_OUTPUT)
-    return o, (q, k, v, q_seg, k_seg, Part(o, lse))
+    return o, (q, k, v, q_seg, k_seg, PartialAttention(o, lse))
 
 
 def _gradients(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array,
-               k_seg: jax.Array, whole: Part, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+               k_seg: jax.Array, whole: PartialAttention, do: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
     pieces = static.config.chunks // static.config.context
     offsets, keys = _pairs(static, hop, q.shape[1] // pieces), _split((k, v, k_seg), pieces)
     dq: list[Any] = []
@@ -111,8 +116,8 @@ def _gradients(static: _Static, hop: jax.Array | int, q: jax.Array, k: jax.Array
     for row, (query, segments, o, lse, d_out) in zip(offsets, _split((q, q_seg, *whole, do), pieces), strict=True):
         total: Any = 0.0
         for index, (offset, (key, value, key_segments)) in enumerate(zip(row, keys, strict=True)):
-            part = static.local.gradient(query, key, value, segments, key_segments, offset, static.window,
-                                          Part(o, lse), d_out)  # fmt: skip
+            part = static.gradient(query, key, value, segments, key_segments, offset, static.window,
+                                   PartialAttention(o, lse), d_out)  # fmt: skip
             total, dk[index], dv[index] = total + part[0], dk[index] + part[1], dv[index] + part[2]
         dq.append(total)
     return jnp.concatenate(dq, 1), jnp.concatenate(dk, 1), jnp.concatenate(dv, 1)

@@ -1,17 +1,15 @@
-"""The kernels a run uses: chosen once at its start, tried, and the same in all processes."""
-
-import jax
+"""The kernels that are used: selected, tried, and the same in all processes."""
 
 from zaya_jax.config import Config
-from zaya_jax.ops.registry import KernelSelection, choose, validate_kernels
+from zaya_jax.ops.registry import KernelSelection, reject, rejections, select_kernels, validate_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.multihost import all_gather, is_primary
 
 _PATIENCE = 600  # seconds that a process is waited for, while it compiles what it tries
 
 
-def choose_kernels(config: Config, target: Target) -> KernelSelection:
-    """What the devices of this job are compiled for: kernels where they can be had and are right on every process.
+def validated_kernels(config: Config, target: Target) -> KernelSelection:
+    """Kernels where they can be had and are right on every process, as training, evaluation and benchmarks use them.
 
     Process 0 says which, on a platform that has kernels.
 
@@ -23,11 +21,14 @@ def choose_kernels(config: Config, target: Target) -> KernelSelection:
       TimeoutError: another process was not heard.
     """
     dtype = config.train.compute_dtype
-    choice = choose(target, config.model, dtype)
-    choice = validate_kernels(choice, config.model, dtype)
-    if jax.process_count() > 1:
-        reasons = all_gather("kernels", dict(choice.reasons), _PATIENCE)
-        choice = choice.without({name: why for process in reversed(reasons) for name, why in process.items()})
-    if is_primary() and (choice.kernels or choice.reasons):
-        print(choice)
-    return choice
+    while True:
+        selection = validate_kernels(select_kernels(target, config.model, dtype), config.model, dtype)
+        processes = all_gather("kernels", rejections(target), _PATIENCE)
+        for operation, kernel, reason in (rejection for process in processes for rejection in process):
+            reject(target, operation, kernel, reason)
+        # Those of one process reject in the others what they had passed, and what takes its place has to be tried.
+        if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
+            break
+    if is_primary() and (selection.kernels or selection.reasons):
+        print(selection)
+    return selection

@@ -38,7 +38,7 @@ from zaya_jax.train.initialization import (
     open_init_from,
     record_base,
 )
-from zaya_jax.train.kernels import choose_kernels
+from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
@@ -111,7 +111,7 @@ def run_training(config: Config) -> TrainResult:
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, so that the status has its sentence
         # Tried only now, since the compiler takes its time.
-        programs = programs.with_kernels(choose_kernels(config, programs.kernels.target))
+        programs = programs.with_kernels(validated_kernels(config, programs.kernels.target))
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
         device = jax.devices()[0].device_kind

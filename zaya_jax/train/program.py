@@ -17,7 +17,7 @@ from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.ops.registry import KernelSelection, choose
+from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
@@ -153,7 +153,7 @@ class Programs:
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:
     """The programs of a run on `devices`, those of this job where None, by the kernels that take its shapes."""
-    return Programs(config, choose(current_target(), config.model, config.train.compute_dtype), devices)
+    return Programs(config, select_kernels(current_target(), config.model, config.train.compute_dtype), devices)
 
 
 def _make_program(

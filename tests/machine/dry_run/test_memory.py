@@ -14,11 +14,11 @@ from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
 from zaya_jax.machine.dry_run.estimate import TARGET
 from zaya_jax.machine.dry_run.memory import Memory, estimate_memory
-from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.registry import preferred_kernels
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.train.program import Programs
 
-KERNELS = KernelSelection(TARGET)
+KERNELS = preferred_kernels(TARGET)
 
 DOC = Path(__file__).parents[3] / "docs/parallel.md"
 LAYOUTS = {

@@ -9,10 +9,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.launch import launch
+from tests.kernel_helpers import kernels
 from zaya_jax.machine.proxies import kernel_bytes as module
 from zaya_jax.machine.proxies.kernel_bytes import LINE, kernel_bytes
 from zaya_jax.machine.proxies.kernel_cases import SMALL, cases, passes
-from zaya_jax.ops.target import Target
 
 X = jax.ShapeDtypeStruct((64, 32), jnp.float32)  # a row is a line
 WHOLE = math.prod(X.shape) * 4
@@ -147,7 +147,7 @@ def test_what_depends_on_floats_is_told():
 
 def small(name):
     case = cases(SMALL, "bfloat16")[name]
-    function, arguments = passes(case, Target("interpret", "cpu"))
+    function, arguments = passes(case, kernels("interpret"))
     return kernel_bytes(function, *arguments)
 
 

@@ -5,12 +5,12 @@ import jax
 import numpy as np
 import pytest
 
+from tests.kernel_helpers import TARGETS, kernels
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, cases, passes, program
 from zaya_jax.ops.registry import OPERATIONS
-from zaya_jax.ops.target import Target
 
 KERNELS = {
     "residual_norm": ["residual_norm_forward"],
@@ -45,7 +45,9 @@ def test_the_sizes_are_the_8b_s():
 
 def test_every_operation_that_has_a_kernel_has_a_case():
     found = cases(EIGHT_B, "bfloat16")
-    assert {case.operation for case in found.values()} == set(OPERATIONS)
+    measured = {operation for case in found.values() for operation in case.operations}
+    # Parts of attention are its kernels with other outputs.
+    assert measured >= {name for name, it in OPERATIONS.items() if it.kernels and "partial" not in name}
     assert found.keys() == KERNELS.keys()
     for name, case in found.items():
         assert case.backward == name.endswith(" backward")
@@ -95,13 +97,12 @@ def test_experts_get_as_many_tokens_each_in_no_order():
 def test_a_case_is_done_by_its_kernels_or_without(name):
     case = cases(EIGHT_B, "bfloat16")[name]
     for without, names in (((), KERNELS[name]), (case.operations, [])):
-        target = Target("rocm", "gfx942", without)
-        function, arguments = passes(case, target)
-        assert [kernel.name for kernel in kernels_of(lower(function, *arguments, target=target))] == names
+        function, arguments = passes(case, kernels("rocm").without(without))
+        assert [kernel.name for kernel in kernels_of(lower(function, *arguments, target=TARGETS["rocm"]))] == names
 
 
-def small(name, target, dtype="float32"):
-    function, arguments = program(cases(SMALL, dtype)[name], target)
+def small(name, platform, dtype="float32"):
+    function, arguments = program(cases(SMALL, dtype)[name], kernels(platform))
     return jax.jit(function)(*arguments)
 
 
@@ -109,7 +110,7 @@ def small(name, target, dtype="float32"):
     "name", [name if name == "symmetric" else pytest.param(name, marks=pytest.mark.soak) for name in KERNELS]
 )
 def test_both_sides_do_the_same(name):
-    found, wanted = (small(name, target) for target in (Target("interpret", "cpu"), Target("cpu", "cpu")))
+    found, wanted = (small(name, platform) for platform in ("interpret", "cpu"))
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert one.dtype == other.dtype
         scale = np.abs(other).max() + 1e-30

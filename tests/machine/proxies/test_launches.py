@@ -8,6 +8,7 @@ from zaya_jax.machine.proxies.codegen import lower
 from zaya_jax.machine.proxies.kernel_bytes import Traffic, kernel_bytes
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, cases, passes
 from zaya_jax.machine.proxies.launches import (
+    KERNELS,
     LAYER,
     REFERENCES,
     TARGET,
@@ -23,7 +24,7 @@ FORWARD = {"cca_mix": 1, "attention": 1, "residual_norm_forward": 1, "grouped_sw
 
 @pytest.mark.soak
 def test_a_layer_launches_each_kernel_once_and_fewer_products():
-    found = layer_launches(LAYER, 4096, TARGET, backward=False)
+    found = layer_launches(LAYER, 4096, KERNELS, backward=False)
     assert dict(found.kernels) == FORWARD
     assert not found.loops
     before = layer_launches(LAYER, 4096, REFERENCES, backward=False)
@@ -36,7 +37,7 @@ def test_a_layer_launches_each_kernel_once_and_fewer_products():
 
 @pytest.mark.soak
 def test_the_backward_pass_does_not_attend_again():
-    found = layer_launches(LAYER, 4096, TARGET, backward=True)
+    found = layer_launches(LAYER, 4096, KERNELS, backward=True)
     assert found.kernels["attention"] == 1
     assert found.kernels["grouped_swiglu"] == 1
     for name in ("attention_backward_keys", "attention_backward_queries", "residual_norm_backward", "cca_mix_backward"):
@@ -62,8 +63,8 @@ def test_bytes_are_those_of_kernels_and_of_what_stands_around_them():
 def test_momentum_and_cast_are_one_pass_and_the_norm_reads_what_it_wrote(iterates):
     every = cases(EIGHT_B._replace(matrices=(2, 128, 512)), iterates)
     elements, item = 2 * 128 * 512, {"bfloat16": 2, "float32": 4}[iterates]
-    (momentum,) = kernel_bytes(*flat(passes(every["momentum"], TARGET)))
-    launches = count_launches(lower(*flat(passes(every["muon"], TARGET)), target=TARGET))
+    (momentum,) = kernel_bytes(*flat(passes(every["momentum"], KERNELS)))
+    launches = count_launches(lower(*flat(passes(every["muon"], KERNELS)), target=TARGET))
     assert dict(launches.kernels) == {"momentum": 1}
     (loop,) = launches.loops
     assert dict(loop.kernels) == {"gram": 1, "gram_polynomial": 1}
@@ -98,8 +99,8 @@ def test_loops_of_unknown_length_have_no_bytes():
 
 
 def test_the_result_holds_layer_operations_and_kernels(monkeypatch, tmp_path, capsys):
-    counts = {REFERENCES: Launches(products=3, loops=[Launches(fusions=5)]), TARGET: Launches(products=2)}
-    monkeypatch.setattr(bench, "layer_launches", lambda model, tokens, target, *, backward: counts[target])
+    monkeypatch.setattr(bench, "layer_launches", lambda model, tokens, kernels, *, backward: Launches(products=2)
+                        if kernels.chosen else Launches(products=3, loops=[Launches(fusions=5)]))  # fmt: skip
     monkeypatch.setattr(bench, "cases", lambda sizes, dtype: {"norm": None})
     sides = {side: {"launches": told(Launches()), "bytes": 3, "ratio": ratio} for side, ratio in
              (("references", None), ("kernels", 1.5))}  # fmt: skip

@@ -11,12 +11,12 @@ from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.memory import Memory, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
-from zaya_jax.ops.registry import choose
+from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.program import Programs
 
-TARGET = Target("rocm", "gfx942")  # whose operations are traced; none is compiled
+TARGET = Target("rocm", "gfx942", "gfx942")  # whose operations are traced; none is compiled
 REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
 
 
@@ -61,7 +61,7 @@ def simulated_programs(config: Config, devices: int) -> Programs:
     Raises:
       InputError: the axes do not make up the devices, or a batch does not split over them.
     """
-    programs = Programs(config, choose(TARGET, config.model, config.train.compute_dtype), devices)
+    programs = Programs(config, select_kernels(TARGET, config.model, config.train.compute_dtype), devices)
     programs.check()
     return programs
 

@@ -39,9 +39,9 @@ class Gpu:
 
 
 GPUS = {
-    "gfx942": Gpu(Target("rocm", "gfx942"), "hip", "gfx942", 64, 64 * 1024),
-    "gfx950": Gpu(Target("rocm", "gfx950"), "hip", "gfx950", 64, 160 * 1024),
-    "sm_90": Gpu(Target("cuda", "NVIDIA H200"), "cuda", 90, 32, 227 * 1024),
+    "gfx942": Gpu(Target("rocm", "gfx942", "gfx942"), "hip", "gfx942", 64, 64 * 1024),
+    "gfx950": Gpu(Target("rocm", "gfx950", "gfx950"), "hip", "gfx950", 64, 160 * 1024),
+    "sm_90": Gpu(Target("cuda", "NVIDIA H200", "sm_90"), "cuda", 90, 32, 227 * 1024),
 }
 
 

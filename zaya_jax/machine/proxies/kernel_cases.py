@@ -11,17 +11,15 @@ import optax
 
 from zaya_jax.config import MuonConfig
 from zaya_jax.model.layers import recomputed
-from zaya_jax.ops import no_halo, ops_for
-from zaya_jax.ops.cca_mix import MixWeights
+from zaya_jax.ops.cca_mix import MixWeights, no_halo
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.momentum import step_momentum
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.residual_norm import MergeVectors
-from zaya_jax.ops.symmetric import gram_polynomial
-from zaya_jax.ops.target import Target
 from zaya_jax.optim.muon import scale_by_muon
 
 TAPS = 2  # of both convolutions
 STEPS = 5  # of Newton–Schulz
+PRODUCTS = OPERATIONS["experts"].uses
 
 
 class Sizes(NamedTuple):
@@ -79,8 +77,8 @@ class Case(NamedTuple):
     """An operation at one size, in one direction.
 
     Attributes:
-      operation: the one that its target can be without (`ops.registry.OPERATIONS`).
-      run: takes the target, then the floats and the integers.
+      operation: whose kernel it is of (`ops.registry.OPERATIONS`).
+      run: takes the implementations, then the floats and the integers.
       floats: `jax.ShapeDtypeStruct`s.
       integers: arrays.
       backward: the gradient is measured: from the cotangents of the outputs to those of the floats.
@@ -117,18 +115,18 @@ def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     return found
 
 
-def program(case: Case, target: Target) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What is timed of `case`, and its arguments, drawn on the default device.
 
     Args:
       case: the case.
-      target: how it is done.
+      kernels: how it is done.
 
     Returns:
       A function to be jitted, and a pytree for each of its arguments: of a backward pass what the forward pass kept,
       and the gradients of the outputs.
     """
-    run, count = functools.partial(case.run, target), len(case.floats)
+    run, count = functools.partial(case.run, kernels), len(case.floats)
     arrays = (*_drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
     if not case.backward:
         return run, arrays
@@ -140,13 +138,13 @@ def program(case: Case, target: Target) -> tuple[Callable[..., Any], tuple[Any, 
     return _pulled, (pull, _drawn(out))
 
 
-def passes(case: Case, target: Target) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """What is lowered of `case`, and its arguments, floats as `jax.ShapeDtypeStruct`s.
 
     Returns:
       A function to be jitted, which of a backward case does the forward pass too; and its arguments.
     """
-    run, count = functools.partial(case.run, target), len(case.floats)
+    run, count = functools.partial(case.run, kernels), len(case.floats)
     if not case.backward:
         return run, (*case.floats, *case.integers)
 
@@ -182,8 +180,8 @@ def _residual_norm(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     out, stream = _array(1, t, d, dtype=dtype), _array(1, t, d, dtype=jnp.float32)
     vectors = (_array(d, dtype=jnp.float32),) * 5
 
-    def run(target: Target, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
-        joined = recomputed(ops_for(target).residual_norm, static=(4, 5))
+    def run(kernels: KernelSelection, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
+        joined = recomputed(kernels.ops.residual_norm, static=(4, 5))
         return joined(output, stream, MergeVectors(*vectors[:4]), vectors[4], 1e-5, dtype)
 
     floats = (out, stream, *vectors)
@@ -204,10 +202,10 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     tables = tuple(np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin))
     segments = np.ones((b, s), np.int32)
 
-    def run(target: Target, u: jax.Array, current: jax.Array, delayed: jax.Array, *others: jax.Array) -> Any:
+    def run(kernels: KernelSelection, u: jax.Array, current: jax.Array, delayed: jax.Array, *others: jax.Array) -> Any:
         *weights, segments, cos, sin = others
         halo = no_halo(u, delayed, segments, 2 * TAPS - 2)
-        mix = recomputed(ops_for(target).cca_mix)
+        mix = recomputed(kernels.ops.cca_mix)
         return mix(u, current, delayed, halo, segments, (cos, sin), MixWeights(*weights), None)
 
     floats = (*mixed, *weights)
@@ -225,13 +223,13 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     b = sizes.tokens // s
     segments = np.ones((b, s), np.int32)
 
-    def run(target: Target, *arrays: jax.Array) -> jax.Array:
+    def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         q, key, v, segments = arrays
-        return ops_for(target).attention(q, key, v, query_segments_bs=segments, key_segments_bt=segments)
+        return kernels.ops.attention(q, key, v, query_segments_bs=segments, key_segments_bt=segments)
 
-    def decode(target: Target, *arrays: jax.Array) -> jax.Array:
+    def decode(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         q, key, v, query_segments, segments = arrays
-        return ops_for(target).attention(
+        return kernels.ops.attention(
             q, key, v, query_segments_bs=query_segments, key_segments_bt=segments, query_offset=key.shape[1] - 1
         )
 
@@ -254,12 +252,12 @@ def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     t = e * sizes.per_expert
     split = np.full(e, sizes.per_expert, np.int32)
 
-    def run(target: Target, *arrays: jax.Array) -> jax.Array:
-        return grouped_matmul(*arrays, target=target)
+    def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
+        return grouped_matmul(*arrays, **{part: kernels.implementation(part) for part in PRODUCTS})
 
     x, w, out = _array(t, d, dtype=dtype), _array(e, d, q, dtype=dtype), _array(t, q, dtype=dtype)
-    case = Case("grouped_matmul", run, (x, w), (split,), False, 2.0 * t * d * q, _size(x, w, split, out),
-                Aim("dense", 0.7))  # fmt: skip
+    case = Case("grouped_product", run, (x, w), (split,), False, 2.0 * t * d * q, _size(x, w, split, out),
+                Aim("dense", 0.7), PRODUCTS[1:])  # fmt: skip
     backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(x, w, split, out, x, w))
     return {"grouped_matmul": case, "grouped_matmul backward": backward}
 
@@ -269,14 +267,14 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     t = e * sizes.per_expert
     expert = np.random.default_rng(0).permutation(np.repeat(np.arange(e, dtype=np.int32), sizes.per_expert))
 
-    def run(target: Target, *arrays: jax.Array) -> jax.Array:
+    def run(kernels: KernelSelection, *arrays: jax.Array) -> jax.Array:
         h, weight, gate_up, down, expert = arrays
-        return ops_for(target).experts(h, expert, weight, gate_up, down)
+        return kernels.ops.experts(h, expert, weight, gate_up, down)
 
     h, weight = _array(t, d, dtype=dtype), _array(t, dtype=jnp.float32)
     floats = (h, weight, _array(e, d, 2 * f, dtype=dtype), _array(e, f, d, dtype=dtype))
     kept = _array(t, 2 * f, dtype=dtype)
-    case = Case("grouped_matmul", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None)
+    case = Case("experts", run, floats, (expert,), False, 6.0 * t * d * f, _size(*floats, expert, h), None, PRODUCTS)
     backward = case._replace(backward=True, flops=2 * case.flops, bytes=_size(*floats, expert, kept, h, *floats))
     return {"experts": case, "experts backward": backward}
 
@@ -285,9 +283,9 @@ def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     m, direction = (_array(*sizes.matrices, dtype=kind) for kind in (jnp.float32, dtype))
     numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # of a step that is clipped, with Nesterov
 
-    def step(target: Target, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def step(kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         momentum, gradient, numbers = arrays
-        return step_momentum(gradient, momentum, numbers, dtype, platform=target.kernel("momentum"))
+        return kernels.ops.momentum(gradient, momentum, numbers, dtype)
 
     case = Case("momentum", step, (m, m), (numbers,), False, 7.0 * m.size, _size(m, m, numbers, m, direction),
                 Aim("copy", 0.8), held=1)  # fmt: skip
@@ -297,27 +295,27 @@ def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     n, p, q = sizes.matrices
 
-    def polynomial(target: Target, x: jax.Array, coefficients: jax.Array) -> jax.Array:
-        return gram_polynomial(x, coefficients[0], coefficients[1], platform=target.kernel("symmetric"))
+    def polynomial(kernels: KernelSelection, x: jax.Array, coefficients: jax.Array) -> jax.Array:
+        return kernels.implementation("gram_polynomial")(x, *coefficients, jnp.ones(x.shape[:-2]))
 
     x, square = _array(n, p, q, dtype=dtype), _array(n, p, p, dtype=dtype)
     coefficients = _array(2, dtype=jnp.float32)
     full = 2.0 * n * p * p * (q + p)
-    case = Case("symmetric", polynomial, (x, coefficients), (), False, full, _size(x, square, coefficients),
+    case = Case("gram_polynomial", polynomial, (x, coefficients), (), False, full, _size(x, square, coefficients),
                 Aim("reference", 1.5))  # fmt: skip
     m = _array(n, p, q, dtype=jnp.float32)
-    muon = Case("symmetric", functools.partial(_muon_step, dtype), (m, m, m), (), False,
+    muon = Case("gram_polynomial", functools.partial(_muon_step, dtype), (m, m, m), (), False,
                 STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, ("momentum",), 2)  # fmt: skip
     return {"symmetric": case, "muon": muon}
 
 
-def _muon_step(dtype: jnp.dtype, target: Target, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _muon_step(dtype: jnp.dtype, kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The matrices and their momentum after a step with that gradient."""
     params, momentum, gradient = arrays
     rate, decay = 6e-4, 0.1
     iterates = "bfloat16" if dtype == jnp.bfloat16 else "float32"
     transform = scale_by_muon(MuonConfig(newton_schulz_steps=STEPS, iterates=iterates))
     state = (optax.TraceState({"m": momentum}), optax.EmptyState())
-    moved: Any = transform.update({"m": gradient}, state, ops=ops_for(target))
+    moved: Any = transform.update({"m": gradient}, state, ops=kernels.ops)
     directions, (momentum_state, _) = moved
     return params * (1 - rate * decay) - rate * directions["m"], momentum_state.trace["m"]

@@ -5,7 +5,6 @@ Launches are counted in lowered programs (`stablehlo`), bytes of kernels by walk
 CUDA's differ by tile sizes alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,12 +22,11 @@ from zaya_jax.model.attention import Context
 from zaya_jax.model.layers import rotary_table, segment_positions
 from zaya_jax.model.tree import compute_dtypes, map_variables, roles
 from zaya_jax.model.zaya import POLICIES, Block
-from zaya_jax.ops import ops_for
-from zaya_jax.ops.registry import OPERATIONS
+from zaya_jax.ops.registry import KernelSelection, preferred_kernels
 from zaya_jax.ops.target import Target
 
-TARGET = Target("rocm", "gfx942")
-REFERENCES = dataclasses.replace(TARGET, without=tuple(OPERATIONS))
+TARGET = Target("rocm", "gfx942", "gfx942")
+KERNELS, REFERENCES = preferred_kernels(TARGET), KernelSelection(TARGET)
 # The 8B's widths, with so few rows, experts and matrices that every program can be walked through. Ratios hardly depend
 # on them; what does not grow with them (parameters, partial sums) weighs more here than in training.
 WALKED = EIGHT_B._replace(tokens=4096, sequence=4096, experts=4, matrices=(1, 2048, 4096), decoded=(1, 32768))
@@ -50,8 +48,8 @@ def bench_launches(output: str | None, sizes: Sizes = WALKED) -> dict[str, Any]:
                           ("flax",))  # fmt: skip
     result |= {"target": TARGET.device_kind, "cache_bytes": CACHE, "layer": {}, "operations": {}, "kernels": {}}
     for name, backward in (("forward", False), ("forward and backward", True)):
-        both = {"references": REFERENCES, "kernels": TARGET}
-        counted = {side: layer_launches(LAYER, 4096, target, backward=backward) for side, target in both.items()}
+        both = {"references": REFERENCES, "kernels": KERNELS}
+        counted = {side: layer_launches(LAYER, 4096, selection, backward=backward) for side, selection in both.items()}
         result["layer"][name] = {side: told(launches) for side, launches in counted.items()}
         said = ", ".join(f"{side} {launches.total} and in loops {sum(launches.in_loops)} a turn"
                          for side, launches in counted.items())  # fmt: skip
@@ -81,10 +79,10 @@ def told(launches: Launches) -> dict[str, Any]:
     }
 
 
-def layer_launches(model: ModelConfig, tokens: int, target: Target, *, backward: bool) -> Launches:
+def layer_launches(model: ModelConfig, tokens: int, kernels: KernelSelection, *, backward: bool) -> Launches:
     """Launches of a layer of `model` in bf16 over one row of `tokens`, its backward pass with `remat: dots` added."""
     block, x_bsd, state_bsr = _layer(model, tokens)
-    ops = ops_for(target)
+    ops = kernels.ops
 
     def forward(block: Block, x_bsd: jax.Array, state_bsr: jax.Array) -> tuple[jax.Array, ...]:
         segments_bs = jnp.ones(x_bsd.shape[:2], jnp.int32)
@@ -99,9 +97,9 @@ def layer_launches(model: ModelConfig, tokens: int, target: Target, *, backward:
         return out, counts, pull(cotangents)
 
     if backward:
-        lowered = lower(both, block, x_bsd, state_bsr, x_bsd, state_bsr, target=target)
+        lowered = lower(both, block, x_bsd, state_bsr, x_bsd, state_bsr, target=kernels.target)
     else:
-        lowered = lower(forward, block, x_bsd, state_bsr, target=target)
+        lowered = lower(forward, block, x_bsd, state_bsr, target=kernels.target)
     return count_launches(lowered)
 
 
@@ -132,14 +130,11 @@ def operation_bytes(name: str, case: Case, every: dict[str, Case]) -> tuple[dict
       where loops turn a number of times that is not known; then the traffic of each kernel.
     """
     least = case.bytes + (every[name.removesuffix(" backward")].bytes if case.backward else 0)
-    kernels = kernel_bytes(*_flat(passes(case, TARGET)))
+    kernels = kernel_bytes(*_flat(passes(case, KERNELS)))
     found: dict[str, Any] = {"least": least}
-    for side, target in {
-        "references": dataclasses.replace(TARGET, without=case.operations),
-        "kernels": TARGET,
-    }.items():
-        function, arguments = passes(case, target)
-        launches = count_launches(lower(function, *arguments, target=target))
+    for side, selection in (("references", KERNELS.without(case.operations)), ("kernels", KERNELS)):
+        function, arguments = passes(case, selection)
+        launches = count_launches(lower(function, *arguments, target=TARGET))
         moved = sum(one.moved for one in kernels) if side == "kernels" else 0
         around = _around(launches, STEPS if name == "muon" else None)
         total = None if around is None else moved + around

@@ -8,6 +8,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.proxies.codegen import GPUS, Kernel, compile_kernel, kernels_of, lower
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, Sizes, cases, passes
 from zaya_jax.machine.result import describe_run, write_result
+from zaya_jax.ops.registry import preferred_kernels
 from zaya_jax.ops.target import Target
 
 DTYPES = ("bfloat16", "float32")
@@ -62,5 +63,5 @@ def rows(dtype: str, only: Sequence[str] = (), sizes: Sizes = EIGHT_B) -> Iterat
 def _kernels(target: Target, dtype: str, only: Sequence[str], sizes: Sizes) -> Iterator[Kernel]:
     for name, case in cases(sizes, dtype).items():
         if not only or name in only:
-            function, arguments = passes(case, target)
+            function, arguments = passes(case, preferred_kernels(target))
             yield from kernels_of(lower(function, *arguments, target=target))

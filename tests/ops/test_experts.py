@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, seeds
-from zaya_jax.ops.dispatch import dispatch_experts, permute
-from zaya_jax.ops.target import Target
+from tests.kernel_helpers import kernels
+from zaya_jax.ops.experts import dispatch_experts, permute
 
-TARGETS = {
-    "reference": Target("cpu", "any"),
-    "xla": Target("cuda", "any", without=("grouped_matmul",)),
-    "fused": Target("interpret", "any"),
-    "products": Target("interpret", "any", without=("grouped_experts",)),
+EXPERTS = {
+    "reference": dispatch_experts,
+    "fused": kernels("interpret").ops.experts,
+    "products": kernels("interpret").without(("experts",)).ops.experts,
 }
 T, D, F, E = 21, 6, 5, 4
-every_target = pytest.mark.parametrize("name", ["reference", "xla"])
 
 
 def one_hot(h, expert, weight, gate_up, down):
@@ -33,7 +31,7 @@ def one_hot(h, expert, weight, gate_up, down):
 
 @functools.cache
 def compiled(name):
-    function = one_hot if name == "one_hot" else functools.partial(dispatch_experts, target=TARGETS[name])
+    function = one_hot if name == "one_hot" else EXPERTS[name]
 
     def call(h, expert, weight, gate_up, down, cotangent):
         out, back = jax.vjp(lambda h, w, g, d: function(h, expert, w, g, d), h, weight, gate_up, down)
@@ -70,16 +68,14 @@ def check(name, expert, seed):
         assert not np.any(ddown[e])
 
 
-@every_target
 @given(expert=choices(), seed=seeds())
-def test_equals_the_one_hot_form(name, expert, seed):
-    check(name, expert, seed)
+def test_equals_the_one_hot_form(expert, seed):
+    check("reference", expert, seed)
 
 
-@every_target
 @pytest.mark.parametrize("only", range(E + 2))
-def test_all_tokens_of_one_class(name, only):
-    check(name, np.full(T, only, np.int32), only)
+def test_all_tokens_of_one_class(only):
+    check("reference", np.full(T, only, np.int32), only)
 
 
 @given(seed=seeds())
@@ -121,16 +117,28 @@ def test_kernels_equal_the_one_hot_form(name):
 
 
 @pytest.mark.parametrize(
-    ("target", "expected"),
+    ("platform", "without", "expected"),
     [
-        (Target("cpu", "any"), set()),
-        (Target("rocm", "any"), {"grouped_swiglu", "grouped_product"}),
-        (Target("rocm", "any", without=("grouped_experts",)), {"grouped_product"}),
-        (Target("rocm", "any", without=("grouped_matmul",)), {"ragged_dot"}),
+        ("cpu", (), set()),
+        ("rocm", (), {"grouped_swiglu", "grouped_product"}),
+        ("rocm", ("experts",), {"grouped_product"}),
+        ("rocm", ("experts", "grouped_product"), set()),
     ],
 )
-def test_a_gpu_takes_fused_launches_or_those_its_target_leaves(target, expected):
+def test_what_is_not_done_by_a_kernel_as_a_whole_is_done_by_those_of_its_parts(platform, without, expected):
     h, weight, gate_up, down, _ = draw(0)
-    expert = np.zeros(T, np.int32)
-    text = str(jax.make_jaxpr(functools.partial(dispatch_experts, target=target))(h, expert, weight, gate_up, down))
+    experts = kernels(platform).without(without).ops.experts
+    text = str(jax.make_jaxpr(experts)(h, np.zeros(T, np.int32), weight, gate_up, down))
     assert {name for name in ("grouped_swiglu", "grouped_product", "ragged_dot") if name in text} == expected
+
+
+def test_only_the_product_that_has_no_kernel_is_done_by_its_reference():
+    h, weight, gate_up, down, _ = draw(0)
+    experts = kernels("rocm").without(("experts", "grouped_product_transposed")).ops.experts
+
+    def gradient(h):
+        return jax.grad(lambda h: experts(h, np.zeros(T, np.int32), weight, gate_up, down).sum())(h)
+
+    text = str(jax.make_jaxpr(gradient)(h))
+    assert "name=grouped_product\n" in text
+    assert "grouped_product_transposed" not in text

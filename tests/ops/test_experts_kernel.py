@@ -10,12 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import jit, seeds
-from tests.kernel_helpers import TARGETS, check_machine_code, lowered_kernels, shape
+from tests.kernel_helpers import TARGETS, check_machine_code, kernel, lowered_kernels, shape
 from zaya_jax.machine.proxies.codegen import lower
-from zaya_jax.ops.dispatch import dispatch_experts
-from zaya_jax.ops.grouped_experts import grouped_experts
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.ops.target import Target
 
 # The largest error of a result over the largest of its values. Between a token and its output in bf16 stand four
 # roundings: of gate and up, of hidden, of the output, and of what the reference is given.
@@ -28,7 +25,7 @@ BACKWARD = ["grouped_swiglu_backward", "grouped_outer", "grouped_outer", "groupe
 
 @functools.cache
 def compiled(platform):
-    function = functools.partial(dispatch_experts, target=Target(platform, "any"))
+    function = kernel("experts", platform)
 
     def call(h, expert, weight, gate_up, down, cotangent):
         out, back = jax.vjp(lambda h, w, g, d: function(h, expert, w, g, d), h, weight, gate_up, down)
@@ -113,7 +110,7 @@ def of_8b(dtype, tokens=16_384):
 
 
 def gradient(h, expert, weight, gate_up, down, cotangent, *, platform, policy=None):
-    experts = functools.partial(dispatch_experts, target=TARGETS[platform])
+    experts = kernel("experts", platform)
 
     def layer(h, weight, gate_up, down):
         # An output that the gradient needs, as that of a layer whose merge has a scale to train.
@@ -169,7 +166,7 @@ def test_lowers_in_fp32_and_for_other_numbers_of_tokens(platform, tokens):
 
 def test_without_a_gradient_gate_and_up_are_not_written():
     def forward(h, expert, weight, gate_up, down, platform):
-        return dispatch_experts(h, expert, weight, gate_up, down, target=TARGETS[platform])
+        return kernel("experts", platform)(h, expert, weight, gate_up, down)
 
     *arrays, _ = of_8b(jnp.bfloat16)
     text = lower(functools.partial(forward, platform="cuda"), *arrays, target=TARGETS["cuda"]).as_text()
@@ -187,11 +184,10 @@ def test_machine_code_of_every_gpu(gpu, dtype):
     check_machine_code(gradient, *of_8b(jnp.dtype(dtype)), gpu=gpu)
 
 
-def refused(h=(8, 4), order=(8,), sizes=(2,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 4), dtypes=("float32",) * 3):
+def refused(h=(8, 4), expert=(8,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 4), dtypes=("float32",) * 3):
     jax.eval_shape(
-        functools.partial(grouped_experts, platform="interpret"), shape(*h, dtype=dtypes[0]),
-        shape(*order, dtype="int32"), shape(*sizes, dtype="int32"), shape(*weight, dtype="float32"),
-        shape(*gate_up, dtype=dtypes[1]), shape(*down, dtype=dtypes[2]),
+        kernel("experts", "interpret"), shape(*h, dtype=dtypes[0]), shape(*expert, dtype="int32"),
+        shape(*weight, dtype="float32"), shape(*gate_up, dtype=dtypes[1]), shape(*down, dtype=dtypes[2]),
     )  # fmt: skip
 
 
@@ -202,9 +198,8 @@ def refused(h=(8, 4), order=(8,), sizes=(2,), weight=(8,), gate_up=(2, 4, 12), d
         ({"dtypes": ("bfloat16", "bfloat16", "float32")}, "of one dtype, not bfloat16, bfloat16, float32"),
         ({"gate_up": (2, 4, 6)}, r"\[e, d, 2f\].*not \(2, 4, 6\)"),
         ({"down": (2, 6, 5)}, r"\[e, f, d\].*\(2, 6, 5\)"),
-        ({"sizes": (3,)}, r"sizes \[e\].*\(3,\)"),
-        ({"order": (7,)}, "Each of 8 tokens has a place"),
-        ({"weight": (8, 1)}, "Each of 8 tokens has a place and a weight"),
+        ({"expert": (7,)}, "Each of 8 tokens has a class"),
+        ({"weight": (8, 1)}, "Each of 8 tokens has a class and a weight"),
     ],
 )
 def test_refusals(given, message):

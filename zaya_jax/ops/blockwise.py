@@ -1,0 +1,201 @@
+"""The reference of attention: one pass over blocks of keys with an online softmax, forward and backward.
+
+Memory is linear in the sequence: no array of the size queries × keys exists. Blocks that causality or the window hides
+are not visited. Arrays are folded: whole blocks, heads before the sequence and queries with their key head.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.precision import accumulation_dtype
+
+# Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
+# real score, so that a row without a visible key gives 0 and not NaN.
+HIDDEN = -1e30
+FLOOR = -1e20
+QUERY_BLOCK = 128
+KEY_BLOCK = 256
+
+
+def fold(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
+         key_segments_bt: jax.Array, window: int | None) -> tuple[Any, ...]:  # fmt: skip
+    """Whole blocks, heads before the sequence and queries with their key head."""
+    s, t, num_kv = q_bshc.shape[1], k_btkc.shape[1], k_btkc.shape[2]
+    q_block, k_block = min(QUERY_BLOCK, s), min(KEY_BLOCK, t)
+    s_pad, t_pad = -s % q_block, -t % k_block
+    q_bkgsc = fold_queries(q_bshc, num_kv, s + s_pad)
+    k_bktc = jnp.pad(k_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
+    v_bktc = jnp.pad(v_btkc.transpose(0, 2, 1, 3), ((0, 0), (0, 0), (0, t_pad), (0, 0)))
+    query_segments_bs = jnp.pad(query_segments_bs, ((0, 0), (0, s_pad)))
+    key_segments_bt = jnp.pad(key_segments_bt, ((0, 0), (0, t_pad)))
+    return (q_block, k_block, window, s, t), q_bkgsc, k_bktc, v_bktc, query_segments_bs, key_segments_bt
+
+
+def fold_queries(x_bshc: jax.Array, num_kv: int, length: int) -> jax.Array:
+    """[b, s, h, c] as [b, k, h / k, length, c], padded with zeros."""
+    b, s, h, c = x_bshc.shape
+    x_bkgsc = x_bshc.reshape(b, s, num_kv, h // num_kv, c).transpose(0, 2, 3, 1, 4)
+    return jnp.pad(x_bkgsc, ((0, 0), (0, 0), (0, 0), (0, length - s), (0, 0)))
+
+
+def unfold(x_bkgsc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of `fold_queries`: an array of `shape`."""
+    return x_bkgsc[:, :, :, : shape[1]].transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window, queries, keys
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def blockwise(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+              offset: jax.Array) -> jax.Array:  # fmt: skip
+    """Attention of folded arrays, in the dtype of the queries."""
+    return forward(blocks, q, k, v, q_seg, k_seg, offset)[0].astype(q.dtype)
+
+
+def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key blocks [low, high) of which a query of the block starting at `first_query` may see a key."""
+    q_block, k_block, window, _, t = blocks
+    high = jnp.minimum((first_query + q_block + k_block - 1) // k_block, -(-t // k_block))
+    low = jnp.zeros_like(high) if window is None else jnp.maximum(first_query - window + 1, 0) // k_block
+    return low, high
+
+
+def _mask(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array, index: jax.Array,
+          keys_first: bool = False) -> jax.Array:  # fmt: skip
+    """0 where a query sees a key of key block `index`, HIDDEN elsewhere: fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
+
+    Loops over key blocks carry the mask of their next block. That makes it an array of its own; made where it
+    is used, the compiler would make it again, element by element, in each of its users.
+    """
+    q_block, k_block, window, _, _ = blocks
+    query = first_query + jnp.arange(q_block)
+    key = index * k_block + jnp.arange(k_block)
+    k_seg = _slice(k_seg, index * k_block, k_block, 1)
+    if keys_first:
+        query, key, q_seg, k_seg = query[None, :], key[:, None], q_seg[:, None, :], k_seg[:, :, None]
+    else:
+        query, key, q_seg, k_seg = query[:, None], key[None, :], q_seg[:, :, None], k_seg[:, None, :]
+    seen = key <= query
+    if window is not None:
+        seen &= key > query - window
+    mask = jnp.where(seen & (q_seg == k_seg) & (q_seg != 0), 0.0, HIDDEN)
+    return jnp.expand_dims(mask, (1, 3) if keys_first else (1, 2))
+
+
+def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+
+
+def forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+            offset: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """The output, and the logarithm of each query's sum of exponentials, both in the dtype of sums."""
+    q_block, k_block, _, _, _ = blocks
+    b, kv, g, s, c = q.shape
+    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
+
+    def per_query_block(_: None, index: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        first = index * q_block
+        q_blk = _slice(q, first, q_block, 3) * scale
+        q_seg_blk = _slice(q_seg, first, q_block, 1)
+
+        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset)
+
+        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            high, total, acc, hidden = state
+            start = j * k_block
+            scores = jnp.einsum("bkgxc,bkyc->bkgxy", q_blk, _slice(k, start, k_block, 2),
+                                preferred_element_type=sums)  # fmt: skip
+            scores = scores + hidden
+            new_high = jnp.maximum(high, scores.max(-1))
+            p = jnp.exp(scores - new_high[..., None])
+            keep = jnp.exp(high - new_high)
+            update = jnp.einsum("bkgxy,bkyc->bkgxc", p.astype(v.dtype), _slice(v, start, k_block, 2),
+                                preferred_element_type=sums)  # fmt: skip
+            return new_high, total * keep + p.sum(-1), acc * keep[..., None] + update, mask(j + 1)
+
+        low, high = _key_range(blocks, first + offset)
+        state = (
+            jnp.full((b, kv, g, q_block), FLOOR, sums),
+            jnp.zeros((b, kv, g, q_block), sums),
+            jnp.zeros((b, kv, g, q_block, c), sums),
+            mask(low),
+        )
+        top, total, acc, _ = jax.lax.fori_loop(low, high, per_key_block, state)
+        safe = jnp.where(total == 0, 1.0, total)
+        return None, (acc / safe[..., None], top + jnp.log(safe))
+
+    _, (o, lse) = jax.lax.scan(per_query_block, None, jnp.arange(s // q_block))
+    o = jnp.moveaxis(o, 0, 3).reshape(b, kv, g, s, c)
+    return o, jnp.moveaxis(lse, 0, 3).reshape(b, kv, g, s)
+
+
+def _forward_rule(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
+                  offset: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    o, lse = forward(blocks, q, k, v, q_seg, k_seg, offset)
+    o, lse = checkpoint_name(o.astype(q.dtype), MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
+    return o, (q, k, v, q_seg, k_seg, offset, o, lse)
+
+
+def _backward_rule(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]:
+    q, k, v, *integers, _, _ = saved
+    grads = backward(blocks, saved, do)
+    no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in integers]
+    return (*(g.astype(x.dtype) for g, x in zip(grads, (q, k, v), strict=True)), *no_gradient)
+
+
+def backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of queries, keys and values, in the dtype of sums; `saved` is what `_forward_rule` keeps."""
+    q_block, k_block, _, _, _ = blocks
+    q, k, v, q_seg, k_seg, offset, o, lse = saved
+    b, kv, g, s, c = q.shape
+    scale, sums = c**-0.5, accumulation_dtype(q.dtype)
+    delta = (do.astype(sums) * o.astype(sums)).sum(-1)
+    k_bkct = k.swapaxes(2, 3)
+
+    def per_query_block(state: tuple[jax.Array, jax.Array], index: jax.Array) -> tuple[Any, jax.Array]:
+        first = index * q_block
+        q_blk = _slice(q, first, q_block, 3) * scale
+        do_blk = _slice(do, first, q_block, 3)
+        lse_blk = _slice(lse, first, q_block, 3)[:, :, None]
+        delta_blk = _slice(delta, first, q_block, 3)[:, :, None]
+        q_seg_blk = _slice(q_seg, first, q_block, 1)
+        mask = functools.partial(_mask, blocks, q_seg_blk, k_seg, first + offset, keys_first=True)
+
+        def per_key_block(j: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            dq, dk, dv, hidden = state
+            start = j * k_block
+            k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
+            # Scores stand keys first and dq channels first, so that no product transposes a square of scores.
+            scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=sums)
+            p = jnp.exp(scores + hidden - lse_blk)
+            dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=sums)
+            ds = (p * (dp - delta_blk)).astype(q.dtype)
+            dv_blk = jnp.einsum("bkygx,bkgxc->bkyc", p.astype(do.dtype), do_blk, preferred_element_type=sums)
+            dk_blk = jnp.einsum("bkygx,bkgxc->bkyc", ds, q_blk, preferred_element_type=sums)
+            dq = dq + jnp.einsum("bkcy,bkygx->bkcgx", _slice(k_bkct, start, k_block, 3), ds,
+                                preferred_element_type=sums)  # fmt: skip
+            return dq, _add_at(dk, dk_blk, start), _add_at(dv, dv_blk, start), mask(j + 1)
+
+        low, high = _key_range(blocks, first + offset)
+        dq = jnp.zeros((b, kv, c, g, q_block), sums)
+        dq, dk, dv, _ = jax.lax.fori_loop(low, high, per_key_block, (dq, *state, mask(low)))
+        return (dk, dv), (dq * scale).transpose(0, 1, 3, 4, 2)
+
+    zeros = (jnp.zeros(k.shape, sums), jnp.zeros(v.shape, sums))
+    (dk, dv), dq = jax.lax.scan(per_query_block, zeros, jnp.arange(s // q_block))
+    return jnp.moveaxis(dq, 0, 3).reshape(b, kv, g, s, c), dk, dv
+
+
+def _add_at(total: jax.Array, part: jax.Array, start: jax.Array) -> jax.Array:
+    old = _slice(total, start, part.shape[2], 2)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, 2)
+
+
+blockwise.defvjp(_forward_rule, _backward_rule)

@@ -1,0 +1,162 @@
+"""Dropless top-1 dispatch: sort tokens by expert, grouped SwiGLU, put them back (zaya1.md §1.4, §1.5).
+
+The kernels take two launches forward and four backward. Tokens are read from and written to where they stand, so that
+none is moved between launches, and what is elementwise is done in the launch of a product: the weight of a token behind
+the second product, SwiGLU behind the first, SwiGLU's gradient behind the gradient of the second. What the backward
+wants of the forward, the sorted rows' gate and up [t, 2f], is named `MATMUL_OUTPUT`: where it is kept, the backward
+multiplies nothing again.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels.grouped_matmul import grouped_outer, grouped_product
+from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backward
+from zaya_jax.config import ModelConfig
+from zaya_jax.ops.grouped_matmul import grouped_matmul, other_dtypes, split
+from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
+
+
+def dispatch_experts(
+    h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array,
+    **products: Any,
+) -> jax.Array:  # fmt: skip
+    """Each token through the SwiGLU of its expert, times its weight.
+
+    Args:
+      h_td: tokens.
+      expert_t: int32 class of each token; values from e on (skip, padding) get zero and cost nothing.
+      weight_t: fp32 factor of each token's output.
+      gate_up_edf: [e, d, 2f], gate then up.
+      down_efd: [e, f, d].
+      products: implementations of the operations of `grouped_matmul`, by their names.
+
+    Returns:
+      [t, d] in the dtype of `h_td`.
+    """
+    order, sizes_e = _sort(expert_t, down_efd.shape[0])
+    back = jnp.argsort(order, stable=True)
+    gate_up = grouped_matmul(permute(h_td, order, back), gate_up_edf, sizes_e, **products)
+    gate_up = checkpoint_name(gate_up, MATMUL_OUTPUT)
+    hidden_tf = jax.checkpoint(_swiglu, prevent_cse=False)(gate_up)
+    out_td = checkpoint_name(grouped_matmul(hidden_tf, down_efd, sizes_e, **products), MATMUL_OUTPUT)
+    return permute(out_td, back, order) * weight_t[:, None].astype(out_td.dtype)
+
+
+def _sort(expert_t: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
+    """The stable order of tokens by class, and how many each expert has."""
+    sizes_e = jnp.zeros(experts + 1, jnp.int32).at[expert_t].add(1)[:experts]
+    return jnp.argsort(expert_t, stable=True), sizes_e
+
+
+def _swiglu(gate_up: jax.Array) -> jax.Array:
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+@jax.custom_vjp
+def permute(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
+    """`x_td[order]`; the gradient is a gather by `inverse`, not the scatter autodiff would make."""
+    return jnp.take(x_td, order, axis=0, unique_indices=True, mode="clip")
+
+
+def _permute_forward(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> tuple[jax.Array, Any]:
+    return permute(x_td, order, inverse), (order, inverse)
+
+
+def _permute_backward(saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
+    order, inverse = saved
+    no_gradient = np.zeros(order.shape, jax.dtypes.float0)
+    return permute(dout_td, inverse, order), no_gradient, no_gradient
+
+
+permute.defvjp(_permute_forward, _permute_backward)
+
+
+# --- the kernels -----------------------------------------------------------------------------------------------
+
+
+def _unsupported(
+    h: jax.Array, expert: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *, architecture: str
+) -> str:
+    del architecture
+    if why := other_dtypes(h, gate_up, down):
+        return why
+    (t, d), (e, f, _) = h.shape, down.shape
+    if gate_up.shape != (e, d, 2 * f) or down.shape[2] != d:
+        return (f"Experts take matrices [e, d, 2f] and [e, f, d], not {gate_up.shape} and {down.shape}, "
+                f"for tokens {h.shape}.")  # fmt: skip
+    if expert.shape != (t,) or weight.shape != (t,):
+        return f"Each of {t} tokens has a class and a weight; {expert.shape} and {weight.shape} came."
+    return ""
+
+
+def _kernel(
+    h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array, *,
+    architecture: str,
+) -> jax.Array:  # fmt: skip
+    order, sizes_e = _sort(expert_t, down_efd.shape[0])
+    order = checkpoint_name(order, MATMUL_OUTPUT)  # 4 bytes a token, for a sort less
+    out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
+    return checkpoint_name(out_td, MATMUL_OUTPUT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _experts(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
+             gate_up_edf: jax.Array, down_efd: jax.Array) -> jax.Array:  # fmt: skip
+    (hidden_tf,) = grouped_swiglu(h_td, order_t, gate_up_edf, sizes_e, keep=False, architecture=architecture)
+    return grouped_product(hidden_tf, down_efd, sizes_e, order_t=order_t, scale_t=weight_t, architecture=architecture)
+
+
+def _experts_forward(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
+             gate_up_edf: jax.Array, down_efd: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
+    hidden_tf, gate_up_tf = grouped_swiglu(h_td, order_t, gate_up_edf, sizes_e, keep=True, architecture=architecture)
+    out_td = grouped_product(hidden_tf, down_efd, sizes_e, order_t=order_t, scale_t=weight_t, architecture=architecture)
+    gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
+    return out_td, (h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf)
+
+
+def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
+    h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf = saved
+    dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
+        dout_td, order_t, weight_t, down_efd, gate_up_tf, sizes_e, architecture=architecture
+    )
+    outer = functools.partial(grouped_outer, sizes_e=sizes_e, order_t=order_t, architecture=architecture)
+    ddown_efd = outer(hidden_tf, dout_td, moved="y", dtype=down_efd.dtype)
+    dgate_up_edf = outer(h_td, dgate_up_tf, moved="x", dtype=gate_up_edf.dtype)
+    dh_td = grouped_product(
+        dgate_up_tf, gate_up_edf, sizes_e, transpose=True, order_t=order_t, architecture=architecture
+    )
+    none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
+    return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up_edf, ddown_efd
+
+
+_experts.defvjp(_experts_forward, _experts_backward)
+
+
+# --- the check -------------------------------------------------------------------------------------------------
+
+
+def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    e, d, f = min(model.num_experts, 4), model.hidden_size, model.expert_size
+    sizes = split(e, ROWS)
+    sorted_t = np.repeat(np.arange(e + 1, dtype=np.int32), [*sizes, ROWS - sizes.sum()])  # the last class is skip
+    expert_t = np.random.default_rng(0).permutation(sorted_t)
+
+    def run(experts: Any, h: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+        return experts(h, jnp.repeat(jnp.asarray(expert_t), h.shape[0] // ROWS), weight, gate_up, down)
+
+    arrays = (Input((ROWS, d)), Input((ROWS,), 0.1, 0.5), Input((e, d, 2 * f), d**-0.5), Input((e, f, d), f**-0.5))
+    return {"experts": Check(run, arrays, 2)}
+
+
+EXPERTS = Operation(
+    "experts", dispatch_experts, _checks, (Kernel("pallas", _kernel, _unsupported),),
+    uses=("grouped_product", "grouped_product_transposed", "grouped_outer"),
+)  # fmt: skip
