@@ -5,25 +5,14 @@ import pytest
 from tests.config_helpers import SMALL, changed, refused
 from zaya_jax.config import ParallelConfig, PhaseConfig
 
-BAD = [
-    ({"data": 0}, "parallel.data is 0, but must be greater than zero."),
-    ({"fsdp": 0}, "parallel.fsdp is 0, but must be greater than zero."),
-    ({"expert": -1}, "parallel.expert is -1, but must be greater than zero."),
-    ({"context": 0}, "parallel.context is 0, but must be greater than zero."),
-    ({"expert": 3}, "parallel.expert is 3, but must be a number that divides model.num_experts (4)."),
-    ({"expert": 8}, "parallel.expert is 8, but must be a number that divides model.num_experts (4)."),
-    ({"context": 3}, "cuts the context (32) into whole pieces, 6 of them with context_layout zigzag."),
-    ({"context": 3, "context_layout": "contiguous"}, "whole pieces, 3 of them with context_layout contiguous."),
-    (
-        {"context": 16},
-        "parallel.context is 16, but must be such that a piece holds the 2 tokens that convolutions",
-    ),
-]
 
-
-@pytest.mark.parametrize(("fields", "said"), BAD)
-def test_a_layout_that_cannot_be_is_refused(fields, said):
-    assert said in refused({"parallel": ParallelConfig(**fields)})
+@pytest.mark.parametrize(("fields", "key"), [
+    ({"data": 0}, "data"), ({"fsdp": 0}, "fsdp"), ({"expert": -1}, "expert"), ({"context": 0}, "context"),
+    ({"expert": 3}, "expert"), ({"expert": 8}, "expert"), ({"context": 3}, "context"),
+    ({"context": 3, "context_layout": "contiguous"}, "context"), ({"context": 16}, "context"),
+])  # fmt: skip
+def test_a_layout_that_cannot_be_is_refused_by_its_key(fields, key):
+    assert refused({"parallel": ParallelConfig(**fields)}).startswith(f"parallel.{key} is {fields[key]}, but must be ")
 
 
 def test_a_phase_is_refused_by_its_own_key():

@@ -34,69 +34,41 @@ def schedule(*args, **fields):
 
 SIZES = [BatchSizeConfig(until, 64) for until in range(1, 1 + MAX_SIZES)]
 BAD = [
-    ({"tokens": 0}, "tokens is 0, but must be greater than zero"),
-    ({"tokens": -5}, "tokens is -5, but must be greater than zero"),
-    ({"context": 0}, "context is 0, but must be greater than zero"),
-    ({"context": 65}, "context is 65, but must be at most model.max_positions (64)"),
-    ({"rope_base": 0.0}, "rope_base is 0.0, but must be greater than zero"),
-    ({"mixture": Table({"web": 1.0, "code": 0.0})},
-     "mixture.code is 0.0, but must be greater than zero (a source not named is not read)"),
-    ({"mixture": Table({"web": -1.0})},
-     "mixture.web is -1.0, but must be greater than zero (a source not named is not read)"),
-    ({"mixture": Table({"webb": 1.0})}, "mixture is 'webb', but must be made of sources that exist: web, code"),
-    ({"mixture": Table({"corpus": 1.0})}, "mixture is 'corpus', but must be made of sources that exist: web, code"),
+    *(({"tokens": value}, "tokens", value) for value in (0, -5)),
+    *(({"context": value}, "context", value) for value in (0, 65)),
+    ({"rope_base": 0.0}, "rope_base", 0.0),
+    ({"mixture": Table({"web": 1.0, "code": 0.0})}, "mixture.code", 0.0),
+    ({"mixture": Table({"web": -1.0})}, "mixture.web", -1.0),
+    *(({"mixture": Table({name: 1.0})}, "mixture", name) for name in ("webb", "corpus")),
     # the batch
-    (batch(0), "batch.tokens is 0, but must be greater than zero"),
-    (batch(100),
-     "batch.tokens is 100, but must be a multiple of data.context (32), since a step consists of whole rows"),
-    (batch(128, start=16, ramp_tokens=9),
-     "batch.start is 16, but must be a multiple of data.context (32), since a step consists of whole rows"),
-    (batch(128, stepped=(size(9, 40),)),
-     "batch.stepped.0.tokens is 40, but must be a multiple of data.context (32), since a step consists of whole rows"),
-    (batch(128, micro=3), "batch.micro is 3, but must be a number that divides the 4 sequences of a step in PHASE"),
-    (batch(128, start=64, ramp_tokens=9, micro=4),
-     "batch.micro is 4, but must be a number that divides the 2 sequences of a step in PHASE"),
-    (batch(128, micro=0), "batch.micro is 0, but must be greater than zero"),
-    (batch(128, start=0, ramp_tokens=9), "batch.start is 0, but must be greater than zero"),
-    (batch(128, start=-32, ramp_tokens=9), "batch.start is -32, but must be greater than zero"),
-    *((batch(tokens, start=start, ramp_tokens=9),
-       f"batch.start is {start}, but must be a part of PHASE.batch.tokens ({tokens}) that divides it")
-      for tokens, start in [(160, 64), (128, 128), (128, 256)]),
-    (batch(128, ramp_tokens=9), "batch.ramp_tokens is 9, but must be 0 where PHASE.batch.start is not given"),
-    (batch(128, start=32), "batch.ramp_tokens is 0, but must be greater than zero where PHASE.batch.start is given"),
-    (batch(128, start=32, ramp_tokens=9, stepped=(size(9),)),
-     "batch.stepped is [64], but must be left out where PHASE.batch.start is given"),
-    (batch(128, stepped=tuple(SIZES)),
-     f"batch.stepped is {shown([64] * MAX_SIZES)}, but must be a list of at most "
-     f"{MAX_SIZES - 1} sizes, since each is compiled"),
-    (batch(128, stepped=(size(9), size(9))), "batch.stepped.1.until is 9, but must be greater than 9"),
-    (batch(128, stepped=(size(9), size(12), size(3))), "batch.stepped.2.until is 3, but must be greater than 12"),
-    (batch(128, stepped=(size(0),)), "batch.stepped.0.until is 0, but must be greater than 0"),
-    (batch(128, stepped=(size(9), size(12, 0))), "batch.stepped.1.tokens is 0, but must be greater than zero"),
+    *((batch(tokens), "batch.tokens", tokens) for tokens in (0, 100)),
+    (batch(128, stepped=(size(9, 40),)), "batch.stepped.0.tokens", 40),
+    *((batch(128, micro=micro), "batch.micro", micro) for micro in (0, 3)),
+    (batch(128, start=64, ramp_tokens=9, micro=4), "batch.micro", 4),
+    *((batch(tokens, start=start, ramp_tokens=9), "batch.start", start)
+      for tokens, start in [(128, 16), (128, 0), (128, -32), (160, 64), (128, 128), (128, 256)]),
+    (batch(128, ramp_tokens=9), "batch.ramp_tokens", 9),
+    (batch(128, start=32), "batch.ramp_tokens", 0),
+    (batch(128, start=32, ramp_tokens=9, stepped=(size(9),)), "batch.stepped", [64]),
+    (batch(128, stepped=tuple(SIZES)), "batch.stepped", [64] * MAX_SIZES),
+    (batch(128, stepped=(size(9), size(9))), "batch.stepped.1.until", 9),
+    (batch(128, stepped=(size(9), size(12), size(3))), "batch.stepped.2.until", 3),
+    (batch(128, stepped=(size(0),)), "batch.stepped.0.until", 0),
+    (batch(128, stepped=(size(9), size(12, 0))), "batch.stepped.1.tokens", 0),
     # the schedule
-    (schedule(peak=0.0), "schedule.peak is 0.0, but must be greater than zero"),
-    (schedule(final=1.5), "schedule.final is 1.5, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
-    (schedule("linear", 0.05), "schedule.final is 0.1, but must be at least 0 and at most PHASE.schedule.peak (0.05)"),
-    (schedule(final=-0.1), "schedule.final is -0.1, but must be at least 0 and at most PHASE.schedule.peak (1.0)"),
-    (schedule(warmup_tokens=-1), "schedule.warmup_tokens is -1, but must be at least 0"),
-    (schedule(warmup_tokens=1001),
-     "schedule.warmup_tokens is 1001, but must be at most the 1,000 tokens of the phases that the schedule spans"),
-    (schedule("wsd", warmup_tokens=900, decay_tokens=101),
-     "schedule.decay_tokens is 101, but must be such that it and warmup_tokens (900) together are at most the 1,000 "
-     "tokens of the phases that the schedule spans"),
-    (schedule("wsd"), "schedule.decay_tokens is null, but must be greater than zero, since the shape is wsd"),
-    (schedule("wsd", decay_tokens=0), "schedule.decay_tokens is 0, but must be greater than zero, since the shape is "
-     "wsd"),
-    *((schedule(shape, decay_tokens=5),
-       f"schedule.decay_tokens is 5, but must be left out or null, since the shape is {shape}")
-      for shape in ("constant", "cosine", "linear")),
+    (schedule(peak=0.0), "schedule.peak", 0.0),
+    *((schedule(final=final), "schedule.final", final) for final in (1.5, -0.1)),
+    (schedule("linear", 0.05), "schedule.final", 0.1),
+    *((schedule(warmup_tokens=tokens), "schedule.warmup_tokens", tokens) for tokens in (-1, 1001)),
+    (schedule("wsd", warmup_tokens=900, decay_tokens=101), "schedule.decay_tokens", 101),
+    *((schedule("wsd", decay_tokens=tokens), "schedule.decay_tokens", tokens) for tokens in (None, 0)),
+    *((schedule(shape, decay_tokens=5), "schedule.decay_tokens", 5) for shape in ("constant", "cosine", "linear")),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("second", "said"), BAD, ids=[said[:60] for _, said in BAD])
-def test_what_cannot_be_is_refused_with_phase_and_field(second, said):
-    where = "phases.mid"
-    assert refused(phases(second)) == f"{where}.{said.replace('PHASE', where)}."
+@pytest.mark.parametrize(("second", "key", "value"), BAD)
+def test_a_value_that_cannot_be_is_refused_with_its_phase_and_key(second, key, value):
+    assert refused(phases(second)).startswith(f"phases.mid.{key} is {shown(value)}, but must be ")
 
 
 def test_the_phase_that_is_named_is_the_one_that_is_wrong():
@@ -112,20 +84,14 @@ def test_the_phase_that_is_named_is_the_one_that_is_wrong():
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
 def test_a_phase_needs_a_name_that_a_key_can_hold(name):
-    said = f"phases.1.name is {shown(name)}, but must be a name of at most 200 letters, digits, _ and -."
-    assert refused(phases({"name": name})) == said
+    assert refused(phases({"name": name})).startswith(f"phases.1.name is {shown(name)}, ")
 
 
-def test_two_phases_of_one_name_are_refused():
-    assert refused(phases({"name": "train"})) == "phases.1.name is 'train', but must be unique among the phases."
-
-
-def test_there_must_be_a_phase():
-    assert refused({"phases": ()}) == "phases has 0 items, but must have between 1 and 1,000."
-
-
-def test_a_start_phase_that_is_not_there_is_named_with_those_that_are():
-    assert refused(phases({}) | {"start_phase": "midd"}) == "start_phase is 'midd', but must be one of train, mid."
+def test_names_of_phases_are_unique_there_is_one_and_start_phase_is_among_them():
+    assert refused(phases({"name": "train"})).startswith("phases.1.name is 'train', but must be unique ")
+    assert refused({"phases": ()}).startswith("phases has 0 items, ")
+    said = refused(phases({}) | {"start_phase": "midd"})
+    assert said == "start_phase is 'midd', but must be one of train, mid."
 
 
 @pytest.mark.parametrize("value", NO_PATHS)

@@ -25,9 +25,8 @@ def test_the_small_configuration_is_possible():
     "train.max_skipped_steps", "train.log_every", "evaluation.every", "evaluation.batches", "evaluation.batch",
     "checkpoint.every", "checkpoint.keep",
 ])  # fmt: skip
-@pytest.mark.parametrize("value", [0, -1])
-def test_sizes_and_rates_are_positive(key, value):
-    assert refused({key: value}) == f"{key} is {value}, but must be greater than zero."
+def test_sizes_and_rates_are_positive(key):
+    assert refused({key: 0}) == f"{key} is 0, but must be greater than zero."
 
 
 @pytest.mark.parametrize(("changes", "named"), [
@@ -75,13 +74,9 @@ def test_what_can_be_no_path_is_named(key, value):
     assert " cannot be a path: " in said
 
 
-@pytest.mark.parametrize("value", NO_PATHS)
+@pytest.mark.parametrize("value", ["", *NO_PATHS])
 def test_a_folder_of_transformers_must_be_a_path_too(value):
     assert refused({"init_from": f"hf:{value}"}).startswith("init_from is ")
-
-
-def test_a_folder_of_transformers_must_be_named():
-    assert refused({"init_from": "hf:"}).startswith("init_from is 'hf:', but must be the path")
 
 
 def test_what_a_phase_does_not_give_is_that_of_the_run():
@@ -89,15 +84,15 @@ def test_what_a_phase_does_not_give_is_that_of_the_run():
     own = PhaseConfig(1, context=8, rope_base=5.0, batch=BatchConfig(64), remat="full")
     for phase, expected in ((PhaseConfig(1), (32, config.train.batch, "dots", config.model)),
                             (own, (8, BatchConfig(64), "full", dataclasses.replace(TINY, rope_base=5.0)))):  # fmt: skip
-        found = config.context_of(phase), config.batch_of(phase), config.remat_of(phase), config.model_of(phase)
-        assert found == expected
+        settings = config.context_of(phase), config.batch_of(phase), config.remat_of(phase), config.model_of(phase)
+        assert settings == expected
 
 
 def test_a_configuration_can_be_hashed():
     phases = [(PhaseConfig(1, mixture=Table({"web": 1.0})), PhaseConfig(1, "b", template="t.jinja")) for _ in range(2)]
-    one, two = (changed(SMALL, {"phases": some}) for some in phases)
-    assert (one, hash(one)) == (two, hash(two))
-    assert len({one, two, SMALL}) == 2
+    first, second = (changed(SMALL, {"phases": phase}) for phase in phases)
+    assert (first, hash(first)) == (second, hash(second))
+    assert len({first, second, SMALL}) == 2
 
 
 def sections(cls):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, changed
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
-from zaya_jax.config.phases import MAX_SIZES
 from zaya_jax.config.stages import (
     first_step,
     phase_steps,
@@ -108,17 +107,18 @@ def test_the_steps_are_those_of_a_simulation(config):
 
 @given(runs())
 def test_stages_follow_each_other_without_a_gap_and_none_is_empty(config):
-    found = stages(config)
-    assert (found[0].first_step, found[0].first_row, found[0].first_token, found[0].phase) == (0, 0, 0, 0)
-    for stage, after in itertools.pairwise(found):
+    batch_stages = stages(config)
+    first = batch_stages[0]
+    assert (first.first_step, first.first_row, first.first_token, first.phase) == (0, 0, 0, 0)
+    for stage, after in itertools.pairwise(batch_stages):
         assert stage.end == after.first_step
         assert stage.first_row + stage.steps * stage.sequences == after.first_row
         assert stage.first_token + stage.steps * stage.tokens == after.first_token
         assert after.phase - stage.phase in (0, 1)
-    assert all(stage.steps > 0 for stage in found)
-    assert found[-1].phase == len(config.phases) - 1
-    assert found[-1].end == total_steps(config)
-    assert stage_at(config, found[-1].end + 10**6) == found[-1]
+    assert all(stage.steps > 0 for stage in batch_stages)
+    assert batch_stages[-1].phase == len(config.phases) - 1
+    assert batch_stages[-1].end == total_steps(config)
+    assert stage_at(config, batch_stages[-1].end + 10**6) == batch_stages[-1]
 
 
 @given(runs())
@@ -136,25 +136,6 @@ def test_a_schedule_spans_the_phases_up_to_the_next_one(config):
         assert (span.first_token, span.tokens) == (own[0].tokens_before, sum(step.tokens for step in own))
 
 
-@given(rows=st.integers(1, 4), parts=st.integers(2, 40), ramp=st.integers(400, 10**6), more=st.integers(0, 2000))
-def test_a_ramp_keeps_near_its_line(rows, parts, ramp, more):
-    start, full = rows * 8, rows * parts * 8
-    phase = PhaseConfig(ramp + more, batch=BatchConfig(full, start=start, ramp_tokens=ramp))
-    config = changed(SMALL, {"data.context": 8, "phases": (phase,)})
-    config.check()
-    found = stages(config)
-    assert len({stage.tokens for stage in found}) <= MAX_SIZES
-    assert all(stage.tokens % start == 0 for stage in found)
-    assert [stage.tokens for stage in found] == sorted(stage.tokens for stage in found)
-    sizes = [size for _, size in phase.batch.sizes()]
-    gap = max(high - low for low, high in itertools.pairwise(sizes))
-    for stage in found:
-        for step in (stage.first_step, stage.end - 1):  # the line rises: between the two it is between its ends
-            token = tokens_before(config, step)
-            line = start + (full - start) * min(token / ramp, 1)
-            assert abs(stage.tokens - line) <= gap / 2 + (full - start) / ramp  # an end is a whole token
-
-
 def test_budgets_of_trillions_are_exact():
     ramp = BatchConfig(16_777_216, start=4_194_304, ramp_tokens=50 * 10**9)
     phases = (PhaseConfig(8 * 10**12 + 1, "base", context=4096, batch=ramp),
@@ -170,18 +151,6 @@ def test_budgets_of_trillions_are_exact():
     (_, end), last = phase_steps(config)
     assert last == (end, end + 1)
     assert 8 * 10**12 + 1 <= tokens_before(config, end) < 8 * 10**12 + 1 + 16_777_216
-
-
-@pytest.mark.parametrize(("stepped", "sizes"), [
-    ([(1, 64)], [64, 32, 32]),  # a step begun before an end has its size
-    ([(64, 64), (65, 96)], [64, 96]),
-    ([(10, 32), (20, 64), (40, 96)], [32, 96]),  # an interval that no step begins in is left out
-    ([(5000, 64)], [64, 64]),  # the budget ends within an interval
-])  # fmt: skip
-def test_stepped_sizes_by_hand(stepped, sizes):
-    batch = BatchConfig(32, stepped=tuple(BatchSizeConfig(until, tokens) for until, tokens in stepped))
-    config = changed(SMALL, {"phases": (PhaseConfig(128, batch=batch),)})
-    assert [stage.tokens for stage in stages(config) for _ in range(stage.steps)] == sizes
 
 
 def test_more_steps_than_can_be_counted_are_refused():

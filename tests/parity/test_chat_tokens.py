@@ -169,4 +169,4 @@ def test_prepared_conversations_have_the_tokens_of_transformers(tmp_path, name):
         if marked is not None:
             mask = theirs.apply_chat_template(one, chat_template=marked, return_assistant_tokens_mask=True,
                                               return_dict=True)["assistant_masks"]  # fmt: skip
-            np.testing.assert_array_equal(ours.counts, mask)
+            np.testing.assert_array_equal(ours.loss_mask, mask)

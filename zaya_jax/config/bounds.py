@@ -1,7 +1,7 @@
 """The largest number that each field may hold.
 
-Beyond these no machine computes, or an index of 32 bits overflows. What a device has memory for is another question,
-which is answered where the devices are known.
+Larger values overflow 32-bit indices or are beyond any machine. Whether a device has enough memory is checked where the
+devices are known.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What the checks of all sections are made of."""
+"""Building blocks of the checks of all sections."""
 
 import os
 import reprlib
@@ -12,8 +12,8 @@ from zaya_jax.errors import InputError
 _MAX_DIGITS = 40
 
 
-class _Shown(reprlib.Repr):
-    """Values for messages: YAML's words for what has no text of its own, and no more than a line of anything."""
+class _YamlRepr(reprlib.Repr):
+    """The text of values in messages: YAML's words for constants, and never more than a line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Shown(reprlib.Repr):
     repr_datetime = repr_date
 
 
-shown = _Shown().repr  # a value as messages show it
+shown = _YamlRepr().repr  # a value as messages show it
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -63,9 +63,9 @@ def require_path(key: str, text: str) -> None:
     Refused are a name that is too long, the home folder of an unknown user, and characters that no log shows as they
     are: control characters, line separators and lone surrogates.
     """
-    unseen = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
-    if unseen is not None:
-        raise InputError(f"{key} is {shown(text)}, which cannot be a path: it contains U+{ord(unseen):04X}.")
+    invisible = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
+    if invisible is not None:
+        raise InputError(f"{key} is {shown(text)}, which cannot be a path: it contains U+{ord(invisible):04X}.")
     try:
         os.lstat(Path(text).expanduser())
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -1,4 +1,4 @@
-"""What is read."""
+"""The data that a run reads."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +10,7 @@ CORPUS = "corpus"  # the source's name where data.sources names none
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """Documents that `python -m zaya_jax.data prepare` made."""
+    """A folder that `python -m zaya_jax.data prepare` wrote."""
 
     path: str  # the folder
     max_epochs: float | None = None  # times a run may read it at most
@@ -18,20 +18,20 @@ class SourceConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read: prepared sources, or the text files of a folder as the one source 'corpus'."""
+    """Prepared sources, or the text files of a folder as the only source, 'corpus'."""
 
     corpus: str = "stdlib"  # 'stdlib' (the source of the running Python's standard library) or a folder
     suffixes: tuple[str, ...] = (".py",)  # files taken from the folder
     heldout_fraction: float = 0.04  # of the files, by a hash of their content
     sources: Table[SourceConfig] = field(
         default_factory=Table[SourceConfig]
-    )  # read in place of the corpus where there are any
+    )  # read instead of the corpus if any is given
     cache_dir: str = "runs/data"  # what is made of sources and corpus is kept here, by content
     context: int = 512  # tokens a row, of phases that do not say and of held-out text
     workers: int = 0  # processes that make batches; with 0, threads of the training process do
 
     def check(self) -> None:
-        """Raise `InputError` for a context, a fraction or a source that cannot be."""
+        """Raise `InputError` for a value outside its range."""
         require_positive("data", self, "context")
         require_path("data.corpus", self.corpus)
         require_path("data.cache_dir", self.cache_dir)
@@ -47,5 +47,5 @@ class DataConfig:
 
     @property
     def source_names(self) -> list[str]:
-        """The sources that there are."""
+        """The names of the sources."""
         return list(self.sources) or [CORPUS]

@@ -156,7 +156,7 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
 
 
 def _names(items: list[Any], cls: Any) -> list[Any]:
-    """What each item of a list is called, also where that is the default of its class `cls`; None without a name."""
+    """The name of each item of a list, by default that of its class `cls`; None where it has none."""
     default = getattr(cls, "name", None)
     return [item.get("name", default) if isinstance(item, dict) else None for item in items]
 
@@ -228,8 +228,8 @@ def _number(hint: type, value: Any, where: str) -> int | float:
 
 
 def _wrong_kind(value: Any, where: str, allowed: str) -> InputError:
-    given = "" if value is None else f" ({kind(value)})"
-    return InputError(f"{where} is {shown(value)}{given}, but must be {allowed}.")
+    type_name = "" if value is None else f" ({kind(value)})"
+    return InputError(f"{where} is {shown(value)}{type_name}, but must be {allowed}.")
 
 
 def _join(where: str, key: str) -> str:

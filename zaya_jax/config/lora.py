@@ -1,4 +1,4 @@
-"""Training small adapters in place of the parameters."""
+"""Low-rank adapters, trained in place of the parameters."""
 
 from dataclasses import dataclass
 

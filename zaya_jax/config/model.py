@@ -12,7 +12,7 @@ RouterForm = Literal["zaya", "linear"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What distinguishes a layer from the others of the model.
+    """The properties in which layers of a model differ.
 
     Attributes:
       attention: the form of its attention.

@@ -1,4 +1,4 @@
-"""What moves the parameters."""
+"""The optimizers of all parameters."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -58,7 +58,7 @@ class AdamWConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """What the parameters of one role have of their optimizer's rate and decay."""
+    """Factors on the learning rate and weight decay of the parameters of one role."""
 
     learning_rate: float = 1.0  # times the optimizer's
     weight_decay: float | None = None  # likewise; where None, 1 for matrices, embedding, convolutions, else 0
@@ -92,7 +92,7 @@ class RolesConfig:
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """What moves the balancing bias, whose gradient is the load's distance from uniform (zaya1.md §3.3)."""
+    """The optimizer of the balancing bias, whose gradient is the load's distance from uniform (zaya1.md §3.3)."""
 
     rule: BalanceRule = "adamw"  # or a fixed step against the sign of the distance, or no step
     learning_rate: float = 1.0e-3
@@ -112,7 +112,7 @@ class BalanceConfig:
 class OptimizerConfig:
     """One transform a role, one schedule for all (`phases`)."""
 
-    matrices: Matrices = "muon"  # what moves attention, router and expert matrices
+    matrices: Matrices = "muon"  # the optimizer of attention, router and expert matrices
     muon: MuonConfig = field(default_factory=MuonConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)

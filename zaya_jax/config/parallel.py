@@ -1,4 +1,4 @@
-"""How a phase lies on its devices."""
+"""The parallel layout of a phase."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +13,7 @@ ExpertExchange = Literal["all_gather", "ragged"]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Devices along each axis of the mesh, and what travels between them.
+    """Devices along each axis of the mesh, and how they communicate.
 
     Masters and optimizer state are split over all devices, whatever the axes. Along `data` and `context` each
     device holds all parameters in the compute dtype, along `fsdp` a part of each layer's, along `expert` a part

@@ -1,4 +1,4 @@
-"""The parts of a run: what is read for how many tokens, in which batches, at which learning rate."""
+"""The phases of a run: token budgets, data, batches and learning-rate schedules."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ MAX_SIZES = 8  # of a ramp's batches: each is compiled
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over tokens, in parts of the optimizer's rates, so that no batch size bends it.
+    """The learning rate over tokens, as factors on the optimizer's rates, so that no batch size changes it.
 
     It rises linearly from 0 to `peak`, then goes to `final` as its shape says. It begins with the phase that
     gives it and spans the phases after it, up to the next one that gives its own.
@@ -104,7 +104,7 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """A part of the run. What it does not give is that of the run."""
+    """A phase of the run. Values that it does not give are those of the run."""
 
     tokens: int  # budget, padding included; the phase ends with the step that reaches it
     name: str = "train"

@@ -1,4 +1,4 @@
-"""What can be configured: one frozen dataclass a section.
+"""The schema of a configuration: one frozen dataclass a section.
 
 Field names are the YAML keys. A field without a default must be given. Checks that concern one section
 stand in its `check`, those that join sections in `Config.check`; all raise `InputError`.
@@ -43,7 +43,7 @@ class SpikeConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The shape of a step, and when one is passed over."""
+    """The shape of a training step, and when a step is skipped."""
 
     batch: BatchConfig = field(default_factory=BatchConfig)  # of phases that give none
     compute_dtype: ComputeDtype = "float32"
@@ -141,7 +141,7 @@ class Config:
     sample: SampleConfig = field(default_factory=SampleConfig)
 
     def check(self) -> None:
-        """Raise `InputError` where a section, or two together, cannot be."""
+        """Raise `InputError` where a section or a combination of sections is invalid."""
         if not 0 < len(self.phases) <= MAX_PHASES:
             raise InputError(f"phases has {len(self.phases)} items, but must have between 1 and {MAX_PHASES:,}.")
         check_bounds(self)
@@ -210,8 +210,8 @@ class Config:
         require(model.num_experts % parallel.expert == 0, f"{where}.expert", parallel.expert,
                 f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
         # Held-out rows are of `data.context`, whatever the phase.
-        for length, named in ((context, "the context"), (self.data.context, "data.context")):
-            cut = f"a number that cuts {named} ({length}) into whole pieces, {parallel.chunks} of them with "
+        for length, name in ((context, "the context"), (self.data.context, "data.context")):
+            cut = f"a number that cuts {name} ({length}) into whole pieces, {parallel.chunks} of them with "
             require(length % parallel.chunks == 0, f"{where}.context", parallel.context,
                     f"{cut}context_layout {parallel.context_layout}")  # fmt: skip
         context = min(context, self.data.context)
@@ -221,8 +221,7 @@ class Config:
 
     def _check_schedules(self) -> None:
         """Refuse a warm-up or a decay longer than the phases that its schedule spans."""
-        givers = [index for index, phase in enumerate(self.phases) if phase.schedule is not None or index == 0]
-        for first, after in zip(givers, [*givers[1:], len(self.phases)], strict=True):
+        for first, after in self.schedule_phases():
             schedule = self.phases[first].schedule
             if schedule is None:
                 continue
@@ -246,9 +245,14 @@ class Config:
         """The key that the layout of `phase` comes from."""
         return "parallel" if phase.parallel is None else f"{self.phase_key(self.phases.index(phase))}.parallel"
 
+    def schedule_phases(self) -> list[tuple[int, int]]:
+        """The index of the first phase of each schedule, and that of the phase after its last."""
+        firsts = [index for index, phase in enumerate(self.phases) if phase.schedule is not None or index == 0]
+        return list(zip(firsts, [*firsts[1:], len(self.phases)], strict=True))
+
     @property
     def matrices(self) -> Matrices:
-        """What moves matrices: adapters are too narrow to orthogonalise, and AdamW's."""
+        """The optimizer of matrices: AdamW for adapters, which are too narrow to orthogonalise."""
         return self.optimizer.matrices if self.lora is None else "adamw"
 
     def context_of(self, phase: PhaseConfig) -> int:
@@ -256,15 +260,15 @@ class Config:
         return self.data.context if phase.context is None else phase.context
 
     def batch_of(self, phase: PhaseConfig) -> BatchConfig:
-        """Batches of `phase`."""
+        """The batches of `phase`."""
         return self.train.batch if phase.batch is None else phase.batch
 
     def remat_of(self, phase: PhaseConfig) -> Remat:
-        """What `phase` computes again in the backward pass."""
+        """The rematerialization of `phase`."""
         return self.train.remat if phase.remat is None else phase.remat
 
     def parallel_of(self, phase: PhaseConfig) -> ParallelConfig:
-        """How `phase` lies on its devices."""
+        """The parallel layout of `phase`."""
         return self.parallel if phase.parallel is None else phase.parallel
 
     def model_of(self, phase: PhaseConfig) -> ModelConfig:

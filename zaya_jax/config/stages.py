@@ -1,4 +1,4 @@
-"""The steps of a run, counted out of its budgets in tokens: exact, and known before anything is compiled."""
+"""The steps of a run, counted from its token budgets: exact, and known before anything is compiled."""
 
 import bisect
 import functools
@@ -10,7 +10,7 @@ from zaya_jax.config.schema import Config
 
 
 class Stage(NamedTuple):
-    """Steps in a row that are alike: of one phase, with batches of one size."""
+    """Consecutive steps of one phase with one batch size."""
 
     phase: int  # index in `Config.phases`
     first_step: int  # of the run, counted from 0
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A learning-rate schedule, and the tokens of the run that it spans."""
+    """A learning-rate schedule and the tokens of the run that it spans."""
 
     schedule: ScheduleConfig
     first_token: int
@@ -49,19 +49,19 @@ def stages(config: Config) -> tuple[Stage, ...]:
     Raises:
       InputError: the run has more steps than an int32 counts.
     """
-    found: list[Stage] = []
+    batch_stages: list[Stage] = []
     step = row = token = 0
     for index, phase in enumerate(config.phases):
-        context, begun = config.context_of(phase), token
+        context, phase_start = config.context_of(phase), token
         for until, size in config.batch_of(phase).sizes():
-            bound = begun + (phase.tokens if until is None else min(until, phase.tokens))
+            bound = phase_start + (phase.tokens if until is None else min(until, phase.tokens))
             count = max(0, -(-(bound - token) // size))
             if count:
-                found.append(Stage(index, step, count, context, size // context, row, token))
+                batch_stages.append(Stage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
         require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens,
                 f"such that the run has fewer than {2**31} steps (they would be {step})")  # fmt: skip
-    return tuple(found)
+    return tuple(batch_stages)
 
 
 def total_steps(config: Config) -> int:
@@ -79,14 +79,14 @@ def first_step(config: Config) -> int:
 
 def phase_steps(config: Config) -> list[tuple[int, int]]:
     """For each phase its first step, and the step after its last."""
-    parts = [[stage for stage in stages(config) if stage.phase == index] for index in range(len(config.phases))]
-    return [(part[0].first_step, part[-1].end) for part in parts]
+    by_phase = [[stage for stage in stages(config) if stage.phase == index] for index in range(len(config.phases))]
+    return [(phase[0].first_step, phase[-1].end) for phase in by_phase]
 
 
 def stage_at(config: Config, step: int) -> Stage:
     """The stage of the step `step`, counted from 0; the last one for steps after the end."""
-    found = stages(config)
-    return found[bisect.bisect_right([stage.first_step for stage in found], step) - 1]
+    batch_stages = stages(config)
+    return batch_stages[bisect.bisect_right(batch_stages, step, key=lambda stage: stage.first_step) - 1]
 
 
 def tokens_before(config: Config, step: int) -> int:
@@ -103,11 +103,9 @@ def rows_before(config: Config, step: int) -> int:
 
 def schedule_spans(config: Config) -> list[Span]:
     """For each phase the schedule it is in: its own, or that of the phase before."""
-    steps = phase_steps(config)
-    givers = [index for index, phase in enumerate(config.phases) if phase.schedule is not None or index == 0]
-    spans = []
-    for giver, after in zip(givers, [*givers[1:], len(steps)], strict=True):
-        begin, end = tokens_before(config, steps[giver][0]), tokens_before(config, steps[after - 1][1])
-        span = Span(config.phases[giver].schedule or ScheduleConfig(), begin, end - begin)
-        spans += [span] * (after - giver)
+    steps, spans = phase_steps(config), []
+    for first, after in config.schedule_phases():
+        begin, end = tokens_before(config, steps[first][0]), tokens_before(config, steps[after - 1][1])
+        span = Span(config.phases[first].schedule or ScheduleConfig(), begin, end - begin)
+        spans += [span] * (after - first)
     return spans

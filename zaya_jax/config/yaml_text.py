@@ -18,7 +18,7 @@ def parse_yaml(text: str, source: str) -> Any:
 
     Args:
       text: YAML 1.1 without tags of other languages and without merge keys.
-      source: what the text is, as the subject of an error.
+      source: the subject of error sentences, such as "The configuration run.yaml".
 
     Raises:
       InputError: the text is not YAML, gives a key twice, or describes more than a configuration holds.
@@ -105,7 +105,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 
 def kind(value: Any) -> str:
-    """What a value is, with its article."""
+    """The type of a value in YAML's words, with its article."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
              dict: "a section", type(None): "null"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
