@@ -12,7 +12,7 @@ from zaya_jax.config import Config, from_dict
 from zaya_jax.data.convert import Conversion, Record, remove_notes
 from zaya_jax.data.manifest import Manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
-from zaya_jax.data.shards import token_dtype
+from zaya_jax.data.shards import Text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -73,3 +73,23 @@ def run_config(folder: Path, sources: list[str], phases: list[dict[str, Any]], *
         "phases": parts,
         "evaluation": {"batch": 3},
     })  # fmt: skip
+
+
+class Numbered:
+    """Documents whose tokens are 1, 2, 3, … through all of them: a token says where it stands."""
+
+    def __init__(self, lengths, counts=None):
+        self.lengths = np.array(lengths, np.int64)
+        self.starts = np.cumsum(lengths) - lengths + 1
+        self.counts = counts  # bool [1 + tokens], by token; None counts all
+
+    def __len__(self):
+        return len(self.lengths)
+
+    def __getitem__(self, index):
+        tokens = np.arange(self.starts[index], self.starts[index] + self.lengths[index], dtype=np.uint16)
+        return Text(tokens, None if self.counts is None else self.counts[tokens])
+
+    def counted(self, tokens):
+        """Those whose loss counts."""
+        return [token for token in tokens if self.counts is None or self.counts[token]]

@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from zaya_jax.config import ModelConfig
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.manifest import MANIFEST, FileEntry, describe_file
 from zaya_jax.data.prepare import (
@@ -25,10 +24,7 @@ from zaya_jax.data.tokenizer import load_tokenizer
 ROOT = Path(__file__).parent.parent.parent
 WORDS = "the model reads one token then writes another naïve ☃ expert while all wait".split()  # noqa: SIM905
 QUARTER = PrepareSettings(heldout=0.25)
-MODEL = ModelConfig(
-    vocab_size=300, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4, num_experts=2,
-    expert_size=8, router_size=4, max_positions=64,
-)  # fmt: skip
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "float64": 6, "float32": 7, "uint16": 8}
 CHAT = PrepareSettings("chat", "messages", heldout=0.25)
 
 
@@ -47,17 +43,41 @@ def write_jsonl(path, texts, field="text"):
     return write_lines(path, [{"id": i, field: text} for i, text in enumerate(texts)])
 
 
-def write_megatron(path, documents, dtype="int32"):
-    """Token ids as Megatron-LM has them, each document one sequence."""
-    sizes, code = [len(document) for document in documents], {"int32": 4, "int64": 5, "uint16": 8}[dtype]
-    pointers = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize
-    path.with_suffix(".bin").write_bytes(b"".join(np.array(document, dtype).tobytes() for document in documents))
-    path.with_suffix(".idx").write_bytes(
-        b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sizes), len(sizes) + 1)
-        + np.array(sizes, "<i4").tobytes() + np.array(pointers, "<i8").tobytes()
-        + np.arange(len(sizes) + 1, dtype="<i8").tobytes()
-    )  # fmt: skip
-    return path.with_suffix(".bin")
+def write_megatron(path, documents, dtype="uint16"):
+    """Documents, each a list of sequences of token ids, as Megatron-LM has them in PATH.bin and PATH.idx."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sequences = [np.array(ids, dtype) for document in documents for ids in document]
+    lengths = np.array([len(ids) for ids in sequences], "<i4")
+    sizes = lengths.astype("<i8") * np.dtype(dtype).itemsize
+    indices = np.cumsum([0, *map(len, documents)]).astype("<i8")
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, CODES[dtype], len(sequences), len(indices))
+    pointers = (np.cumsum(sizes) - sizes).astype("<i8")
+    Path(f"{path}.idx").write_bytes(header + lengths.tobytes() + pointers.tobytes() + indices.tobytes())
+    Path(f"{path}.bin").write_bytes(b"".join(ids.tobytes() for ids in sequences))
+    return Path(f"{path}.bin")
+
+
+def write_arrow(path, batches, *, stream=True, column="text", kind=None, compression=None):
+    """Batches of texts as an IPC stream, as `datasets` writes, or as an IPC file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays = [pa.array(batch, kind or pa.string()) for batch in batches]
+    schema = pa.schema([("id", pa.int64()), (column, kind or pa.string())])
+    options = pa.ipc.IpcWriteOptions(compression=compression)
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(str(path), schema, options=options) as writer:
+        for array in arrays:
+            writer.write_batch(pa.record_batch([pa.array(range(len(array)), pa.int64()), array], schema=schema))
+    return path
+
+
+def write_saved(folder, shards):
+    """A folder as `save_to_disk` writes it; `shards` are lists of batches of texts."""
+    names = [f"data-{i:05d}-of-{len(shards):05d}.arrow" for i in range(len(shards))]
+    for name, batches in zip(names, shards, strict=True):
+        write_arrow(folder / name, batches)
+    state = {"_data_files": [{"filename": name} for name in names], "_fingerprint": "0", "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text(json.dumps({"features": {}}))
+    return folder
 
 
 def write_input(folder, kind, texts):
@@ -76,14 +96,7 @@ def write_input(folder, kind, texts):
         path = folder / "in.parquet"
         pq.write_table(pa.table({"id": range(len(texts)), "text": texts}), path, row_group_size=7)
     elif kind == "saved dataset":
-        path.mkdir()
-        schema, middle = pa.schema([("text", pa.string())]), len(texts) // 2
-        names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-        for name, some in zip(names, (texts[:middle], texts[middle:]), strict=True):
-            with pa.ipc.new_stream(str(path / name), schema) as writer:
-                writer.write_batch(pa.record_batch([pa.array(some)], schema=schema))
-        (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-        (path / "dataset_info.json").write_text("{}")
+        write_saved(path, [[texts[: len(texts) // 2]], [texts[len(texts) // 2 :]]])
     elif kind == "texts":
         for i, text in enumerate(texts):
             (path / f"part{i // 10}").mkdir(parents=True, exist_ok=True)
@@ -102,28 +115,27 @@ def read_back(folder):
     tokenizer = load_tokenizer(folder / TOKENIZER, manifest.eot)
     for split in SPLITS:
         entry, documents = manifest.split(split), open_documents(folder, manifest, split)
-        found = [documents[i].tokens for i in range(len(documents))]
-        for tokens in found:
+        written = [documents[i].tokens for i in range(len(documents))]
+        for tokens in written:
             assert tokens[0] == tokens[-1] == tokenizer.eot
             assert len(tokens) > 2
             assert tokenizer.eot not in tokens[1:-1]
             assert tokens.dtype == np.dtype(manifest.dtype)
-        texts[split] = [tokenizer.decode(tokens[1:-1].tolist()) for tokens in found]
+        texts[split] = [tokenizer.decode(tokens[1:-1].tolist()) for tokens in written]
         assert documents.lengths.dtype == np.int64
-        assert documents.lengths.tolist() == [len(tokens) for tokens in found]
-        assert entry.documents == len(found) == sum(shard.documents for shard in entry.shards)
-        assert entry.tokens == sum(len(tokens) for tokens in found)
+        assert documents.lengths.tolist() == [len(tokens) for tokens in written]
+        assert entry.documents == len(written) == sum(shard.documents for shard in entry.shards)
+        assert entry.tokens == sum(len(tokens) for tokens in written)
         assert entry.text_bytes == sum(len(text.encode()) for text in texts[split])
     return texts
 
 
-def check_same(texts, found):
-    """Each split holds its texts in the order given, and equal ones are in one split."""
-    assert not set(found["train"]) & set(found["heldout"])
-    assert Counter(texts) == Counter(found["train"]) + Counter(found["heldout"])
-    for split in SPLITS:
-        side = set(found[split])
-        assert found[split] == [text for text in texts if text in side]
+def check_same(texts, splits):
+    """Each split holds its texts in their order, and equal texts are in one split."""
+    assert not set(splits["train"]) & set(splits["heldout"])
+    assert Counter(texts) == Counter(splits["train"]) + Counter(splits["heldout"])
+    for written in splits.values():
+        assert written == [text for text in texts if text in set(written)]
 
 
 def check_nothing_else(folder):

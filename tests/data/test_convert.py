@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, read_note, remove_notes
+from zaya_jax.data.convert import Conversion, Record, Skipped, read_note, remove_notes
 from zaya_jax.data.manifest import describe_file
 from zaya_jax.data.shards import Records
 from zaya_jax.errors import InputError, RunStopped
@@ -152,16 +152,6 @@ def test_processes_leave_what_one_alone_leaves(folder, work, tmp_path, capfd):
         assert re.fullmatch(r"data: working: done, 1\.0 MB in \d+\.\d s \(\d+\.\d MB/s\)", line)
 
 
-def test_work_done_before_is_not_counted_in_the_progress(folder, work, capsys):
-    units = make_units(5)
-    run(folder, units, work, numbers=[0, 1, 2])
-    assert "done, 0.6 MB" in capsys.readouterr().err
-    run(folder, units, work)
-    assert "done, 0.4 MB" in capsys.readouterr().err
-    run(folder, units, work)
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("damage", ["missing", "shorter", "longer", "no lengths", "note cut", "note of something else"])
 def test_a_unit_whose_files_do_not_fit_its_note_is_done_again(folder, work, damage):
     run(folder, make_units(2), work)
@@ -246,10 +236,6 @@ def test_all_are_counted_and_the_first_are_listed(folder, tmp_path):
         run(folder, [Numbers(1, 1000)], work, limit=30)
     lines = str(error.value).splitlines()[1:]
     assert lines == [*(f"  numbers:{n}: sevenfold: {n} is a multiple" for n in range(7, 147, 7)), "  and 122 more"]
-
-
-def test_the_processes_are_no_more_than_the_cores_that_may_be_used():
-    assert 1 <= default_workers() <= len(os.sched_getaffinity(0))
 
 
 def test_a_script_that_begins_the_work_unguarded_is_told_so(tmp_path):

@@ -30,7 +30,8 @@ def test_documents_of_megatron_end_once_and_fit_the_vocabulary(tmp_path, tokeniz
     ids = [loaded.encode(text) for text in texts]
     ids[1] += [loaded.eot]
     bad = [[5, loaded.vocab_size, 5], [5, -1], [loaded.eot], [], [5, loaded.eot, 5]]
-    path = write_megatron(tmp_path / "in", [*ids[:3], *bad[:2], *ids[3:], *bad[2:]])
+    documents = [*ids[:3], *bad[:2], *ids[3:], *bad[2:]]
+    path = write_megatron(tmp_path / "in", [[tokens] for tokens in documents], "int32")
     with pytest.raises(InputError, match=rf"^5 documents .*\n  {path}:4: wrong tokens: .* below {loaded.vocab_size}"):
         prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1, max_bad=5)
@@ -100,8 +101,8 @@ def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(t
     ids = [loaded.encode(text) for text in texts]
     inputs = {"text": write_jsonl(tmp_path / "in.jsonl", texts)}
     for dtype in ("int32", "int64", "uint16"):
-        inputs[dtype] = write_megatron(tmp_path / dtype, ids, dtype)
-    inputs["with ends"] = write_megatron(tmp_path / "ends", [[loaded.eot, *some, loaded.eot] for some in ids])
+        inputs[dtype] = write_megatron(tmp_path / dtype, [[tokens] for tokens in ids], dtype)
+    inputs["with ends"] = write_megatron(tmp_path / "ends", [[[loaded.eot, *tokens, loaded.eot]] for tokens in ids])
     found = {}
     for name, path in inputs.items():
         prepare([str(path)], tokenizer, tmp_path / "out" / name, QUARTER, workers=1)

@@ -41,14 +41,6 @@ def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, g
     check_same(make_texts(40), read_back(output))
 
 
-def test_merging_again_is_harmless(tmp_path, tokenizer, given_texts):
-    output = tmp_path / "out"
-    manifest = prepare([str(given_texts)], tokenizer, output, QUARTER, workers=1)
-    before = contents(output)
-    assert merge(output) == manifest
-    assert contents(output) == before
-
-
 def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
     (tmp_path / "file").write_text("text")
     with pytest.raises(InputError, match=rf"^The folder {tmp_path} holds no preparation: .*plan\.json cannot be read"):

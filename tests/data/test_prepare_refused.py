@@ -1,7 +1,6 @@
 """Documents that cannot be used, and calls that are refused before anything is written."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -57,25 +56,6 @@ def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path
     assert manifest.examples == (rest[0].strip(),)
     check_same(texts, read_back(output))
     assert f"left out, {reason}: 1\n    {rest[0].strip()}" in summary(output, manifest)
-
-
-def test_what_may_be_left_out_is_counted_over_units_and_processes(tmp_path, tokenizer):
-    texts, output = make_texts(60), tmp_path / "out"
-    lines = [{"text": text} if i % 10 else {"body": text} for i, text in enumerate(texts)]
-    path = write_lines(tmp_path / "in.jsonl", lines)
-    call = {"inputs": [str(path)], "tokenizer": tokenizer, "output": output, "settings": QUARTER, "unit_bytes": 700}
-    for workers, max_bad in ((2, 4), (1, 5)):
-        with pytest.raises(InputError) as error:
-            prepare(workers=workers, max_bad=max_bad, **call)
-        first, *listed = str(error.value).splitlines()
-        assert first == (f"6 documents cannot be used (6 no field), {max_bad} may be skipped. "
-                         "Fix them, or skip up to 6 with --max-bad 6.")  # fmt: skip
-        assert [re.search(r":(\d+): no field", line)[1] for line in listed] == ["1", "11", "21", "31", "41", "51"]
-        assert not output.exists()
-    manifest = prepare(workers=1, max_bad=6, **call)
-    assert manifest.counts == {"no field": 6}
-    assert [re.search(r":(\d+):", example)[1] for example in manifest.examples] == ["1", "11", "21", "31", "41", "51"]
-    check_same([text for i, text in enumerate(texts) if i % 10], read_back(output))
 
 
 def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
@@ -198,11 +178,11 @@ def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokeni
 
 
 def test_a_megatron_index_that_changed_is_noticed(tmp_path, tokenizer):
-    path = write_megatron(tmp_path / "in", [[5, 6, 7, 8], [9, 10], [11, 12]])
+    path = write_megatron(tmp_path / "in", [[[5, 6, 7, 8]], [[9, 10]], [[11, 12]]])
     call = {"inputs": [str(path)], "tokenizer": tokenizer, "settings": QUARTER, "tasks": 2, "unit_bytes": 8}
     prepare(output=tmp_path / "out", workers=1, **call)
     stat = path.stat()
-    write_megatron(tmp_path / "in", [[5, 6], [7, 8, 9, 10], [11, 12]])
+    write_megatron(tmp_path / "in", [[[5, 6]], [[7, 8, 9, 10]], [[11, 12]]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same tokens in the .bin
     with pytest.raises(InputError, match="unfinished preparation with other files"):
         prepare(output=tmp_path / "out", workers=1, task=1, **call)

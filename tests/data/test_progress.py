@@ -36,12 +36,6 @@ def test_work_that_fails_does_not_say_that_it_is_done(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_no_work_says_nothing(capsys):
-    with WorkProgress("preparing", 0):
-        pass
-    assert capsys.readouterr() == ("", "")
-
-
 def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_EVERY", 0.05)
     with WorkProgress("preparing", 4_000_000) as work:
@@ -71,13 +65,6 @@ def test_what_other_processes_count_is_followed_to_the_end(capsys):
         assert threading.active_count() > begun
         counted = 3_000_000
     assert float(DONE.fullmatch(capsys.readouterr().err)[1]) == 3.0
-    assert threading.active_count() == begun
-
-
-def test_following_ends_when_the_work_fails():
-    begun = threading.active_count()
-    with pytest.raises(ZeroDivisionError), WorkProgress("preparing", 1) as work, work.follow(lambda: 0):
-        raise ZeroDivisionError
     assert threading.active_count() == begun
 
 

@@ -7,30 +7,10 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from tests.data_helpers import Numbered
 from zaya_jax.data.bins import pack
 from zaya_jax.data.items import Items, fit, whole_documents
 from zaya_jax.data.rows import BinRows, Windows, permutation
-from zaya_jax.data.shards import Text
-
-
-class Numbered:
-    """Documents whose tokens are 1, 2, 3, … through all of them: a token says where it stands."""
-
-    def __init__(self, lengths, counts=None):
-        self.lengths = np.array(lengths, np.int64)
-        self.starts = np.cumsum(lengths) - lengths + 1
-        self.counts = counts  # bool [1 + tokens], by token; None counts all
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        tokens = np.arange(self.starts[index], self.starts[index] + self.lengths[index], dtype=np.uint16)
-        return Text(tokens, None if self.counts is None else self.counts[tokens])
-
-    def counted(self, tokens):
-        """Those whose loss counts."""
-        return [token for token in tokens if self.counts is None or self.counts[token]]
 
 
 def tokens_of(documents, items):

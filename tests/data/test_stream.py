@@ -5,33 +5,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.data_helpers import Numbered
 from zaya_jax.data.bins import pack
 from zaya_jax.data.items import Items, whole_documents
-from zaya_jax.data.shards import Text
 from zaya_jax.data.stream import Packer, Position, cached_bins
 from zaya_jax.errors import InputError
 
 
-class Numbered:
-    """Documents whose tokens are 1, 2, 3, … through all of them: a token says where it stands."""
-
-    def __init__(self, lengths):
-        self.lengths = np.array(lengths, np.int64)
-        self.starts = np.cumsum(self.lengths) - self.lengths + 1
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        return Text(np.arange(self.starts[index], self.starts[index] + self.lengths[index], dtype=np.uint16), None)
-
-    def predictable(self, items):
-        """The tokens that items predict."""
-        return Counter(
-            int(self.starts[document]) + place
-            for document, start, length in zip(*items, strict=True)
-            for place in range(start + 1, start + length)
-        )
+def predictions(documents, items):
+    """The tokens that items predict."""
+    return Counter(
+        int(documents.starts[document]) + place
+        for document, start, length in zip(*items, strict=True)
+        for place in range(start + 1, start + length)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +41,8 @@ def test_no_token_is_lost_or_repeated_within_an_epoch_whatever_the_phases(plans,
             assert (row["targets"][row["loss_mask"]] == row["tokens"][row["loss_mask"]] + 1).all()
             seen.update(row["targets"][row["loss_mask"]].tolist())
         position = stage.after(rows, position)
-    everything = documents.predictable(whole_documents(documents.lengths))
-    left = Counter() if position.rest is None else documents.predictable(position.rest)
+    everything = predictions(documents, whole_documents(documents.lengths))
+    left = Counter() if position.rest is None else predictions(documents, position.rest)
     assert set(left.values()) <= {1}
     epochs = position.epoch + (position.rest is not None)
     assert seen == Counter({token: epochs - left[token] for token in everything if epochs - left[token]})

@@ -43,12 +43,9 @@ def test_encode_all_keeps_the_order_over_several_batches(tokenizer):
     assert [tokenizer.decode(tokens) for tokens in tokenizer.encode_all(texts)] == texts
 
 
-def test_merges_shorten_the_text(tokenizer):
+def test_merges_shorten_the_text_and_the_first_token_ends_it(tokenizer):
     assert tokenizer.vocab_size == 300
     assert len(tokenizer.encode(TEXTS[0])) < len(TEXTS[0]) / 2
-
-
-def test_eot_is_the_first_token_and_shown(tokenizer):
     assert (tokenizer.eot, tokenizer.eot_text) == (0, EOT_TEXT)
     assert tokenizer.decode([tokenizer.eot, *tokenizer.encode("é")]) == f"{EOT_TEXT}é"
 
@@ -173,12 +170,8 @@ def test_where_no_end_is_known_one_is_asked_for(tokenizer, tmp_path):
         load_tokenizer(path)
     loaded = load_tokenizer(path, "<|stop|>")
     assert (loaded.eot, loaded.eot_text) == (0, "<|stop|>")
-
-
-def test_an_end_that_the_tokenizer_lacks_is_named(tokenizer, tmp_path):
-    tokenizer.save(tmp_path / "t.json")
-    with pytest.raises(InputError, match=re.escape(f"{tmp_path / 't.json'} has no token '<|stop|>'")):
-        load_tokenizer(tmp_path / "t.json", "<|stop|>")
+    with pytest.raises(InputError, match=re.escape(f"{path} has no token '<|end|>'")):
+        load_tokenizer(path, "<|end|>")
 
 
 def add_ends(backend):

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.prepare_helpers import write_arrow
 from zaya_jax.data.readers.arrow import count_pieces, read_arrow
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.unit import Unit
@@ -22,7 +23,7 @@ def whole(path):
     unit_bytes=st.integers(1, 3000),
 )
 def test_units_of_any_size_give_every_row_once_in_order(
-    tmp_path_factory, read_all, write_arrow, batches, stream, compression, unit_bytes
+    tmp_path_factory, read_all, batches, stream, compression, unit_bytes
 ):
     path = tmp_path_factory.mktemp("arrow") / "a.arrow"
     write_arrow(path, batches, stream=stream, compression=compression)
@@ -35,7 +36,7 @@ def test_units_of_any_size_give_every_row_once_in_order(
     assert read_all(units) == (good, bad)
 
 
-def test_a_file_is_cut_by_batches_and_a_stream_is_not(tmp_path, write_arrow):
+def test_a_file_is_cut_by_batches_and_a_stream_is_not(tmp_path):
     batches = [[f"{i}", f"{i}b"] for i in range(6)]
     file, stream = (write_arrow(tmp_path / f"{s}.arrow", batches, stream=s) for s in (False, True))
     assert [(u.start, u.stop) for u in list_units([file], unit_bytes=-(-file.stat().st_size // 3))] == [
@@ -47,7 +48,7 @@ def test_a_file_is_cut_by_batches_and_a_stream_is_not(tmp_path, write_arrow):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, write_arrow, stream):
+def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
     chats = [[{"role": "user", "content": f"hi {i}"}] for i in range(100)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     path = write_arrow(tmp_path / "a.arrow", [chats[:30], chats[30:]], stream=stream, kind=kind)
@@ -57,7 +58,7 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, write_arrow, 
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, write_arrow, stream):
+def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one", "caf_", "three"]], stream=stream)
     path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\xe9"))
     one, bad, three = read_arrow(whole(path), "text")
@@ -66,7 +67,7 @@ def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, write_arrow, stream):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_damage_is_told_with_the_name_of_the_file(tmp_path, write_arrow, stream):
+def test_damage_is_told_with_the_name_of_the_file(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one " * 999, "two"], ["three"]], stream=stream)
     unit, data = whole(path), path.read_bytes()
     for content in (data[: len(data) // 2], data[:100], b"nonsense and more", b""):
@@ -75,7 +76,7 @@ def test_damage_is_told_with_the_name_of_the_file(tmp_path, write_arrow, stream)
             list(read_arrow(unit, "text"))
 
 
-def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path, write_arrow):
+def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path):
     data = write_arrow(tmp_path / "a.arrow", [["one"] * 3, ["two"], ["three"]]).read_bytes()
     for cut in range(1, len(data)):
         (tmp_path / "a.arrow").write_bytes(data[:cut])
@@ -84,7 +85,7 @@ def test_a_stream_cut_anywhere_is_never_read_as_complete(tmp_path, write_arrow):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_offsets_that_point_outside_are_damage(tmp_path, write_arrow, stream):
+def test_offsets_that_point_outside_are_damage(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["a" * 1000, "b" * 1001, "c"]], stream=stream)
     data = path.read_bytes()
     offset = (2001).to_bytes(4, "little") + (2002).to_bytes(4, "little")
@@ -94,7 +95,7 @@ def test_offsets_that_point_outside_are_damage(tmp_path, write_arrow, stream):
         list(read_arrow(whole(path), "text"))
 
 
-def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path, write_arrow):
+def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", [["one"]] * 3, stream=False)
     unit = whole(path)
     write_arrow(path, [["one"]], stream=False)

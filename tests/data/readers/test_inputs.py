@@ -5,6 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.data.prepare_helpers import write_arrow, write_megatron, write_saved
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.unit import Unit
 from zaya_jax.errors import InputError
@@ -28,7 +29,7 @@ def names(units, root):
     return [str(Path(file).relative_to(root)) for unit in units for file in unit.files]
 
 
-def test_a_folder_is_walked_in_order_and_what_is_hidden_or_unknown_is_left_out(tmp_path, write_megatron):
+def test_a_folder_is_walked_in_order_and_what_is_hidden_or_unknown_is_left_out(tmp_path):
     wanted = ["a.jsonl", "b/1.jsonl.gz", "b/2.ndjson.zst", "b/c/x.txt", "b.ndjson", "d.txt"]
     for name in [*reversed(wanted), ".hidden.jsonl", ".git/a.txt", "README.md", "b/.a.txt", "_SUCCESS"]:
         touch(tmp_path / name)
@@ -39,11 +40,6 @@ def test_a_folder_is_walked_in_order_and_what_is_hidden_or_unknown_is_left_out(t
     assert names(list_units([tmp_path], suffixes=()), tmp_path) == [
         name for name in [*wanted, "e.bin"] if not name.endswith(".txt")
     ]
-
-
-def test_inputs_keep_their_order_and_are_paths_or_strings(tmp_path):
-    files = [touch(tmp_path / name) for name in ("b.jsonl", "a.jsonl", "c/x.jsonl")]
-    assert names(list_units([files[0], str(files[1]), tmp_path / "c"]), tmp_path) == ["b.jsonl", "a.jsonl", "c/x.jsonl"]
 
 
 def test_jsonl_is_cut_at_multiples_of_the_unit(tmp_path):
@@ -99,7 +95,7 @@ def test_row_groups_are_shared_out_evenly(tmp_path):
     assert len(list_units([path])) == 1
 
 
-def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path, write_megatron):
+def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path):
     path = write_megatron(tmp_path / "v1.2_document", [[[1]]])
     for given in (path, tmp_path / "v1.2_document.idx", tmp_path / "v1.2_document"):
         assert list_units([given]) == [Unit("megatron", (str(path),), 0, 1, 2)]
@@ -112,7 +108,7 @@ def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path, w
             list_units([given])
 
 
-def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, write_saved, write_arrow, read_all):
+def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, read_all):
     for split in ("test", "train"):
         folder = write_saved(tmp_path / "d" / split, [[[f"{split} 1"], [f"{split} 2"]], [[f"{split} 3"]]])
         write_arrow(folder / "cache-0.arrow", [["cached"]])

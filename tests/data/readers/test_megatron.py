@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.data.prepare_helpers import write_megatron
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.data.readers.megatron import open_index, read_megatron
 from zaya_jax.data.readers.unit import Unit
@@ -25,9 +26,7 @@ def whole(path):
     dtype=st.sampled_from(["uint8", "int8", "int16", "int32", "int64", "uint16"]),
     unit_bytes=st.integers(1, 200),
 )
-def test_units_of_any_size_give_every_document_once_in_order(
-    tmp_path_factory, read_all, write_megatron, documents, dtype, unit_bytes
-):
+def test_units_of_any_size_give_every_document_once_in_order(tmp_path_factory, read_all, documents, dtype, unit_bytes):
     path = write_megatron(tmp_path_factory.mktemp("megatron") / "a", documents, dtype)
     units = list_units([path], unit_bytes=unit_bytes)
     assert sum(unit.bytes for unit in units) == path.stat().st_size
@@ -35,7 +34,7 @@ def test_units_of_any_size_give_every_document_once_in_order(
     assert read_all(units) == ([(n, ids) for n, ids in joined if ids], [(n, "empty") for n, ids in joined if not ids])
 
 
-def test_ids_are_a_copy_with_the_dtype_of_the_file(tmp_path, write_megatron):
+def test_ids_are_a_copy_with_the_dtype_of_the_file(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1, 65535], [7]], [[2]]])
     first, second = read_megatron(whole(path))
     assert type(first.value) is np.ndarray
@@ -46,7 +45,7 @@ def test_ids_are_a_copy_with_the_dtype_of_the_file(tmp_path, write_megatron):
     assert path.read_bytes() == np.array([1, 65535, 7, 2], "<u2").tobytes()
 
 
-def test_sequences_may_lie_anywhere_in_the_bin(tmp_path, write_megatron, read_all):
+def test_sequences_may_lie_anywhere_in_the_bin(tmp_path, read_all):
     path = write_megatron(tmp_path / "a", [[[1], [2]], [[3]]], "int32")
     data = bytearray(Path(tmp_path / "a.idx").read_bytes())
     data[HEADER + 12 : HEADER + 36] = np.array([8, 1, 0], "<i8").tobytes()
@@ -55,7 +54,7 @@ def test_sequences_may_lie_anywhere_in_the_bin(tmp_path, write_megatron, read_al
     assert read_all([whole(path)]) == ([(1, ids[:2]), (2, ids[2:])], [])
 
 
-def test_a_dataset_of_empty_documents_is_bad_throughout(tmp_path, write_megatron, read_all):
+def test_a_dataset_of_empty_documents_is_bad_throughout(tmp_path, read_all):
     path = write_megatron(tmp_path / "a", [[[]], []])
     assert read_all([whole(path)]) == ([], [(1, "empty"), (2, "empty")])
 
@@ -89,7 +88,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_index_is_told_before_anything_is_read_outside(tmp_path, write_megatron, what):
+def test_a_damaged_index_is_told_before_anything_is_read_outside(tmp_path, what):
     path = write_megatron(tmp_path / "a", [[[1, 2], [3]], [[4, 5]]])
     unit = whole(path)
     change, message = DAMAGE[what]
@@ -100,7 +99,7 @@ def test_a_damaged_index_is_told_before_anything_is_read_outside(tmp_path, write
         next(read_megatron(unit))
 
 
-def test_documents_that_fall_are_damage(tmp_path, write_megatron):
+def test_documents_that_fall_are_damage(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1], [2]], [[3]], []])
     unit, index = whole(path), tmp_path / "a.idx"
     index.write_bytes(index.read_bytes()[:-32] + np.array([0, 3, 1, 3], "<i8").tobytes())
@@ -109,14 +108,14 @@ def test_documents_that_fall_are_damage(tmp_path, write_megatron):
 
 
 @pytest.mark.parametrize("size", [9, 0])
-def test_a_bin_that_was_cut_is_told(tmp_path, write_megatron, size):
+def test_a_bin_that_was_cut_is_told(tmp_path, size):
     path = write_megatron(tmp_path / "a", [[[1, 2], [3]], [[4, 5]]])
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(InputError, match=f"but its .bin has {size} bytes"):
         next(read_megatron(whole(path)))
 
 
-def test_missing_files_and_fewer_documents_are_told(tmp_path, write_megatron):
+def test_missing_files_and_fewer_documents_are_told(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1]], [[2]]])
     unit = whole(path)
     write_megatron(tmp_path / "a", [[[1]]])

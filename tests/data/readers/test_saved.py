@@ -2,11 +2,12 @@ import json
 
 import pytest
 
+from tests.data.prepare_helpers import write_arrow, write_saved
 from zaya_jax.data.readers.saved import saved_files
 from zaya_jax.errors import InputError
 
 
-def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path, write_saved, write_arrow):
+def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path):
     folder = write_saved(tmp_path / "saved", [[["a"]], [["b"]], [["c"]]])
     write_arrow(folder / "cache-0123.arrow", [["cached"]])
     names = [f"data-0000{i}-of-00003.arrow" for i in (2, 0, 1)]
@@ -14,7 +15,7 @@ def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path, 
     assert saved_files(folder) == [folder / name for name in names]
 
 
-def test_splits_come_in_the_order_of_the_dict(tmp_path, write_saved):
+def test_splits_come_in_the_order_of_the_dict(tmp_path):
     for split in ("test", "train"):
         write_saved(tmp_path / split, [[[split]]])
     (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
@@ -23,7 +24,7 @@ def test_splits_come_in_the_order_of_the_dict(tmp_path, write_saved):
 
 
 @pytest.mark.parametrize("split", ["train", "test", None])
-def test_fewer_rows_than_the_dataset_says_are_reported(tmp_path, write_saved, capsys, split):
+def test_fewer_rows_than_the_dataset_says_are_reported(tmp_path, capsys, split):
     folder = write_saved(tmp_path / "saved", [[["a", "b"], ["c"]], [["d"]]])
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps({**state, "_split": split}))
@@ -61,7 +62,7 @@ def test_other_folders_are_none(tmp_path):
         ("dataset_dict.json", '{"splits": ["train"]}', r"train/state\.json .* cannot be read: No such file"),
     ],
 )
-def test_what_cannot_be_understood_is_named(tmp_path, write_saved, name, content, message):
+def test_what_cannot_be_understood_is_named(tmp_path, name, content, message):
     write_saved(tmp_path, [[["a"]]])
     (tmp_path / name).write_text(content)
     with pytest.raises(InputError, match=message):
