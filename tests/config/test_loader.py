@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, refused_to_load, written
 from tests.helpers import TINY
-from zaya_jax.config import (
-    Config,
-    load_config,
-    to_dict,
-    to_yaml,
-)
+from zaya_jax.config import Config, load_config, to_dict, to_yaml
 from zaya_jax.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -104,12 +99,6 @@ def test_overrides_may_hold_lists_sections_nothing_and_equals_signs(base):
     assert config.model.hidden_size == TINY.hidden_size
     assert config.sample.prompt == "a=b"
     assert load_config(base, ["model.sliding_window=null"]).model.sliding_window is None
-
-
-def test_numbers_become_what_the_field_is(base):
-    config = load_config(base, ["optimizer.clip_norm=2"])
-    assert config.optimizer.clip_norm == 2.0
-    assert type(config.optimizer.clip_norm) is float
 
 
 def test_a_configuration_extends_another(base, tmp_path):
@@ -234,15 +223,12 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, tmp_path, override)
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("train: {log_every: 1}\ntrain: {log_every: 2}\n", "The key 'train' is given twice, again on line 2"),
     ("train:\n  log_every: 1\n  seed: 3\n  log_every: 2\n", "The key 'log_every' is given twice, again on line 4"),
     ("- 1\n", "is a list, but must be a section with keys"),
     ("just text\n", "is text, but must be a section with keys"),
     ("train: [\n", "is not YAML"),
     ("1: 2\n", "The key 1 is unknown"),
-    ("1.5: 2\n", "The key '1.5' on line 1 is read as a number"),
     ("[a]: 2\n", "The key on line 1 is read as"),
-    ("train:\n  yes: 2\n", "The key 'yes' on line 2 is read as true or false, but must be a name"),
     ("run_dir: !!python/object/apply:os.getcwd []\n", "is not YAML"),
     ("seed: 3\n", "The key model is missing and has no default"),
     ("", "The key model is missing and has no default"),

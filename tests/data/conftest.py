@@ -65,6 +65,6 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.fixture
-def given_texts(tmp_path):
+def texts_file(tmp_path):
     """A JSONL file of 40 texts, about 5 kB."""
     return write_jsonl(tmp_path / "in.jsonl", make_texts(40))

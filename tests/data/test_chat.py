@@ -92,7 +92,7 @@ def test_the_built_in_template_writes_chatml_and_marks_every_part(default, conve
 def test_spans_are_the_maximal_runs_of_pieces(pieces):
     spans = encode_pieces(pieces, lambda text: (list(text), [(i, i + 1) for i in range(len(text))]))
     assert [("".join(span.tokens), *span[1:]) for span in spans] == merged(pieces)
-    assert all(one[1:] != two[1:] for one, two in itertools.pairwise(spans))
+    assert all(left[1:] != right[1:] for left, right in itertools.pairwise(spans))
 
 
 def test_a_token_on_two_pieces_is_generated_and_of_no_reasoning():
@@ -256,11 +256,11 @@ def test_reasoning_in_the_content_is_split_off(reasoning, answer, space):
 @settings(max_examples=100)
 @given(reasonings, texts, st.sampled_from(["reasoning", "reasoning_content"]))
 def test_reasoning_under_either_name_stays_and_leaves_the_content_alone(reasoning, content, name):
-    given = [user(name="me"), assistant(content, **{name: reasoning})]
-    before = copy.deepcopy(given)
-    parsed = parse_conversation(given)
+    messages = [user(name="me"), assistant(content, **{name: reasoning})]
+    before = copy.deepcopy(messages)
+    parsed = parse_conversation(messages)
     assert parsed == [user(name="me"), assistant(content, reasoning=reasoning)] == parse_conversation(parsed)
-    assert given == before
+    assert messages == before
 
 
 def test_forms_of_a_message():
@@ -364,8 +364,7 @@ def test_a_special_token_is_found_in_any_string(special, around, place):
         assistant(reasoning=at["reasoning"], tool_calls=[{"arguments": {"x": ["", at["argument"]]}}]),
         user(**{at["key"]: 1}, extra=at["extra"]),
     ]
-    found = find_special(conversation, SPECIALS)
-    assert found == ("<s>" if "<s>" in around else special)
+    assert find_special(conversation, SPECIALS) == ("<s>" if "<s>" in around else special)
     assert find_special(conversation, frozenset()) is None
 
 

@@ -70,13 +70,13 @@ def test_the_plot_goes_where_it_is_wanted(config, tmp_path):
 
 def test_a_row_shows_documents_apart_and_what_counts():
     tokenizer = small_tokenizer()
-    one, two = tokenizer.encode("def one"), tokenizer.encode("return two")
-    tokens = np.array([*one, *two, 0, 0], np.int32)
-    targets = np.array([*one[1:], two[0], *two[1:], tokenizer.eot, 0, 0], np.int32)
-    segments = np.array([1] * len(one) + [2] * len(two) + [0, 0], np.int32)
-    mask = np.array([True] * (len(one) - 1) + [False] + [False] * (len(two) - 1) + [True, False, False])
+    left, right = tokenizer.encode("def one"), tokenizer.encode("return two")
+    tokens = np.array([*left, *right, 0, 0], np.int32)
+    targets = np.array([*left[1:], right[0], *right[1:], tokenizer.eot, 0, 0], np.int32)
+    segments = np.array([1] * len(left) + [2] * len(right) + [0, 0], np.int32)
+    mask = np.array([True] * (len(left) - 1) + [False] + [False] * (len(right) - 1) + [True, False, False])
     row = {"tokens": tokens, "targets": targets, "segment_ids": segments, "loss_mask": mask}
-    first = tokenizer.decode(one[:1])
+    first = tokenizer.decode(left[:1])
     assert render_row(row, tokenizer) == f"{first}[[{'def one'[len(first) :]}]]\n----\nreturn two[[<|endoftext|>]]"
 
 

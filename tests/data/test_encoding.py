@@ -55,24 +55,26 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
     assert manifest.kind == "chat"
     assert manifest.counts == {"no conversation": 3, "special token": 1}
     assert any("'<|endoftext|>', which would end a turn" in example for example in manifest.examples)
-    expected, found = [*said, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
+    expected, written = [*said, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
     for split in SPLITS:
         entry = manifest.split(split)
-        found[split] = [json.loads(record) for record in Records(tmp_path / "out", entry.shards)]
-        texts = [[text for message in one for text in (message.get("reasoning", ""), message["content"]) if text]
-                 for one in found[split]]  # fmt: skip
+        written[split] = [json.loads(record) for record in Records(tmp_path / "out", entry.shards)]
+        texts = [
+            [text for message in conversation for text in (message.get("reasoning"), message["content"]) if text]
+            for conversation in written[split]
+        ]
         lengths = np.load(tmp_path / "out" / entry.lengths.file)
-        assert lengths.tolist() == [sum(len(loaded.encode(text)) for text in some) for some in texts]
+        assert lengths.tolist() == [sum(len(loaded.encode(text)) for text in spoken) for spoken in texts]
         assert (entry.documents, entry.tokens) == (len(lengths), lengths.sum())
-        assert entry.text_bytes == sum(len(text.encode()) for some in texts for text in some)
-        assert found[split] == [one for one in expected if one in found[split]]
-    assert len(found["train"]) + len(found["heldout"]) == len(expected)
+        assert entry.text_bytes == sum(len(text.encode()) for spoken in texts for text in spoken)
+        assert written[split] == [conversation for conversation in expected if conversation in written[split]]
+    assert len(written["train"]) + len(written["heldout"]) == len(expected)
 
 
 def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
     said = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
     others = [{"tools": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
-    records = [{"conversations": said}, *({"conversations": said, **other} for other in others)]
+    records = [{"conversations": said}, *({"conversations": said, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(
         InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' beside 'conversations' is"
@@ -103,9 +105,9 @@ def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(t
     for dtype in ("int32", "int64", "uint16"):
         inputs[dtype] = write_megatron(tmp_path / dtype, [[tokens] for tokens in ids], dtype)
     inputs["with ends"] = write_megatron(tmp_path / "ends", [[[loaded.eot, *tokens, loaded.eot]] for tokens in ids])
-    found = {}
+    written = {}
     for name, path in inputs.items():
         prepare([str(path)], tokenizer, tmp_path / "out" / name, QUARTER, workers=1)
-        found[name] = read_back(tmp_path / "out" / name)
-    assert found["text"]["heldout"]
-    assert all(splits == found["text"] for splits in found.values())
+        written[name] = read_back(tmp_path / "out" / name)
+    assert written["text"]["heldout"]
+    assert all(splits == written["text"] for splits in written.values())

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.data.items import Items, fit, whole_documents
 
-lengths = st.lists(st.integers(1, 60), max_size=12).map(lambda some: np.array(some, np.int64))
+lengths = st.lists(st.integers(1, 60), max_size=12).map(lambda sizes: np.array(sizes, np.int64))
 contexts = st.integers(1, 30)
 
 

@@ -9,15 +9,14 @@ import time
 import psutil
 import pytest
 
-from tests.data.prepare_helpers import ROOT, contents, write_lines
+from tests.data.prepare_helpers import ROOT, contents, make_texts, write_lines
 from zaya_jax.data import convert
 from zaya_jax.data.__main__ import main
 from zaya_jax.data.manifest import MANIFEST
 from zaya_jax.data.prepare import PrepareSettings, open_manifest, prepare
 from zaya_jax.data.shards import Records
-from zaya_jax.data.tokenizer import train_tokenizer
 
-TEXTS = [f"text {i} of the model, naïve ☃" for i in range(40)]
+TEXTS = make_texts(40)
 # Runs the command and says which of the heavy libraries it has imported.
 LOOK = """
 import sys
@@ -30,20 +29,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def tokenizer(tmp_path):
-    train_tokenizer(TEXTS, 280).save(tmp_path / "tokenizer.json")
-    return tmp_path / "tokenizer.json"
-
-
-@pytest.fixture
-def given(tmp_path):
-    return write_lines(tmp_path / "in.jsonl", [{"text": text} for text in TEXTS])
-
-
-@pytest.fixture
-def call(tokenizer, given, tmp_path):
+def call(tokenizer, texts_file, tmp_path):
     """What every call of prepare here has."""
-    return ["prepare", "--input", str(given), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out"),
+    return ["prepare", "--input", str(texts_file), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out"),
             "--workers", "1"]  # fmt: skip
 
 
@@ -86,9 +74,9 @@ def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):
     assert manifest.train.text_bytes + manifest.heldout.text_bytes == sum(len(text.encode()) for text in TEXTS)
 
 
-def test_the_defaults_are_those_of_the_settings(call, tmp_path, given, tokenizer):
+def test_the_defaults_are_those_of_the_settings(call, tmp_path, texts_file, tokenizer):
     assert main(call) == 0
-    prepare([str(given)], tokenizer, tmp_path / "other", PrepareSettings(), workers=1)
+    prepare([str(texts_file)], tokenizer, tmp_path / "other", PrepareSettings(), workers=1)
     assert contents(tmp_path / "out") == contents(tmp_path / "other")
 
 

@@ -82,9 +82,9 @@ def test_any_weights_are_rounded_by_less_than_a_row_a_period_and_none_is_lost(we
 @given(small | anything.map(lambda weights: [round(weight, 3) + 1 for weight in weights]))
 def test_the_unit_of_the_weights_does_not_matter(weights):
     ten_times = [Fraction(str(weight)) * 10 for weight in weights]
-    one, other = mixture_of(weights), mixture_of(ten_times)
-    assert one.period == other.period
-    assert rows_of(one, min(one.period, 500)) == rows_of(other, min(one.period, 500))
+    mixture, scaled = mixture_of(weights), mixture_of(ten_times)
+    assert mixture.period == scaled.period
+    assert rows_of(mixture, min(mixture.period, 500)) == rows_of(scaled, min(mixture.period, 500))
 
 
 @settings(max_examples=20, deadline=None)

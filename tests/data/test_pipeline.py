@@ -212,10 +212,10 @@ def test_heldout_bins_hold_every_document_whole(tiny):
 @pytest.mark.parametrize("limit", [0, 1, 2, 10**6])
 def test_heldout_can_be_limited(tiny, limit):
     every = list(heldout_batches(*tiny, "corpus"))
-    some = list(heldout_batches(*tiny, "corpus", limit))
-    assert len(some) == min(limit, len(every))
-    spread = [every[index * len(every) // len(some)] for index in range(len(some))]  # from all over the split
-    chex.assert_trees_all_equal(some, spread)
+    limited = list(heldout_batches(*tiny, "corpus", limit))
+    assert len(limited) == min(limit, len(every))
+    spread = [every[index * len(every) // len(limited)] for index in range(len(limited))]  # from all over the split
+    chex.assert_trees_all_equal(limited, spread)
 
 
 # --- several phases, whose batches differ ----------------------------------------------------------------------

@@ -40,8 +40,8 @@ def make_run(folder, corpora, phases, **options):
         write_source(folder / names[number], documents_of(number, lengths), [[1, 2, 3]], shards=1 + number)
     tree = [
         {"first_step": 3 * index, "context": context, "packing": packing, "over_length": over_length,
-         "mixture": dict(zip(names, some, strict=False))}
-        for index, (packing, context, over_length, some) in enumerate(phases)
+         "mixture": dict(zip(names, phase_weights, strict=False))}
+        for index, (packing, context, over_length, phase_weights) in enumerate(phases)
     ]  # fmt: skip
     config = run_config(folder, names, tree, **options)
     return config, open_sources(config)
@@ -49,7 +49,7 @@ def make_run(folder, corpora, phases, **options):
 
 @given(corpora=corpora, phases=st.lists(phase_settings, min_size=1, max_size=3), seed=st.integers(0, 9))
 def test_no_source_repeats_a_token_before_it_has_given_all_others(tmp_path_factory, corpora, phases, seed):
-    phases = [(packing, context, "split", some) for packing, context, _, some in phases]
+    phases = [(packing, context, "split", phase_weights) for packing, context, _, phase_weights in phases]
     config, prepared = make_run(tmp_path_factory.getbasetemp() / "epochs", corpora, phases, seed=seed)
     seen = {name: Counter() for name in prepared.sources}
     plan = plan_run(config, prepared)
@@ -74,11 +74,11 @@ def test_each_phase_is_mixed_as_its_weights_say(tmp_path_factory, phases):
     plan = plan_run(config, prepared)
     assert len(plan) == 30 * 8
     assert [phase.first_row for phase in plan.phases] == [24 * index for index in range(len(phases))]
-    for phase, (_, context, _, some) in zip(plan.phases, phases, strict=True):
+    for phase, (_, context, _, phase_weights) in zip(plan.phases, phases, strict=True):
         rows = Counter(int(plan[phase.first_row + i]["tokens"].max()) // 100 for i in range(phase.rows))
-        for number, weight in enumerate(some):
+        for number, weight in enumerate(phase_weights):
             assert rows[number] == phase.shares[NAMES[number]].rows
-            assert abs(rows[number] - phase.rows * weight / sum(some)) <= 1
+            assert abs(rows[number] - phase.rows * weight / sum(phase_weights)) <= 1
         assert plan[phase.first_row]["tokens"].shape == (context,)
 
 

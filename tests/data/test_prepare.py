@@ -19,12 +19,7 @@ from tests.data.prepare_helpers import (
     write_lines,
 )
 from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import (
-    PrepareSettings,
-    merge,
-    open_manifest,
-    prepare,
-)
+from zaya_jax.data.prepare import PrepareSettings, merge, open_manifest, prepare
 from zaya_jax.data.tokenizer import train_tokenizer
 
 documents = st.lists(
@@ -55,11 +50,11 @@ def test_every_kind_of_input_gives_its_documents(tmp_path, tokenizer, kind):
     texts = make_texts(30)
     path = write_input(tmp_path, kind, texts)
     prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, unit_bytes=500, workers=1)
-    found = read_back(tmp_path / "out")
-    check_same(texts, found)
+    splits = read_back(tmp_path / "out")
+    check_same(texts, splits)
     plain = write_jsonl(tmp_path / "other.jsonl", texts)
     prepare([str(plain)], tokenizer, tmp_path / "plain", QUARTER, workers=1)
-    assert read_back(tmp_path / "plain") == found  # held out are the same, whatever they were read from
+    assert read_back(tmp_path / "plain") == splits  # held out are the same, whatever they were read from
 
 
 def test_several_inputs_follow_one_another(tmp_path, tokenizer):
@@ -87,23 +82,23 @@ def test_another_field_and_other_endings_are_read_where_they_are_named(tmp_path,
 
 def test_held_out_is_a_part_of_the_documents_that_their_content_decides(tmp_path, tokenizer):
     texts = [f"text {i}" for i in range(2000)]
-    one = write_jsonl(tmp_path / "one.jsonl", texts)
-    other = write_jsonl(tmp_path / "other.jsonl", [*reversed(texts), "another"])
+    first = write_jsonl(tmp_path / "one.jsonl", texts)
+    reversed_file = write_jsonl(tmp_path / "other.jsonl", [*reversed(texts), "another"])
     settings = PrepareSettings(heldout=0.2)
-    prepare([str(one)], tokenizer, tmp_path / "out", settings, workers=1)
-    prepare([str(other)], tokenizer, tmp_path / "back", settings, workers=1, unit_bytes=20_000)
-    found, back = read_back(tmp_path / "out"), read_back(tmp_path / "back")
-    assert len(found["heldout"]) == pytest.approx(400, abs=4 * (2000 * 0.2 * 0.8) ** 0.5)
-    assert set(found["heldout"]) == set(back["heldout"]) - {"another"}
-    prepare([str(one)], tokenizer, tmp_path / "more", PrepareSettings(heldout=0.4), workers=1)
-    assert set(found["heldout"]) < set(read_back(tmp_path / "more")["heldout"])
+    prepare([str(first)], tokenizer, tmp_path / "out", settings, workers=1)
+    prepare([str(reversed_file)], tokenizer, tmp_path / "back", settings, workers=1, unit_bytes=20_000)
+    splits, back = read_back(tmp_path / "out"), read_back(tmp_path / "back")
+    assert len(splits["heldout"]) == pytest.approx(400, abs=4 * (2000 * 0.2 * 0.8) ** 0.5)
+    assert set(splits["heldout"]) == set(back["heldout"]) - {"another"}
+    prepare([str(first)], tokenizer, tmp_path / "more", PrepareSettings(heldout=0.4), workers=1)
+    assert set(splits["heldout"]) < set(read_back(tmp_path / "more")["heldout"])
 
 
 # --- what it does not depend on --------------------------------------------------------------------------------
 
 
-def test_processes_and_tasks_change_no_byte(tmp_path, tokenizer, given_texts):
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "unit_bytes": 900}
+def test_processes_and_tasks_change_no_byte(tmp_path, tokenizer, texts_file):
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "unit_bytes": 900}
     prepare(output=tmp_path / "one", workers=1, **call)
     prepare(output=tmp_path / "three", workers=3, **call)
     for task in (2, 0, 1):
@@ -115,9 +110,9 @@ def test_processes_and_tasks_change_no_byte(tmp_path, tokenizer, given_texts):
     check_nothing_else(tmp_path / "one")
 
 
-def test_more_tasks_than_units_leave_some_without_work(tmp_path, tokenizer, given_texts):
+def test_more_tasks_than_units_leave_some_without_work(tmp_path, tokenizer, texts_file):
     for task in range(4):
-        prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1, task=task, tasks=4)
+        prepare([str(texts_file)], tokenizer, tmp_path / "out", QUARTER, workers=1, task=task, tasks=4)
     merge(tmp_path / "out")
     check_same(make_texts(40), read_back(tmp_path / "out"))
 
@@ -132,7 +127,7 @@ def test_a_tokenizer_of_another_file_is_not_remembered(tmp_path, tokenizer):
             file.unlink()
 
 
-def test_ctrl_c_while_the_tokenizer_is_copied_leaves_nothing_behind(tmp_path, tokenizer, given_texts, monkeypatch):
+def test_ctrl_c_while_the_tokenizer_is_copied_leaves_nothing_behind(tmp_path, tokenizer, texts_file, monkeypatch):
     copy = shutil.copyfile
 
     def interrupted(source, target):
@@ -142,7 +137,7 @@ def test_ctrl_c_while_the_tokenizer_is_copied_leaves_nothing_behind(tmp_path, to
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1)
+            prepare([str(texts_file)], tokenizer, tmp_path / "out", QUARTER, workers=1)
     assert not list((tmp_path / "out").glob("*.partial"))
-    prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1)
+    prepare([str(texts_file)], tokenizer, tmp_path / "out", QUARTER, workers=1)
     check_nothing_else(tmp_path / "out")

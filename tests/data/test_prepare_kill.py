@@ -11,20 +11,9 @@ import time
 import psutil
 import pytest
 
-from tests.data.prepare_helpers import (
-    QUARTER,
-    ROOT,
-    check_nothing_else,
-    contents,
-    count_notes,
-    make_texts,
-    write_jsonl,
-)
+from tests.data.prepare_helpers import QUARTER, ROOT, check_nothing_else, contents, count_notes, make_texts, write_jsonl
 from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import (
-    open_manifest,
-    prepare,
-)
+from zaya_jax.data.prepare import open_manifest, prepare
 from zaya_jax.data.readers.inputs import list_units
 from zaya_jax.errors import InputError
 
@@ -34,8 +23,8 @@ import sys
 from pathlib import Path
 from zaya_jax.data.prepare import PrepareSettings, prepare
 if __name__ == "__main__":
-    given, tokenizer, output, unit_bytes, workers = sys.argv[1:]
-    prepare([given], Path(tokenizer), Path(output), PrepareSettings(heldout=0.25), unit_bytes=int(unit_bytes),
+    documents, tokenizer, output, unit_bytes, workers = sys.argv[1:]
+    prepare([documents], Path(tokenizer), Path(output), PrepareSettings(heldout=0.25), unit_bytes=int(unit_bytes),
             workers=int(workers))
 """
 
@@ -46,12 +35,12 @@ import json, os, random, shutil, signal, sys
 from pathlib import Path
 from zaya_jax.data.prepare import PrepareSettings, merge, prepare
 
-given, tokenizer, good, output = map(Path, sys.argv[1:5])
+documents, tokenizer, good, output = map(Path, sys.argv[1:5])
 unit_bytes, tasks, part = int(sys.argv[5]), int(sys.argv[6]), float(sys.argv[7])
 
 def work():
     for task in range(tasks):
-        prepare([str(given)], tokenizer, output, PrepareSettings(heldout=0.25), unit_bytes=unit_bytes, workers=1,
+        prepare([str(documents)], tokenizer, output, PrepareSettings(heldout=0.25), unit_bytes=unit_bytes, workers=1,
                 task=task, tasks=tasks)
     merge(output)
 
@@ -98,8 +87,8 @@ print(json.dumps({"wrong": wrong, "moments": len(moments)}))
 class Command:
     """The command in a process of its own, which is killed alone: what it started must end by itself."""
 
-    def __init__(self, given, tokenizer, output, unit_bytes, workers):
-        arguments = [str(argument) for argument in (given, tokenizer, output, unit_bytes, workers)]
+    def __init__(self, documents, tokenizer, output, unit_bytes, workers):
+        arguments = [str(argument) for argument in (documents, tokenizer, output, unit_bytes, workers)]
         script = output.with_name("driver.py")
         script.write_text(DRIVER)
         self.process = subprocess.Popen(
@@ -127,40 +116,40 @@ class Command:
 
     def others(self):
         """Processes of the command that live."""
-        found = []
+        living = []
         for pid in psutil.pids():
             try:
                 if os.getsid(pid) == self.process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                    found.append(pid)
+                    living.append(pid)
             except (ProcessLookupError, psutil.NoSuchProcess):
                 continue
-        return found
+        return living
 
 
 def test_kills_in_the_middle_change_no_byte(tmp_path, tokenizer):
-    given_texts, unit_bytes = write_jsonl(tmp_path / "in.jsonl", make_texts(1000)), 3000
-    units = len(list_units([str(given_texts)], unit_bytes=unit_bytes))
-    prepare([str(given_texts)], tokenizer, tmp_path / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
+    texts_file, unit_bytes = write_jsonl(tmp_path / "in.jsonl", make_texts(1000)), 3000
+    units = len(list_units([str(texts_file)], unit_bytes=unit_bytes))
+    prepare([str(texts_file)], tokenizer, tmp_path / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
     output, rng, interrupted = tmp_path / "out", random.Random(0), 0
     for workers in (2, 1, 1):
         before = count_notes(output)
         target = before + rng.randint(1, units // 4)
-        command = Command(given_texts, tokenizer, output, unit_bytes, workers)
+        command = Command(texts_file, tokenizer, output, unit_bytes, workers)
         command.wait_for(lambda target=target: count_notes(output) >= target)
         time.sleep(rng.uniform(0, 0.03))
         assert command.kill() == -signal.SIGKILL
         assert not (output / MANIFEST).exists()
         interrupted += before < count_notes(output) < units
     assert interrupted == 3
-    prepare([str(given_texts)], tokenizer, output, QUARTER, unit_bytes=unit_bytes, workers=1)
+    prepare([str(texts_file)], tokenizer, output, QUARTER, unit_bytes=unit_bytes, workers=1)
     assert contents(output) == contents(tmp_path / "good")
     check_nothing_else(output)
 
 
-def check_every_moment(folder, tokenizer, given_texts, *, unit_bytes, tasks, part):
-    prepare([str(given_texts)], tokenizer, folder / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
+def check_every_moment(folder, tokenizer, texts_file, *, unit_bytes, tasks, part):
+    prepare([str(texts_file)], tokenizer, folder / "good", QUARTER, unit_bytes=unit_bytes, workers=1)
     done = subprocess.run(
-        [sys.executable, "-c", SWEEP, given_texts, tokenizer, folder / "good", folder / "out", str(unit_bytes),
+        [sys.executable, "-c", SWEEP, texts_file, tokenizer, folder / "good", folder / "out", str(unit_bytes),
          str(tasks), str(part)],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -171,8 +160,8 @@ def check_every_moment(folder, tokenizer, given_texts, *, unit_bytes, tasks, par
 
 
 def test_a_kill_before_any_change_of_a_file_changes_no_byte(tmp_path, tokenizer):
-    given_texts = write_jsonl(tmp_path / "in.jsonl", make_texts(12))
-    assert check_every_moment(tmp_path, tokenizer, given_texts, unit_bytes=900, tasks=1, part=0.3) >= 15
+    texts_file = write_jsonl(tmp_path / "in.jsonl", make_texts(12))
+    assert check_every_moment(tmp_path, tokenizer, texts_file, unit_bytes=900, tasks=1, part=0.3) >= 15
 
 
 def test_two_calls_at_once_cannot_do_the_same_task(tmp_path, tokenizer):

@@ -4,26 +4,15 @@ import json
 
 import pytest
 
-from tests.data.prepare_helpers import (
-    QUARTER,
-    check_same,
-    contents,
-    make_texts,
-    read_back,
-)
+from tests.data.prepare_helpers import QUARTER, check_same, contents, make_texts, read_back
 from zaya_jax.data.convert import read_note
-from zaya_jax.data.prepare import (
-    merge,
-    missing_tasks,
-    open_manifest,
-    prepare,
-)
+from zaya_jax.data.prepare import merge, missing_tasks, open_manifest, prepare
 from zaya_jax.errors import InputError
 
 
-def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, given_texts):
+def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, texts_file):
     output = tmp_path / "out"
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "output": output, "settings": QUARTER}
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "output": output, "settings": QUARTER}
     call |= {"unit_bytes": 900, "tasks": 3, "workers": 1}
     prepare(task=1, **call)
     for look in (merge, open_manifest):
@@ -52,8 +41,8 @@ def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
     assert not (tmp_path / "missing").exists()
 
 
-def test_a_plan_without_the_token_that_begins_documents_is_finished(tmp_path, tokenizer, given_texts):
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, "tasks": 2}
+def test_a_plan_without_the_token_that_begins_documents_is_finished(tmp_path, tokenizer, texts_file):
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, "tasks": 2}
     prepare(output=tmp_path / "out", task=0, **call)
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     del plan["bos"], plan["eos"]
@@ -63,17 +52,17 @@ def test_a_plan_without_the_token_that_begins_documents_is_finished(tmp_path, to
     assert manifest.special == (manifest.eot,) * 3
 
 
-def test_a_plan_of_another_version_is_not_merged(tmp_path, tokenizer, given_texts):
-    prepare([str(given_texts)], tokenizer, tmp_path / "out", QUARTER, workers=1, tasks=2)
+def test_a_plan_of_another_version_is_not_merged(tmp_path, tokenizer, texts_file):
+    prepare([str(texts_file)], tokenizer, tmp_path / "out", QUARTER, workers=1, tasks=2)
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     (tmp_path / "out" / "plan.json").write_text(json.dumps({**plan, "format": 99}))
     with pytest.raises(InputError, match="it is of format 99, but this version reads 2"):
         merge(tmp_path / "out")
 
 
-def test_a_shard_that_is_gone_before_the_merge_is_written_again(tmp_path, tokenizer, given_texts):
+def test_a_shard_that_is_gone_before_the_merge_is_written_again(tmp_path, tokenizer, texts_file):
     output = tmp_path / "out"
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "unit_bytes": 900, "workers": 1}
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "unit_bytes": 900, "workers": 1}
     prepare(output=tmp_path / "good", **call)
     for task in (0, 1):
         prepare(output=output, task=task, tasks=2, **call)

@@ -19,12 +19,7 @@ from tests.data.prepare_helpers import (
     write_megatron,
 )
 from zaya_jax.data.manifest import MANIFEST
-from zaya_jax.data.prepare import (
-    PrepareSettings,
-    merge,
-    prepare,
-    summary,
-)
+from zaya_jax.data.prepare import PrepareSettings, merge, prepare, summary
 from zaya_jax.data.tokenizer import train_tokenizer
 from zaya_jax.errors import InputError
 
@@ -97,23 +92,23 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
         ({"inputs": ["missing.jsonl"]}, r"^The input missing\.jsonl cannot be read"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_before_all_else(tmp_path, tokenizer, given_texts, change, message):
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, **change}
+def test_a_value_that_cannot_be_is_refused_before_all_else(tmp_path, tokenizer, texts_file, change, message):
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "workers": 1, **change}
     with pytest.raises(InputError, match=message):
         prepare(output=tmp_path / "out", **call)
     assert not (tmp_path / "out").exists()
 
 
-def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path, tokenizer, given_texts):
+def test_an_output_that_is_or_lies_below_a_file_is_refused(tmp_path, tokenizer, texts_file):
     with pytest.raises(InputError, match=r"^--output is '.*in\.jsonl', which is a file, but must be a folder"):
-        prepare([str(given_texts)], tokenizer, given_texts, QUARTER, workers=1)
+        prepare([str(texts_file)], tokenizer, texts_file, QUARTER, workers=1)
     with pytest.raises(InputError, match=r"^--output \(.*in\.jsonl/out\) cannot be written: Not a directory"):
-        prepare([str(given_texts)], tokenizer, given_texts / "out", QUARTER, workers=1)
+        prepare([str(texts_file)], tokenizer, texts_file / "out", QUARTER, workers=1)
 
 
-def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, tokenizer, given_texts):
+def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, tokenizer, texts_file):
     output = tmp_path / "out"
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "output": output, "workers": 1}
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "output": output, "workers": 1}
     manifest = prepare(settings=QUARTER, **call)
     before = contents(output)
     assert prepare(settings=QUARTER, **call) == manifest
@@ -121,25 +116,25 @@ def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, toke
     assert contents(output) == before
     with pytest.raises(InputError, match=f"^The folder {output} holds data prepared of other inputs or settings"):
         prepare(settings=PrepareSettings(heldout=0.5), **call)
-    write_jsonl(given_texts, make_texts(41))
+    write_jsonl(texts_file, make_texts(41))
     with pytest.raises(InputError, match="other inputs or settings"):
         prepare(settings=QUARTER, **call)
     assert contents(output) == before
 
 
-def test_a_finished_folder_with_a_damaged_shard_is_not_taken_for_complete(tmp_path, tokenizer, given_texts):
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "output": tmp_path / "out", "settings": QUARTER}
+def test_a_finished_folder_with_a_damaged_shard_is_not_taken_for_complete(tmp_path, tokenizer, texts_file):
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "output": tmp_path / "out", "settings": QUARTER}
     shard = tmp_path / "out" / prepare(workers=1, **call).train.shards[0].file
     os.truncate(shard, shard.stat().st_size - 1)
     with pytest.raises(InputError, match=f"The data file {shard} "):
         prepare(workers=1, **call)
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, given_texts):
+def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, texts_file):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("text")
     with pytest.raises(InputError, match=r"mine holds other files, such as 'letter\.txt'"):
-        prepare([str(given_texts)], tokenizer, tmp_path / "mine", QUARTER, workers=1)
+        prepare([str(texts_file)], tokenizer, tmp_path / "mine", QUARTER, workers=1)
     assert contents(tmp_path / "mine") == {"letter.txt": b"text"}
 
 
@@ -158,17 +153,17 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, given_tex
         ({"changed": "time"}, "files"),
     ],
 )
-def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokenizer, given_texts, change, key):
+def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokenizer, texts_file, change, key):
     train_tokenizer(["a b c"], 280).save(tmp_path / "other.json")
     write_jsonl(tmp_path / "other.jsonl", make_texts(40, seed=1))
-    call = {"inputs": [str(given_texts)], "tokenizer": tokenizer, "settings": QUARTER, "tasks": 2, "unit_bytes": 900}
+    call = {"inputs": [str(texts_file)], "tokenizer": tokenizer, "settings": QUARTER, "tasks": 2, "unit_bytes": 900}
     output = tmp_path / "out"
     assert prepare(output=output, workers=1, **call) is None
     before = contents(output)
     if change.get("changed") == "size":
-        write_jsonl(given_texts, make_texts(41))
+        write_jsonl(texts_file, make_texts(41))
     elif change.get("changed") == "time":
-        os.utime(given_texts, (1, 1))
+        os.utime(texts_file, (1, 1))
     else:
         call |= change
         call |= {"tokenizer": tmp_path / call["tokenizer"], "inputs": [str(tmp_path / call["inputs"][0])]}

@@ -74,10 +74,10 @@ def test_a_terminal_shows_a_bar_that_goes_away_and_the_line_stays(monkeypatch):
     here, there = pty.openpty()
 
     def read_until(end):
-        found, until = "", time.monotonic() + 10
-        while end not in found and time.monotonic() < until:
-            found += os.read(here, 1 << 16).decode(errors="replace")
-        return found
+        shown_text, until = "", time.monotonic() + 10
+        while end not in shown_text and time.monotonic() < until:
+            shown_text += os.read(here, 1 << 16).decode(errors="replace")
+        return shown_text
 
     with os.fdopen(there, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)

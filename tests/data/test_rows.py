@@ -124,19 +124,6 @@ def test_segments_number_the_items_of_a_window_and_positions_their_tokens(docume
     assert row["loss_mask"].tolist() == expected
 
 
-def test_an_item_too_many_windows_long_is_read_from_all_of_them():
-    rows = rows_of(Windows(Numbered([100]), whole_documents(np.array([100])), 7, seed=3), 5)
-    assert [row["tokens"][0] for row in rows] == list(range(1, 100, 7))
-    assert [row["segment_ids"].max() for row in rows] == [1] * 15
-    assert predicted(rows) == list(range(2, 101))
-
-
-@pytest.mark.parametrize("lengths", [[], [1]])
-def test_items_without_a_token_to_predict_have_no_window(lengths):
-    items = whole_documents(np.array(lengths, np.int64))
-    assert Windows(Numbered(lengths), items, 8, seed=0).per_epoch == 0
-
-
 @kinds
 def test_epochs_and_seeds_have_orders_of_their_own_and_none_keeps_the_order(packed):
     documents = Numbered([9] * 50)
@@ -180,12 +167,6 @@ def test_each_item_is_whole_in_one_row_once_an_epoch(documents, context, seed, e
             assert row["targets"][here & row["loss_mask"]].tolist() == documents.counted(part[1:])
             parts.append(part)
     assert sorted(parts) == sorted(tokens_of(documents, items))
-
-
-def test_no_item_is_no_row():
-    rows = binned(Numbered([1, 1]), whole_documents(np.array([1, 1])), 8)
-    assert rows.per_epoch == 0
-    assert rows.after(0, 0).tokens == 0
 
 
 # --- both ------------------------------------------------------------------------------------------------------
@@ -256,6 +237,13 @@ def test_what_is_left_is_taken_from_no_array_of_the_packing(packed, documents, c
         for array in rows.after(1, done):
             array[:] = 0
     chex.assert_trees_all_equal(rows_of(rows, 1), expected)
+
+
+@kinds
+@pytest.mark.parametrize("lengths", [[], [1]])
+def test_items_without_a_token_to_predict_have_no_row(packed, lengths):
+    rows = packed(Numbered(lengths), whole_documents(np.array(lengths, np.int64)), 8)
+    assert rows.per_epoch == 0
 
 
 @given(st.integers(0, 300), st.integers(0, 2**31 - 1), st.integers(0, 10**6))

@@ -76,8 +76,7 @@ def test_tokens_lie_little_endian_and_then_a_bit_each():
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(256, "|u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4"), (262272, "<u4")],
+    ("vocab_size", "dtype"), [(256, "|u1"), (257, "<u2"), (65536, "<u2"), (65537, "<u4"), (262272, "<u4")]
 )
 def test_the_type_of_a_token_is_the_smallest(vocab_size, dtype):
     assert token_dtype(vocab_size).str == dtype

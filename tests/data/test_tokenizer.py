@@ -10,22 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
 
+from tests.data_helpers import small_tokenizer
 from zaya_jax.data.chat import load_template
-from zaya_jax.data.tokenizer import (
-    EOT_TEXT,
-    EOT_TEXTS,
-    load_tokenizer,
-    train_tokenizer,
-    vocabulary_warning,
-)
+from zaya_jax.data.tokenizer import EOT_TEXT, EOT_TEXTS, load_tokenizer, train_tokenizer, vocabulary_warning
 from zaya_jax.errors import InputError
 
 TEXTS = [f"def function_{i}(self, value):\n    return value + {i}\n" for i in range(50)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return train_tokenizer(TEXTS, 300)
+@pytest.fixture(scope="module", name="tokenizer")
+def small():
+    return small_tokenizer()  # trained on these texts
 
 
 @settings(max_examples=200, deadline=None)
@@ -202,8 +197,8 @@ def test_special_texts_are_text_in_a_document_and_tokens_in_a_template(special, 
     assert list(special.encode_all([text])) == [tokens]
     assert special.decode(tokens) == text
     ids = {name: special.encode_template(name) for name in special.specials}
-    assert all(len(found) == 1 for found in ids.values())
-    assert not {found[0] for found in ids.values()} & set(tokens)
+    assert all(len(encoded) == 1 for encoded in ids.values())
+    assert not {encoded[0] for encoded in ids.values()} & set(tokens)
     pieces = re.split(f"({'|'.join(map(re.escape, special.specials))})", text)
     expected = [token for piece in pieces for token in ids.get(piece) or special.encode(piece)]
     assert special.encode_template(text) == expected

@@ -52,17 +52,17 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path, stream):
     chats = [[{"role": "user", "content": f"hi {i}"}] for i in range(100)]
     kind = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     path = write_arrow(tmp_path / "a.arrow", [chats[:30], chats[30:]], stream=stream, kind=kind)
-    found = list(read_arrow(whole(path), "text"))
-    assert [document.value for document in found] == chats
-    assert sum(document.bytes for document in found) == pytest.approx(path.stat().st_size, abs=1000)
+    entries = list(read_arrow(whole(path), "text"))
+    assert [document.value for document in entries] == chats
+    assert sum(document.bytes for document in entries) == pytest.approx(path.stat().st_size, abs=1000)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_texts_that_are_not_utf8_are_bad_alone(tmp_path, stream):
     path = write_arrow(tmp_path / "a.arrow", [["one", "caf_", "three"]], stream=stream)
     path.write_bytes(path.read_bytes().replace(b"caf_", b"caf\xe9"))
-    one, bad, three = read_arrow(whole(path), "text")
-    assert (one.value, three.value) == ("one", "three")
+    first, bad, last = read_arrow(whole(path), "text")
+    assert (first.value, last.value) == ("one", "three")
     assert (bad.line, bad.reason) == (2, "not UTF-8")
 
 

@@ -20,10 +20,10 @@ def test_texts_of_every_kind_are_documents_and_nulls_are_bad(kind):
     check_columns("f", pa.schema([("text", kind)]), "text")
     texts = [f"text {i}" for i in range(200)]
     array = pa.array([*texts, None, " ", *texts], pa.string()).cast(kind)
-    found = rows(array)
-    assert [d.value for d in found if isinstance(d, Document)] == [*texts, *texts]
-    assert [(b.line, b.reason) for b in found if not isinstance(b, Document)] == [(216, "empty"), (217, "empty")]
-    assert [d.line for d in found] == list(range(16, 16 + 402))
+    entries = rows(array)
+    assert [d.value for d in entries if isinstance(d, Document)] == [*texts, *texts]
+    assert [(b.line, b.reason) for b in entries if not isinstance(b, Document)] == [(216, "empty"), (217, "empty")]
+    assert [d.line for d in entries] == list(range(16, 16 + 402))
     assert [d.line for d in rows(array[100:300])] == list(range(16, 216))
 
 
@@ -43,9 +43,9 @@ def test_what_would_be_lost_beside_a_conversation_makes_it_bad():
     schema = pa.schema([("tools", tools.type), ("text", chat.type), ("system", pa.list_(pa.string()))])
     assert check_columns("f", schema, "text") == ["text", "tools", "system"]
     assert check_columns("f", schema, "tools") == ["tools"]
-    found = rows(chat, tools=tools, system=pa.array([[], ["x"], None, None, []]))
-    assert [isinstance(row, Document) for row in found] == [True, False, True, False, True]
-    assert [(row.line, row.reason, row.detail.split()[0]) for row in (found[1], found[3])] == [
+    entries = rows(chat, tools=tools, system=pa.array([[], ["x"], None, None, []]))
+    assert [isinstance(row, Document) for row in entries] == [True, False, True, False, True]
+    assert [(row.line, row.reason, row.detail.split()[0]) for row in (entries[1], entries[3])] == [
         (17, "lost field", "'system'"), (19, "lost field", "'tools'"),
     ]  # fmt: skip
 
@@ -64,8 +64,8 @@ def test_bytes_add_up_to_those_of_the_array():
 
 def test_a_text_that_is_not_utf8_is_bad_alone():
     data = pa.array([b"one", b"caf\xe9", b"three"], pa.binary())
-    one, bad, three = rows(data.view(pa.string()))
-    assert (one.value, three.value) == ("one", "three")
+    first, bad, last = rows(data.view(pa.string()))
+    assert (first.value, last.value) == ("one", "three")
     assert (bad.line, bad.reason) == (17, "not UTF-8")
 
 

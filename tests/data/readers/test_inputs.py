@@ -71,8 +71,7 @@ def test_texts_fill_units_and_what_lies_between_ends_one(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "largest"),
-    [([20 * MIB], 2 * MIB), ([3 * 2**32, 2**32], 2**34 // 512), ([2**41], 2**30)],
+    ("sizes", "largest"), [([20 * MIB], 2 * MIB), ([3 * 2**32, 2**32], 2**34 // 512), ([2**41], 2**30)]
 )
 def test_a_unit_is_a_512th_of_all_input_within_limits(tmp_path, sizes, largest):
     files = [sparse(tmp_path / f"{i}.jsonl", size) for i, size in enumerate(sizes)]
@@ -97,15 +96,15 @@ def test_row_groups_are_shared_out_evenly(tmp_path):
 
 def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path):
     path = write_megatron(tmp_path / "v1.2_document", [[[1]]])
-    for given in (path, tmp_path / "v1.2_document.idx", tmp_path / "v1.2_document"):
-        assert list_units([given]) == [Unit("megatron", (str(path),), 0, 1, 2)]
-    for given in (path, tmp_path / "v1.2_document"):
+    for inputs in (path, tmp_path / "v1.2_document.idx", tmp_path / "v1.2_document"):
+        assert list_units([inputs]) == [Unit("megatron", (str(path),), 0, 1, 2)]
+    for inputs in (path, tmp_path / "v1.2_document"):
         with pytest.raises(InputError, match="is given twice"):
-            list_units([given, tmp_path / "v1.2_document.idx"])
+            list_units([inputs, tmp_path / "v1.2_document.idx"])
     (tmp_path / "v1.2_document.idx").unlink()
-    for given in (path, tmp_path):
+    for inputs in (path, tmp_path):
         with pytest.raises(InputError, match=r"needs .*v1\.2_document\.idx beside it, which is missing"):
-            list_units([given])
+            list_units([inputs])
 
 
 def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, read_all):
@@ -114,8 +113,8 @@ def test_a_saved_dataset_is_taken_as_its_state_says_wherever_it_is(tmp_path, rea
         write_arrow(folder / "cache-0.arrow", [["cached"]])
     (tmp_path / "d" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
     touch(tmp_path / "d" / "README.txt")
-    for given, splits in (("d", ["train", "test"]), (".", ["train", "test"]), ("d/test", ["test"])):
-        documents, bad = read_all(list_units([tmp_path / given]))
+    for inputs, splits in (("d", ["train", "test"]), (".", ["train", "test"]), ("d/test", ["test"])):
+        documents, bad = read_all(list_units([tmp_path / inputs]))
         assert [text for _, text in documents] == [f"{split} {i}" for split in splits for i in (1, 2, 3)]
         assert not bad
     (tmp_path / "d/train/data-00001-of-00002.arrow").unlink()
@@ -133,7 +132,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         (["gone.jsonl"], r"gone\.jsonl cannot be read: No such file"),
         (["gone.xyz"], r"gone\.xyz cannot be read: No such file"),
@@ -156,7 +155,7 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         ([], "must be a list of at least one"),
     ],
 )
-def test_what_cannot_be_used_is_named(tmp_path, given, message):
+def test_what_cannot_be_used_is_named(tmp_path, inputs, message):
     for name in ("a.jsonl", "code.xyz", "none/code.xyz", "folder/b.jsonl", "linked/a.jsonl"):
         touch(tmp_path / name)
     (tmp_path / "linked/b.jsonl").symlink_to("a.jsonl")
@@ -167,7 +166,7 @@ def test_what_cannot_be_used_is_named(tmp_path, given, message):
     os.mkfifo(tmp_path / "pipe.jsonl")
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "rows.parquet")
     with pytest.raises(InputError, match=message):
-        list_units([f"{tmp_path}/{name}" for name in given])
+        list_units([f"{tmp_path}/{name}" for name in inputs])
 
 
 def test_what_permissions_forbid_is_named(tmp_path, monkeypatch):

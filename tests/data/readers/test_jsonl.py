@@ -110,9 +110,9 @@ def test_a_byte_order_mark_is_taken_off_the_file_alone(tmp_path, zstd):
     data = b'\xef\xbb\xbf{"text": "\xef\xbb\xbfone"}\n\xef\xbb\xbf{"text": "two"}\n'
     for name, compress in (("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstd)):
         (tmp_path / name).write_bytes(compress(data))
-        one, two = read_jsonl(whole(tmp_path / name), "text")
-        assert one.value == "\ufeffone"
-        assert (two.line, two.reason) == (2, "invalid JSON")
+        document, bad = read_jsonl(whole(tmp_path / name), "text")
+        assert document.value == "\ufeffone"
+        assert (bad.line, bad.reason) == (2, "invalid JSON")
 
 
 def test_documents_are_read_without_a_look_at_what_lies_before_the_unit(tmp_path, monkeypatch):

@@ -54,11 +54,6 @@ def test_sequences_may_lie_anywhere_in_the_bin(tmp_path, read_all):
     assert read_all([whole(path)]) == ([(1, ids[:2]), (2, ids[2:])], [])
 
 
-def test_a_dataset_of_empty_documents_is_bad_throughout(tmp_path, read_all):
-    path = write_megatron(tmp_path / "a", [[[]], []])
-    assert read_all([whole(path)]) == ([], [(1, "empty"), (2, "empty")])
-
-
 def put(offset, code, value):
     return lambda data: data[:offset] + struct.pack(code, value) + data[offset + struct.calcsize(code) :]
 

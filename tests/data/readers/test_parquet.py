@@ -42,9 +42,9 @@ def test_messages_come_as_json_has_them_and_bytes_add_up(tmp_path):
     path = write(
         tmp_path / "a.parquet", chats, 700, pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
     )
-    found = list(read_parquet(whole(path), "text"))
-    assert [document.value for document in found] == chats
-    assert sum(document.bytes for document in found) == path.stat().st_size
+    entries = list(read_parquet(whole(path), "text"))
+    assert [document.value for document in entries] == chats
+    assert sum(document.bytes for document in entries) == path.stat().st_size
 
 
 def test_damage_is_told_with_the_name_of_the_file(tmp_path):

@@ -15,14 +15,6 @@ def test_files_come_in_the_order_of_the_state_and_caches_are_left_out(tmp_path):
     assert saved_files(folder) == [folder / name for name in names]
 
 
-def test_splits_come_in_the_order_of_the_dict(tmp_path):
-    for split in ("test", "train"):
-        write_saved(tmp_path / split, [[[split]]])
-    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
-    name = "data-00000-of-00001.arrow"
-    assert saved_files(tmp_path) == [tmp_path / "train" / name, tmp_path / "test" / name]
-
-
 @pytest.mark.parametrize("split", ["train", "test", None])
 def test_fewer_rows_than_the_dataset_says_are_reported(tmp_path, capsys, split):
     folder = write_saved(tmp_path / "saved", [[["a", "b"], ["c"]], [["d"]]])

@@ -14,17 +14,16 @@ def test_each_file_is_one_document_with_every_byte_kept(tmp_path):
     paths = [tmp_path / f"{i}.txt" for i in range(len(texts))]
     for path, text in zip(paths, texts, strict=True):
         path.write_bytes(text.encode())
-    found = list(read_text(unit(*paths)))
-    assert all(isinstance(document, Document) for document in found)
-    assert [(d.value, d.file, d.line, d.bytes) for d in found] == [
+    entries = list(read_text(unit(*paths)))
+    assert all(isinstance(document, Document) for document in entries)
+    assert [(d.value, d.file, d.line, d.bytes) for d in entries] == [
         (text, str(path), 1, len(text.encode())) for text, path in zip(texts, paths, strict=True)
     ]
     assert [d.value for d in read_text(unit(*paths)._replace(start=1, stop=2))] == texts[1:2]
 
 
 @pytest.mark.parametrize(
-    ("data", "reason"),
-    [(b"", "empty"), (b" \r\n", "empty"), (b"caf\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")],
+    ("data", "reason"), [(b"", "empty"), (b" \r\n", "empty"), (b"caf\xe9", "not UTF-8"), (b"\xed\xa0\x80", "not UTF-8")]
 )
 def test_a_file_without_text_is_bad_and_the_next_is_read(tmp_path, data, reason):
     (tmp_path / "bad").write_bytes(data)
