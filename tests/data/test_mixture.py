@@ -1,5 +1,4 @@
 import math
-import pickle
 from fractions import Fraction
 
 import pytest
@@ -85,15 +84,6 @@ def test_the_unit_of_the_weights_does_not_matter(weights):
     mixture, scaled = mixture_of(weights), mixture_of(ten_times)
     assert mixture.period == scaled.period
     assert rows_of(mixture, min(mixture.period, 500)) == rows_of(scaled, min(mixture.period, 500))
-
-
-@settings(max_examples=20, deadline=None)
-@given(small)
-def test_a_copy_for_another_process_is_the_same(weights):
-    mixture = mixture_of(weights)
-    copy = pickle.loads(pickle.dumps(mixture))  # noqa: S301
-    assert copy.names == mixture.names
-    assert rows_of(copy, 300) == rows_of(mixture, 300)
 
 
 @pytest.mark.parametrize("sources", [1, 2, 7])

@@ -1,4 +1,3 @@
-import json
 import os
 import re
 import shutil
@@ -108,18 +107,6 @@ def test_damaged_notes_are_made_anew(folder, cache, read, notes):
     path.write_bytes(notes)
     with refused(folder, FILES[1]):
         check(folder, cache)
-
-
-def test_notes_of_another_content_are_not_believed(folder, cache, read):
-    check(folder, cache)
-    (path,) = cache.glob("*.json")
-    notes = json.loads(path.read_text())
-    for stamp in notes.values():
-        stamp[0] = "0" * 32
-    path.write_text(json.dumps(notes))
-    read.clear()
-    check(folder, cache)
-    assert sorted(read) == sorted(FILES)
 
 
 def test_a_file_that_was_good_for_another_manifest_is_read_for_this_one(folder, cache):
