@@ -50,9 +50,10 @@ def test_a_training_gives_its_curve_and_gives_it_again(small, monkeypatch):
 
 @pytest.mark.soak
 def test_trainings_run_in_order_in_processes_of_their_own(small, capsys):
-    curves = run_trials([Trial(name, small, every=6) for name in ("a", "b")])
+    curves = run_trials({name: Trial(name, small, every=6) for name in ("a", "b")})
+    assert list(curves) == ["a", "b"]
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["a", "b"]
-    assert len({curve.final for curve in curves}) == 1  # each on one core, whatever the other did
+    assert len({curve.final for curve in curves.values()}) == 1  # each on one core, whatever the other did
 
 
 @pytest.mark.soak

@@ -3,25 +3,11 @@
 import sysconfig
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.bench.sweep import PACKAGES, SEEDS, SIZE, Curve, Trial, median_or_never, run_trials, small_config
-from zaya_jax.config import (
-    AdamWConfig,
-    BalanceConfig,
-    Config,
-    DataConfig,
-    MuonConfig,
-    OptimizerConfig,
-    PhaseConfig,
-    RoleConfig,
-    RolesConfig,
-    ScheduleConfig,
-    SourceConfig,
-    Table,
-)
+from zaya_jax.bench.sweep import CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, median_or_never, run_trials, small_config
+from zaya_jax.config import Config, from_dict, to_dict
 from zaya_jax.config.optimizer import BalanceRule
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
@@ -127,18 +113,19 @@ def _prepare(folder: Path) -> dict[str, Path]:
 
 
 def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRule, rate: float, seed: int) -> Config:
-    base = small_config(folder, steps, seed, _BATCH)
-    phases = (
-        PhaseConfig(steps * _BATCH, "code", mixture=Table({"code": 1.0}),
-                    schedule=ScheduleConfig("constant", warmup_tokens=10 * _BATCH)),
-        PhaseConfig(steps * _BATCH, "tables", mixture=Table({"tables": 1.0})),
-    )  # fmt: skip
-    data = DataConfig(context=base.data.context, cache_dir=str(folder),
-                      sources=Table({name: SourceConfig(str(path)) for name, path in sources.items()}))  # fmt: skip
-    optimizer = OptimizerConfig(muon=MuonConfig(learning_rate=0.005, iterates="float32"),
-                                adamw=AdamWConfig(learning_rate=0.006),
-                                roles=RolesConfig(router=RoleConfig(learning_rate=_ROUTER)),
-                                balance=BalanceConfig(rule, learning_rate=rate))  # fmt: skip
-    config = replace(base, phases=phases, data=data, optimizer=optimizer)
-    config.check()
-    return config
+    tokens = steps * _BATCH
+    return from_dict(to_dict(small_config(folder, steps, seed, _BATCH)) | {
+        "phases": [
+            {"name": "code", "tokens": tokens, "mixture": {"code": 1.0},
+             "schedule": {"shape": "constant", "warmup_tokens": 10 * _BATCH}},
+            {"name": "tables", "tokens": tokens, "mixture": {"tables": 1.0}},
+        ],
+        "data": {"context": CONTEXT, "cache_dir": str(folder),
+                 "sources": {name: {"path": str(path)} for name, path in sources.items()}},
+        "optimizer": {
+            "muon": {"learning_rate": 0.005, "iterates": "float32"},
+            "adamw": {"learning_rate": 0.006},
+            "roles": {"router": {"learning_rate": _ROUTER}},
+            "balance": {"rule": rule, "learning_rate": rate},
+        },
+    })  # fmt: skip

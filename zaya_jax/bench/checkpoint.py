@@ -1,24 +1,26 @@
 """Saving and restoring over several processes, against gathering on one and pickling, and against Orbax as it comes."""
 
+import functools
 import itertools
-import json
 import math
 import os
 import random
 import shutil
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.bench.saving import Job, measure
 from zaya_jax.errors import InputError
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
@@ -65,13 +67,13 @@ def bench_checkpoint(
 def describe_disk(folder: Path) -> dict[str, Any]:
     """What is measured on: the file system, its free space, and the speed of one durable file of 256 MiB."""
     block = os.urandom(2**20)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     with (folder / "speed").open("wb") as file:
         for _ in range(256):
             file.write(block)
         file.flush()
         os.fdatasync(file.fileno())
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - start
     (folder / "speed").unlink()
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines()]
     here = [(len(where), kind) for where, kind in mounts if folder.resolve().is_relative_to(where)]
@@ -81,25 +83,18 @@ def describe_disk(folder: Path) -> dict[str, Any]:
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
     """What the processes of one job measured, a row a way and turn."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     work = folder / f"{processes}_{size}"
     work.mkdir()
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    started = []
-    for process in range(processes):
-        job = {"folder": str(work), "coordinator": f"127.0.0.1:{port}", "processes": processes, "process": process,
-               "size": size, "repeats": repeats}  # fmt: skip
-        command = [sys.executable, "-m", "zaya_jax.bench.saving", json.dumps(job)]
-        started.append(subprocess.Popen(  # noqa: S603 (this program itself)
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
-        ))  # fmt: skip
-    output = [process.communicate()[0] for process in started]
+    with restored_environment(), ExitStack() as stack:
+        os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+        jobs = [Job(work, coordinator, processes, process, size, repeats) for process in range(processes)]
+        steps = [stack.enter_context(run_in_subprocess(functools.partial, measure, job)) for job in jobs]
+        with ThreadPoolExecutor(processes) as pool:  # they wait for one another
+            rows, *_ = pool.map(lambda step: step(), steps)
     shutil.rmtree(work)
-    if any(process.returncode for process in started):
-        raise RuntimeError(f"The processes ended with {[process.returncode for process in started]}.")
-    return json.loads(output[0].splitlines()[-1])
+    return rows
 
 
 def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,16 +10,7 @@ from typing import Any, NamedTuple
 
 from zaya_jax.bench.corpora import write_drawn, write_lines
 from zaya_jax.bench.data_peers import GrainSettings, check_datasets, datasets_preparing, grain_packing, time_batches
-from zaya_jax.config import (
-    BatchConfig,
-    Config,
-    DataConfig,
-    ModelConfig,
-    PhaseConfig,
-    SourceConfig,
-    Table,
-    TrainConfig,
-)
+from zaya_jax.config import DataConfig, from_dict
 from zaya_jax.data.corpus import find_corpus
 from zaya_jax.data.pipeline import train_batches
 from zaya_jax.data.prepare import PrepareSettings, prepare
@@ -161,17 +152,16 @@ def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callab
       sizes: of the batches, and how many of them are timed.
       workers: `data.workers`.
     """
-    config = Config(
-        ModelConfig(
-            vocab_size=sizes.vocab_size, hidden_size=8, num_layers=1, num_query_heads=2, num_kv_heads=2, head_dim=4,
-            num_experts=2, expert_size=8, router_size=4, max_positions=sizes.context,
-        ),
-        (PhaseConfig(tokens=2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens),),
-        data=DataConfig(sources=Table({"drawn": SourceConfig(path=str(folder))}), context=sizes.context,
-                        cache_dir=str(cache), workers=workers),
-        train=TrainConfig(batch=BatchConfig(tokens=sizes.batch_tokens)),
-    )  # fmt: skip
-    config.check()
+    config = from_dict({
+        "model": {
+            "vocab_size": sizes.vocab_size, "hidden_size": 8, "num_layers": 1, "num_query_heads": 2, "num_kv_heads": 2,
+            "head_dim": 4, "num_experts": 2, "expert_size": 8, "router_size": 4, "max_positions": sizes.context,
+        },
+        "phases": [{"tokens": 2 * (_SKIPPED + sizes.batches) * sizes.batch_tokens}],
+        "data": {"sources": {"drawn": {"path": str(folder)}}, "context": sizes.context, "cache_dir": str(cache),
+                 "workers": workers},
+        "train": {"batch": {"tokens": sizes.batch_tokens}},
+    })  # fmt: skip
     prepared = open_sources(config)
 
     def step() -> float:

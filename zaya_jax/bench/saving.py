@@ -1,16 +1,11 @@
-"""One process of a job that saves the same state in several ways, in turn, and says what each took.
-
-Run by `bench.checkpoint`, never alone: `python -m zaya_jax.bench.saving JOB`, JOB being JSON.
-"""
+"""One process of a job that saves the same state in several ways, in turn, and measures each."""
 
 import gc
-import json
 import math
 import os
 import pickle
 import shutil
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +34,7 @@ _WIDTH, _STEPS = 512, 20  # of the matrix that stands for a step of training, an
 class Job(NamedTuple):
     """What the processes do together."""
 
-    folder: str
+    folder: Path
     coordinator: str
     processes: int
     process: int
@@ -56,23 +51,22 @@ class Way(NamedTuple):
     verify: Callable[[], None] | None = None  # by process 0, alone
 
 
-def main(job: Job) -> None:
-    """Save and restore; process 0 prints a JSON list of what was measured."""
-    watch = join(job.coordinator, job.processes, job.process, 120, 600.0) if job.processes > 1 else None
-    del watch  # its threads go on
+def measure(job: Job) -> list[dict[str, Any]]:
+    """Save and restore with the other processes of the job; a row a way and turn, the same in all of them."""
+    if job.processes > 1:
+        join(job.coordinator, job.processes, job.process, 120, 600.0)
     state = make_state(job.size)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    ways = make_ways(Path(job.folder), state, abstract)
+    ways = make_ways(job.folder, state, abstract)
     rows: list[dict[str, Any]] = []
     for turn in range(job.repeats + 1):
         for name, way in ways.items():
             row = {"way": name, "turn": turn, **timed_save(way, turn)}
             if turn == job.repeats:
-                row |= timed_restores(way, Path(job.folder), state) | timed_steps(way, turn + 1)
+                row |= timed_restores(way, job.folder, state) | timed_steps(way, turn + 1)
             if turn:  # the first is to warm up
                 rows.append(row)
-    if job.process == 0:
-        print(json.dumps(rows))
+    return rows
 
 
 def make_state(size: int) -> dict[str, jax.Array]:
@@ -127,7 +121,7 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Way:
 
 
 def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Way:
-    under_way: list[Any] = []
+    responses: list[Any] = []
     newest = [0]
 
     def start(step: int) -> None:
@@ -135,10 +129,10 @@ def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Way:
         response = ocp.save_checkpointables_async(str(folder / str(step)), {"state": state})
         if wait:
             response.result()
-        under_way.append(response)
+        responses.append(response)
 
     def finish() -> None:
-        under_way.pop().result()
+        responses.pop().result()
         if jax.process_index() == 0:
             shutil.rmtree(folder / str(newest[0] - 1), ignore_errors=True)
 
@@ -173,11 +167,11 @@ def timed_save(way: Way, step: int) -> dict[str, float]:
     gc.collect()
     multihost_utils.sync_global_devices("save")
     with PeakMemory() as peak:
-        begun = time.perf_counter()
+        start = time.perf_counter()
         way.start(step)
-        stall = time.perf_counter() - begun
+        stall = time.perf_counter() - start
         way.finish()
-        commit = time.perf_counter() - begun
+        commit = time.perf_counter() - start
     return {"stall": _largest(stall), "commit": _largest(commit), "memory": _largest(peak.bytes - peak.before)}
 
 
@@ -186,21 +180,21 @@ def timed_steps(way: Way, step: int) -> dict[str, float]:
     multiply = jax.jit(lambda x: x @ x)
     x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
 
-    def one_step() -> float:
-        begun = time.perf_counter()
+    def time_multiply() -> float:
+        start = time.perf_counter()
         multiply(x).block_until_ready()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
     multihost_utils.sync_global_devices("steps alone")
-    one_step()
-    alone = statistics.median(one_step() for _ in range(_STEPS))
+    time_multiply()
+    alone = statistics.median(time_multiply() for _ in range(_STEPS))
     multihost_utils.sync_global_devices("steps beside saving")
     way.start(step)
     finishing = threading.Thread(target=way.finish)
     finishing.start()
     beside = []
     while finishing.is_alive():
-        beside.append(one_step())
+        beside.append(time_multiply())
     finishing.join()
     return {"step_inflation": _largest(statistics.mean(beside) / alone if beside else math.nan)}
 
@@ -212,18 +206,18 @@ def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
         if kind == "cold":
             drop_cached(folder)
         multihost_utils.sync_global_devices("restore")
-        begun = time.perf_counter()
+        start = time.perf_counter()
         arrays = jax.block_until_ready(way.restore())
-        seconds[f"restore_{kind}"] = _largest(time.perf_counter() - begun)
+        seconds[f"restore_{kind}"] = _largest(time.perf_counter() - start)
         for name, x in state.items():
             for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
                 if not np.array_equal(saved.data, read.data):
                     raise RuntimeError(f"{name} came back with other values.")
         del arrays
         if way.verify is not None:
-            begun = time.perf_counter()
+            start = time.perf_counter()
             way.verify()
-            seconds[f"verify_{kind}"] = _largest(time.perf_counter() - begun)
+            seconds[f"verify_{kind}"] = _largest(time.perf_counter() - start)
     return seconds
 
 
@@ -241,7 +235,3 @@ def drop_cached(folder: Path) -> None:
 def _largest(value: float) -> float:
     """The largest value of any process."""
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))
-
-
-if __name__ == "__main__":
-    main(Job(**json.loads(sys.argv[1])))

@@ -9,20 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.config import (
-    AdamWConfig,
-    BalanceConfig,
-    BatchConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    PhaseConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from zaya_jax.config import Config, from_dict
 from zaya_jax.config.stages import stages
 from zaya_jax.data.convert import end_with_parent
 from zaya_jax.machine.plot import draw_lines
@@ -79,22 +66,20 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
       batch: tokens a step, a multiple of `BATCH`, of which so many are worked through at once.
       **changes: sections of the configuration.
     """
-    config = Config(
-        ModelConfig(
-            vocab_size=2048, hidden_size=128, num_layers=3, num_query_heads=4, num_kv_heads=2, head_dim=32,
-            num_experts=8, expert_size=128, router_size=32, max_positions=CONTEXT, rope_base=1.0e4,
-        ),
-        (PhaseConfig(steps * batch, schedule=ScheduleConfig("constant", warmup_tokens=10 * batch)),),
-        seed=seed,
-        data=DataConfig(context=CONTEXT, cache_dir=str(cache)),
-        optimizer=OptimizerConfig(
-            muon=MuonConfig(learning_rate=0.02, iterates="float32"),
-            adamw=AdamWConfig(learning_rate=0.018),
-            balance=BalanceConfig(learning_rate=0.02),
-        ),
-        train=TrainConfig(batch=BatchConfig(tokens=batch, micro=BATCH // CONTEXT)),
-        evaluation=EvaluationConfig(batch=32, batches=8),
-    )  # fmt: skip
+    config = from_dict({
+        "model": {
+            "vocab_size": 2048, "hidden_size": 128, "num_layers": 3, "num_query_heads": 4, "num_kv_heads": 2,
+            "head_dim": 32, "num_experts": 8, "expert_size": 128, "router_size": 32, "max_positions": CONTEXT,
+            "rope_base": 1.0e4,
+        },
+        "phases": [{"tokens": steps * batch, "schedule": {"shape": "constant", "warmup_tokens": 10 * batch}}],
+        "seed": seed,
+        "data": {"context": CONTEXT, "cache_dir": str(cache)},
+        "optimizer": {"muon": {"learning_rate": 0.02, "iterates": "float32"}, "adamw": {"learning_rate": 0.018},
+                      "balance": {"learning_rate": 0.02}},
+        "train": {"batch": {"tokens": batch, "micro": BATCH // CONTEXT}},
+        "evaluation": {"batch": 32, "batches": 8},
+    })  # fmt: skip
     config = replace(config, **changes)
     config.check()
     return config
@@ -146,7 +131,7 @@ def run_trial(trial: Trial) -> Curve:
     from zaya_jax.train.program import Programs
     from zaya_jax.train.state import init_state
 
-    begun, config = time.monotonic(), trial.config
+    start, config = time.monotonic(), trial.config
     programs = Programs(config, validated_kernels(config, current_target()))
     program = programs[0]
     prepared = open_sources(config)
@@ -167,7 +152,7 @@ def run_trial(trial: Trial) -> Curve:
                     loss_sums = compiled.evaluation(stage.phase)
                     evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums))
                     heldout.append((step, evaluator.total.nats_per_token))
-    return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - begun, 1))
+    return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - start, 1))
 
 
 def _crowded(params: dict[str, Any], offset: float) -> dict[str, Any]:

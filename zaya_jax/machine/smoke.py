@@ -19,21 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zaya_jax.config import (
-    AdamWConfig,
-    BalanceConfig,
-    BatchConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvaluationConfig,
-    ModelConfig,
-    MuonConfig,
-    OptimizerConfig,
-    PhaseConfig,
-    ScheduleConfig,
-    TrainConfig,
-)
+from zaya_jax.config import Config, DataConfig, ModelConfig, from_dict, to_dict
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.machine import context
@@ -146,21 +132,19 @@ def sizes_for(platform: str, devices: int) -> Sizes:
                  context.GPU if devices > 1 else None, 7)  # fmt: skip
 
 
-def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: Any) -> Config:
+def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Config:
     """`STEPS` steps of `sequences` rows, saved half-way."""
     batch = sequences * data.context
-    config = Config(
-        model,
-        (PhaseConfig(STEPS * batch, schedule=ScheduleConfig("constant", warmup_tokens=5 * batch)),),
-        data=data,
-        optimizer=OptimizerConfig(muon=MuonConfig(learning_rate=0.01), adamw=AdamWConfig(learning_rate=0.006),
-                                  balance=BalanceConfig(learning_rate=0.02)),
-        train=TrainConfig(batch=BatchConfig(tokens=batch), compute_dtype=dtype, remat="dots"),
-        evaluation=EvaluationConfig(every=STEPS, batches=1, batch=sequences),
-        checkpoint=CheckpointConfig(every=STEPS // 2),
-    )  # fmt: skip
-    config.check()
-    return config
+    return from_dict({
+        "model": to_dict(model),
+        "phases": [{"tokens": STEPS * batch, "schedule": {"shape": "constant", "warmup_tokens": 5 * batch}}],
+        "data": to_dict(data),
+        "optimizer": {"muon": {"learning_rate": 0.01}, "adamw": {"learning_rate": 0.006},
+                      "balance": {"learning_rate": 0.02}},
+        "train": {"batch": {"tokens": batch}, "compute_dtype": dtype, "remat": "dots"},
+        "evaluation": {"every": STEPS, "batches": 1, "batch": sequences},
+        "checkpoint": {"every": STEPS // 2},
+    })  # fmt: skip
 
 
 def short_training(config: Config) -> dict[str, Any]:
