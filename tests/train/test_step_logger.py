@@ -141,9 +141,9 @@ def row(step, **changes):
 
 
 def test_a_line_every_few_steps_and_one_at_the_end(make, capsys):
-    with make(flops=2e6) as report:
-        for step in range(1, 13):
-            report.write(row(step), {"seconds": 0.5})
+    report = make(flops=2e6)
+    for step in range(1, 13):
+        report.write(row(step), {"seconds": 0.5})
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     assert lines[0] == (
@@ -190,8 +190,7 @@ def test_evaluations_and_skipped_steps_are_told(make, capsys):
 
 
 def test_text_is_printed_as_it_is_and_never_wrapped(make, capsys):
-    with make() as report:
-        report.say("[bold]" + "x" * 300)
+    make().say("[bold]" + "x" * 300)
     assert capsys.readouterr().out == "[bold]" + "x" * 300 + "\n"
 
 

@@ -1,5 +1,6 @@
 """The loss on text the model was not trained on."""
 
+import functools
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -79,6 +80,4 @@ def heldout_loss(model: ModelSnapshot, batches: Iterable[Mapping[str, np.ndarray
         running.append(model.loss(batch))
         if len(running) > _AHEAD:
             total = total.plus(running.popleft())
-    for sums in running:
-        total = total.plus(sums)
-    return total
+    return functools.reduce(HeldoutLoss.plus, running, total)

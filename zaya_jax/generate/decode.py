@@ -48,10 +48,8 @@ def generate_text(
     config = model.config
     if not rows or not all(rows):
         raise InputError("A prompt is empty; each must hold at least one token.")
-    for row in rows:
-        for token in row:
-            if not 0 <= token < config.vocab_size:
-                raise InputError(f"A prompt holds the token {token}, but the last one is {config.vocab_size - 1}.")
+    if unknown := [token for row in rows for token in row if not 0 <= token < config.vocab_size]:
+        raise InputError(f"A prompt holds the token {unknown[0]}, but the last one is {config.vocab_size - 1}.")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
     if not (temperature >= 0 and math.isfinite(temperature)):
@@ -72,11 +70,7 @@ def generate_text(
     placement = make_placement(ParallelConfig(), one_device, shapes(model), roles(model), dtype, kernels)
     drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
                                steps=max_new_tokens, greedy=temperature == 0, placement=placement))  # fmt: skip
-    results = []
-    for row in drawn.tolist():
-        end = row.index(stop_token) if stop_token in row else len(row)
-        results.append(row[:end])
-    return results
+    return [row[: row.index(stop_token)] if stop_token in row else row for row in drawn.tolist()]
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "greedy", "placement"))

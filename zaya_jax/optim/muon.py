@@ -93,8 +93,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
-        old, empty = state
-        summed = config.momentum_form == "sum"
+        (old, empty), summed = state, config.momentum_form == "sum"
         steps, momenta = (0, old.trace) if summed else (old.steps + 1, old.mean)
         coefficients = momentum_coefficients(config, steps)
 

@@ -37,8 +37,7 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
             "final": schedule.peak if schedule.shape == "constant" else schedule.final,
         })  # fmt: skip
     tables = {name: np.array([row[name] for row in rows], np.float32) for name in rows[0]}
-    firsts = np.array([stage.first_step for stage in stages(config)], np.int32)
-    ends = np.array([stage.end for stage in stages(config)], np.int32)
+    firsts, ends = np.array([(stage.first_step, stage.end) for stage in stages(config)], np.int32).T
 
     def factor(step: jax.Array) -> jax.Array:
         stage = jnp.searchsorted(firsts, step, side="right") - 1

@@ -4,7 +4,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,7 +32,7 @@ class ConsoleReport:
         self._steps = total_steps(config)
         peak = peak_flops(device_kind)
         self._peak = None if peak is None else peak * devices
-        self._no_preset = None if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
+        self._no_preset = "" if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -41,16 +41,11 @@ class ConsoleReport:
         self._task = self._bar.add_task("training", total=self._steps, completed=start)
         self._tokens, self._seconds, self._left = 0.0, 0.0, self._tokens_left(start)
 
-    def __enter__(self) -> Self:
-        """Say which preset is in force, and show the bar inside a `with` block."""
+    def start(self) -> None:
+        """Say which preset is in force, and show the bar until `close`."""
         self._bar.start()
         if header := describe_preset() or self._no_preset:
             self.say(header)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Take the bar away."""
-        self.close()
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
@@ -67,9 +62,9 @@ class ConsoleReport:
         mfu = None if self._peak is None else work / self._peak
         return {"tokens_per_second": speed, "flops_per_second": work, "mfu": mfu}
 
-    def write(self, row: dict[str, Any], timings: dict[str, Any]) -> None:
+    def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Take the metrics of a step, and print a line every `log_every` steps."""
-        step = row["step"]
+        row, step = metrics, metrics["step"]
         if row["phase"] != self._phase:
             if self._phase is not None:
                 self.say(f"Phase {row['phase']} begins after step {step - 1}.")
@@ -84,11 +79,8 @@ class ConsoleReport:
         speed = self.throughput(step, self._tokens, self._seconds)
         per_token = self._plan.phases[stage_at(self._config, step - 1).phase].bytes_per_token
         bits = "" if per_token is None else f" | {row['loss'] / per_token / math.log(2):.3f} bits/byte"
-        work = (
-            f"{speed['flops_per_second'] / 1e9:.1f} GFLOP/s"
-            if speed["mfu"] is None
-            else f"MFU {100 * speed['mfu']:.1f} %"
-        )
+        flops, mfu = speed["flops_per_second"], speed["mfu"]
+        work = f"{flops / 1e9:.1f} GFLOP/s" if mfu is None else f"MFU {100 * mfu:.1f} %"
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
         left = self._tokens_left(step)
         eta = left * self._seconds / max(self._left - left, 1)  # by budget, which counts padding

@@ -115,14 +115,16 @@ def run_training(config: Config) -> TrainResult:
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
         device = jax.devices()[0].device_kind
-        console = enter(ConsoleReport(config, batches.plan, step, device, jax.device_count(), quiet=not is_primary()))
+        console = ConsoleReport(config, batches.plan, step, device, jax.device_count(), quiet=not is_primary())
         store.say, disk = console.say, DiskGuard(console.say)
-        sinks = [*primary_first(lambda: open_sinks(folder, step, first, disk)), console]
+        stack.callback(console.close)
+        console.start()
+        sinks = primary_first(lambda: open_sinks(folder, step, first, disk))
         for sink in sinks:
             stack.callback(sink.close)
         trainer = Trainer(
             config=config, state=state, base=base.params, first_step=first, batches=batches, programs=programs,
-            compiled=compiled, store=store, evaluators=evaluators, sinks=sinks, console=console, disk=disk,
+            compiled=compiled, store=store, evaluators=evaluators, sinks=[*sinks, console], console=console, disk=disk,
             preemption=preemption,
         )  # fmt: skip
         del state  # which the first step takes over

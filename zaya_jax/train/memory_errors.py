@@ -46,7 +46,10 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
         if isinstance(error, jax.errors.JaxRuntimeError) and not re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", text):
             raise
         requested, available = _REQUESTED.search(text), available_memory()
-        asked = f": {_requested(requested)} were requested" if requested else ""
+        asked = ""
+        if requested:
+            count, unit = requested.groups()
+            asked = f": {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'} were requested"
         has = f", {gigabytes(available)} are available on a device" if available is not None else ""
         raise RunStopped(f"{activity} ran out of memory{asked}{has}. {remedy}.") from error
 
@@ -66,24 +69,15 @@ def available_memory() -> int | None:
 
 def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """What each limit of this process (cgroup v2) leaves; caches, which the kernel gives up, do not count."""
+    left = []
     with contextlib.suppress(OSError):
         inside = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").strip("/")
-        folders = [root / inside, *(root / inside).parents]
-        return [left for folder in folders if folder.is_relative_to(root) and (left := _left(folder)) is not None]
-    return []
-
-
-def _left(folder: Path) -> int | None:
-    try:
-        limit = int((folder / "memory.max").read_text())  # the word `max` where there is no limit
-        used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        return max(0, limit - int(used["anon"]))
-    except (OSError, ValueError, KeyError):
-        return None
-
-
-def _requested(match: re.Match[str]) -> str:
-    return gigabytes(int(float(match[1]))) if match[2] == "bytes" else f"{match[1]} {match[2]}"
+        for folder in (root / inside, *(root / inside).parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                limit = int((folder / "memory.max").read_text())  # the word `max` where there is no limit
+                used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                left += [max(0, limit - int(used["anon"]))] if folder.is_relative_to(root) else []
+    return left
 
 
 def gigabytes(count: int) -> str:

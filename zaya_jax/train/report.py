@@ -8,6 +8,7 @@ import jax
 from zaya_jax.config import Config
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
+from zaya_jax.evaluate.heldout import HeldoutLoss
 from zaya_jax.generate.decode import generate_text
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.files import write_atomically
@@ -27,19 +28,17 @@ def report(config: Config, result: TrainResult) -> str:
         except OSError as error:  # as on a full disk; the run itself is saved
             lines.append(f"Warning: {path} cannot be written: {error.strerror}. Rerun the command to write it.")
     for name, held in results["heldout_by_source"].items():
-        covered, bits = f"{held['bytes']:,}", held["bits_per_byte"]
-        # Compressors have read all of it.
-        whole = "" if held["bytes"] == held["all_bytes"] else f" (all {held['all_bytes']:,} bytes)"
-        if whole:
-            covered += f" of {held['all_bytes']:,}"
-        rows = [("this model", f"{bits:.3f} bits/byte")]
-        rows += [(row, f"{bits:.3f} bits/byte{whole}") for row, bits in results["baselines"].items()]
-        width = max(len(row) for row, _ in rows)
+        of_all = whole = ""
+        if held["bytes"] != held["all_bytes"]:  # compressors have read all of it
+            of_all, whole = f" of {held['all_bytes']:,}", f" (all {held['all_bytes']:,} bytes)"
+        rows = {"this model": f"{held['bits_per_byte']:.3f} bits/byte"}
+        rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
+        width = max(map(len, rows))
         source = f" of {name}" if config.data.sources else ""
         lines += [
-            f"Held-out loss over {covered} bytes in {held['documents']:,} documents{source}: "
+            f"Held-out loss over {held['bytes']:,}{of_all} bytes in {held['documents']:,} documents{source}: "
             f"{held['nats_per_token']:.4f} nats/token",
-            *(f"  {row:<{width}}  {value}" for row, value in rows),
+            *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
         ]
     lines += [
         f"Source {name} holds out no document to evaluate, so it has no held-out loss; prepare it with a larger "
@@ -63,10 +62,9 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
     """
     texts = {name: heldout_text(config, result.prepared, name, config.evaluation.batches)
              for name in result.prepared.sources}  # fmt: skip
-    by_source = {name: _heldout(result, name, text) for name, text in texts.items()
-                 if text is not None and name in result.heldout_by_source}  # fmt: skip
-    total = result.heldout
-    sample = config.sample
+    by_source = {name: _heldout(loss, text) for name, loss in result.heldout_by_source.items()
+                 if (text := texts[name]) is not None}  # fmt: skip
+    total, sample = result.heldout, config.sample
     return {
         "steps": total_steps(config),
         "heldout": {"nats_per_token": total.nats_per_token, "tokens": total.tokens},
@@ -77,17 +75,10 @@ def summary(config: Config, result: TrainResult) -> dict[str, Any]:
     }
 
 
-def _heldout(result: TrainResult, name: str, text: HeldoutText) -> dict[str, Any]:
-    held = result.heldout_by_source[name]
-    return {
-        "nats_per_token": held.nats_per_token,
-        "bits_per_byte": held.bits_per_byte(text.text_bytes),
-        "tokens": held.tokens,
-        "bytes": text.text_bytes,
-        "documents": text.documents,
-        "all_bytes": text.all_bytes,
-        "all_documents": text.all_documents,
-    }
+def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
+    return {"nats_per_token": loss.nats_per_token, "bits_per_byte": loss.bits_per_byte(text.text_bytes),
+            "tokens": loss.tokens, "bytes": text.text_bytes, "documents": text.documents,
+            "all_bytes": text.all_bytes, "all_documents": text.all_documents}  # fmt: skip
 
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
@@ -98,5 +89,5 @@ def continuation(config: Config, result: TrainResult) -> str:
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
     (tokens,) = generate_text(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
-                         stop_token=tokenizer.eot, key=key)  # fmt: skip
+                              stop_token=tokenizer.eot, key=key)  # fmt: skip
     return tokenizer.decode(tokens)

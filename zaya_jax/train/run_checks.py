@@ -111,15 +111,12 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
 
 def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
     """Raise `InputError` where the learning rate of a step that is done would have been another."""
-    spans, now = schedule_spans(old)[:begun], schedule_spans(new)[:begun]
-    if spans == now:
-        return
-    differing = np.flatnonzero(_factors(old, step) != _factors(new, step))
-    if not differing.size:
+    spans, new_spans = schedule_spans(old)[:begun], schedule_spans(new)[:begun]
+    if spans == new_spans or not (differing := np.flatnonzero(_factors(old, step) != _factors(new, step))).size:
         return
     first = int(differing[0])
     phase = stage_at(old, first).phase
-    was, becomes = spans[phase], now[phase]
+    was, becomes = spans[phase], new_spans[phase]
     what = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
     if was.schedule != becomes.schedule:
         before, after = to_dict(was.schedule), to_dict(becomes.schedule)

@@ -103,7 +103,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
 
         new = (params, balance, balance_state, append_step(recent, loss, norm))
         old = (state.params, state.balance, state.balance_state, append_skipped(spike, recent, loss, norm))
-        moved = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
+        params, balance, balance_state, recent = jax.tree.map(lambda n, o: jnp.where(skip == 0, n, o), new, old)
         skipped = jnp.where(skip == 0, 0, state.skipped + 1)
         metrics = {
             "loss": loss,
@@ -116,12 +116,10 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
             "update_norm_by_role": {role: jnp.where(skip == 0, rate * x, 0.0) for role, x in update_norms.items()},
             "expert_counts": sums["counts"],
             **{name: sums[name] for name in ("source_loss", "source_tokens") if name in sums},
-            **_expert_metrics(sums["counts"], moved[1]),
+            **_expert_metrics(sums["counts"], balance),
         }
-        params, balance, balance_state, recent = moved
-        return TrainState(
-            params, balance, opt_state, balance_state, state.step + 1, skipped, recent, state.rng
-        ), metrics
+        state = TrainState(params, balance, opt_state, balance_state, state.step + 1, skipped, recent, state.rng)
+        return state, metrics
 
     return train_step
 

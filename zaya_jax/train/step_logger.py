@@ -57,20 +57,19 @@ class StepLogger:
         if self._done is None:
             return
         (step, metrics, seconds, data_wait), self._done = self._done, None
-        config, most = self._config, self._config.train.max_skipped_steps
+        config = self._config
         row = {"step": step, "phase": config.phases[stage_at(config, step - 1).phase].name,
                "tokens_seen": tokens_before(config, step), **self._by_source(metrics)}  # fmt: skip
         if step % config.train.log_every:
             row = {name: value for name, value in row.items() if name not in _DETAILS}
-        reason = REASONS[row.pop("skip")]
-        if reason:
+        if reason := REASONS[row.pop("skip")]:
             row |= {"skip": reason, "rows": [rows_before(config, step - 1), rows_before(config, step)]}
         row |= scores
         timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
                    **self._throughput(step, row["tokens"], seconds)}  # fmt: skip
         for sink in self._sinks:
             sink.write(row, timings)
-        if row["skipped"] >= most:
+        if row["skipped"] >= config.train.max_skipped_steps:
             raise RunStopped(
                 f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}, and "
                 f"nothing was learned from them. {_advice(config, reason)}"
