@@ -19,7 +19,9 @@ import pytest
 import yaml
 
 from tests.compile_helpers import CHEAP
-from tests.devices_helpers import on_devices  # noqa: F401 (tests of training find it here)
+from tests.config_helpers import changed as change  # noqa: F401 (tests of training find these here)
+from tests.devices_helpers import ROOT, on_devices  # noqa: F401
+from tests.helpers import jit as fast_jit
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import (
     AdamWConfig,
@@ -46,7 +48,6 @@ from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import Batch
 
-ROOT = Path(__file__).parent.parent
 MODEL = ModelConfig(
     vocab_size=300, hidden_size=16, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=8, num_experts=4,
     expert_size=16, router_size=8, max_positions=64, rope_base=1.0e4,
@@ -58,20 +59,6 @@ CONFIG = Config(
     MODEL, (PhaseConfig(tokens=100 * 8 * 32, schedule=FALLING),), data=DataConfig(context=32), optimizer=RATES,
     train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro=4)),
 )  # fmt: skip
-# Compiles in half the time; enough for what is compared within itself.
-fast_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-)
-
-
-def change(config: Any, changes: dict[str, Any]) -> Any:
-    """`config` with `section.key` replaced."""
-    for key, value in changes.items():
-        section, _, rest = key.partition(".")
-        config = dataclasses.replace(
-            config, **{section: change(getattr(config, section), {rest: value}) if rest else value}
-        )
-    return config
 
 
 # --- one step --------------------------------------------------------------------------------------------------
@@ -125,19 +112,19 @@ def micro(array: np.ndarray, count: int) -> np.ndarray:
 
 def leaves(tree: Any) -> dict[str, np.ndarray]:
     """Copies of all leaves by path, keys as their data."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    found = {}
-    for path, leaf in flat:
-        typed_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        found[jax.tree_util.keystr(path)] = np.array(jax.random.key_data(leaf) if typed_key else leaf)
-    return found
+
+    def plain(leaf: Any) -> np.ndarray:
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return np.array(jax.random.key_data(leaf) if is_key else leaf)
+
+    return {jax.tree_util.keystr(path): plain(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
 def differing(first: Any, second: Any) -> list[str]:
     """Paths of the leaves that are not bitwise equal."""
-    one, two = leaves(first), leaves(second)
-    assert one.keys() == two.keys()
-    return [name for name in one if one[name].dtype != two[name].dtype or one[name].tobytes() != two[name].tobytes()]
+    left, right = leaves(first), leaves(second)
+    assert left.keys() == right.keys()
+    return [name for name, x in left.items() if (x.dtype, x.tobytes()) != (right[name].dtype, right[name].tobytes())]
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------
@@ -331,7 +318,7 @@ def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
     rows = (alone.folder / METRICS).read_bytes()
     assert [row["step"] for row in read_rows(alone.folder / METRICS)] == list(range(1, steps + 1))
     assert (killed.folder / METRICS).read_bytes() == rows
-    (first, first_data), (second, second_data) = (run.final(steps) for run in (alone, killed))
+    (first, first_data), (second, second_data) = (restore(run.config, steps) for run in (alone, killed))
     assert not differing(first, second)
     assert first_data == second_data
     assert (killed.folder / "loss.png").read_bytes()[:4] == b"\x89PNG"
@@ -354,11 +341,7 @@ class _KilledRun:
         self.log = folder / f"{run}.log"
         self.startup = 0.0  # seconds until the first row
         # A cache of its own: a kill can leave half an entry behind.
-        self.env = {
-            **os.environ,
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-            "XLA_FLAGS": CHEAP,
-        }
+        self.env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"), "XLA_FLAGS": CHEAP}
 
     def start(self) -> subprocess.Popen:
         with self.log.open("a", encoding="utf-8") as log:
@@ -396,10 +379,6 @@ class _KilledRun:
 
     def saving(self) -> bool:
         return any((self.folder / CHECKPOINTS).glob("*tmp*"))
-
-    def final(self, steps: int) -> tuple[TrainState, Any]:
-        """State and position in the data of the last checkpoint."""
-        return restore(self.config, steps)
 
     def report(self) -> list[str]:
         """What a finished run prints at its end, but its folder."""

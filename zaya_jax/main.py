@@ -97,9 +97,9 @@ class _Process:
 
     def fail(self, error: Exception, peers: "PeerLiveness") -> None:
         """End a job of several processes for an error in one of them, which may come of another that is lost."""
-        from zaya_jax.parallel.multihost import lost
+        from zaya_jax.parallel.multihost import is_peer_loss
 
-        if lost(error):
+        if is_peer_loss(error):
             peers.wait()  # for the name of the process that is lost, with which this one then ends
         else:
             traceback.print_exc()

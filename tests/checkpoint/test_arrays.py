@@ -28,11 +28,12 @@ from zaya_jax.train.state import init_state
 
 
 def test_names_are_paths_and_keys_are_their_data():
-    found = named(make_state())
-    assert {"params.blocks.0.query", "params.norm", "step", "rng"} < set(found)
-    assert found["rng"].dtype == jnp.uint32
-    assert "recent" not in found
-    assert all(isinstance(name, str) and array.size for name, array in found.items())
+    arrays, planned = named(make_state()), named(abstract(make_state()))
+    assert {"params.blocks.0.query", "params.norm", "step", "rng"} < arrays.keys()
+    assert arrays["rng"].dtype == jnp.uint32
+    assert "recent" not in arrays  # which has no element
+    chex.assert_trees_all_equal_shapes_and_dtypes(arrays, planned)
+    assert all(x.sharding is not None for x in planned.values())
 
 
 @given(st.integers(0, 9))
@@ -42,12 +43,6 @@ def test_a_state_is_what_its_arrays_say_in_whatever_order(seed):
     restored = like(abstract(state), dict(reversed(found.items())))
     assert not differing_leaves(restored, state)
     assert restored["recent"].shape == (0,)  # which was left out, since it has no element
-
-
-def test_abstract_states_have_the_same_names_and_shapes():
-    real, planned = named(make_state()), named(abstract(make_state()))
-    chex.assert_trees_all_equal_shapes_and_dtypes(real, planned)
-    assert all(x.sharding is not None for x in planned.values())
 
 
 def test_no_two_leaves_of_a_training_state_have_one_name():
@@ -80,12 +75,7 @@ def test_a_slice_is_read_as_it_was_written(case):
     text = slice_text(index, shape)
     assert read_slice(text) == index
     assert slice_text(read_slice(text), shape) == text
-
-
-def test_a_slice_without_bounds_is_that_of_the_whole():
     assert slice_text((slice(None), slice(2, None)), (3, 5)) == "0:3,2:5"
-    assert slice_text((), ()) == ""
-    assert read_slice("") == ()
 
 
 @pytest.mark.parametrize("text", ["1", "a:b", "0:1,", "0:1:2"])
@@ -104,10 +94,8 @@ def test_a_digest_is_of_bytes_in_c_order_and_any_flip_changes_it(array, data):
     assert digest(bytes(content)) != found
 
 
-@given(arrays(), st.randoms())
-def test_one_digest_of_an_array_is_that_of_its_parts_and_of_the_cut(array, random):
-    whole = {slice_text(tuple(slice(None) for _ in array.shape), array.shape): array_digest(array)}
-    assert leaf_digest(whole) == leaf_digest(dict(whole))
+@given(st.randoms())
+def test_one_digest_of_an_array_is_that_of_its_parts_and_of_the_cut(random):
     parts = {"0:1": "a", "1:2": "b", "2:3": "c"}
     shuffled = list(parts.items())
     random.shuffle(shuffled)
@@ -216,20 +204,13 @@ def test_what_is_large_or_split_over_devices_stays_an_array_of_its_own():
     np.testing.assert_array_equal(content, np.arange(4))
 
 
-def test_without_small_arrays_nothing_is_packed():
-    packed = pack_arrays({"large": jnp.zeros(2**14)})
-    assert packed.arrays.keys() == {"large"}
-    assert packed.small == {}
-    assert packed.leaves() == {"large": {"dtype": "float32", "shape": [2**14]}}
-    assert packed.small_parts() == []
-
-
 def test_large_and_small_parts_are_all_there_is_to_save():
     arrays = {"large": jnp.arange(2.0**14), "small": jnp.arange(3), "scalar": jnp.float32(2)}
     packed = pack_arrays(arrays)
     parts = packed.large_parts() + packed.small_parts()
     assert sorted(part.name for part in parts) == sorted(arrays)
     assert all(part.data.tobytes() == np.asarray(arrays[part.name]).tobytes() for part in parts)
+    assert pack_arrays({"large": arrays["large"]}).arrays.keys() == {"large"}  # without small ones nothing is packed
 
 
 def test_packed_arrays_that_end_too_early_are_refused():

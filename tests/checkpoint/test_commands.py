@@ -16,7 +16,7 @@ from tests.hf.test_safetensors import VALUES
 from tests.train_helpers import MODEL, ROOT
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.checkpoint.listing import list_run, size_text
+from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.prune import prune
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
@@ -89,11 +89,6 @@ def test_what_is_no_run_is_refused(verb, tmp_path, capsys):
     assert status == 2
     assert text.err.startswith("Error: ")
     assert "nothing" in text.err
-
-
-def test_a_folder_without_checkpoints_is_no_run(tmp_path):
-    with pytest.raises(InputError, match="is no run folder"):
-        list_run(tmp_path)
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (1.5e9, "1.5 GB"),

@@ -68,9 +68,9 @@ def full_and_freed(root):
         assert not store.wait()
         assert names(folder) == ["1", "GENERATION"]
         assert restored(folder) == 1
-        look, CheckpointStore._room = CheckpointStore._room, lambda *_: ""  # what fills while it is written
-        assert saved_when_due(store, 10) is None
-        CheckpointStore._room = look
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointStore, "_check_free_space", lambda *_: "")  # what fills while it is written
+            assert saved_when_due(store, 10) is None
         assert names(folder) == ["1", "GENERATION"]
         assert restored(folder) == 1
         fill(ballast, 0)

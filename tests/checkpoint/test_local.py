@@ -1,7 +1,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -100,7 +99,6 @@ def test_a_flip_anywhere_in_a_copy_changes_nothing(tmp_path_factory, at, bit):
 def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
     """Reading it must not let retention take the checkpoint itself for whole: nodes are lost with their copies."""
     save(tmp_path, [1])
-    check_wide(tmp_path, 1)
     with open_store(tmp_path / "run") as store:  # which reads it from the run's own folder
         assert restore.restore_newest(store, lambda manifest: abstract_state(WIDTH), print) is not None
         store.take_over(1)
@@ -114,12 +112,6 @@ def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
         store.save(3, make_state(3, WIDTH), ABOUT)
     assert saved_steps(tmp_path / "run") == [1, 3]
     assert [one.is_verified for one in usable_checkpoints(tmp_path / "run")] == [True, False]
-
-
-def check_wide(folder, step):
-    found = newest(folder / "run", None, WIDTH)
-    assert found is not None
-    assert found[0] == step
 
 
 def test_runs_on_one_node_do_not_share_a_copy(tmp_path):
@@ -159,10 +151,3 @@ def test_what_is_staged_is_let_go_of(tmp_path):
         assert store.wait()
         assert store.local._staged == {}
     check(tmp_path / "run", 1)
-
-
-def test_none_is_kept_where_none_is_asked_for(tmp_path):
-    with open_store(tmp_path / "run") as store:
-        store.local.stage({"x": np.ones(3)})
-        store.local.keep(1)
-    assert list(tmp_path.iterdir()) == []

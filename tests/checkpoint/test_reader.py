@@ -81,14 +81,6 @@ def saved(tmp_path_factory):
     return folder
 
 
-def test_arrays_of_devices_and_of_the_host_are_read_back_bitwise(saved):
-    reader = CheckpointReader(saved, {"small": {"dtype": "uint8", "shape": [3], "at": 4}})
-    for name, x in ARRAYS.items():
-        assert reader.read(name).tobytes() == np.asarray(x).tobytes()
-    np.testing.assert_array_equal(reader.read("small"), [4, 5, 6])
-    np.testing.assert_array_equal(reader.read("small", (slice(1, 2),)), [5])
-
-
 def test_nothing_is_compressed(saved):
     store = {"driver": "ocdbt", "base": f"file://{saved / STATE}/"}
     large = tensorstore.open({"driver": "zarr3", "kvstore": {**store, "path": "large/"}}, open=True).result()
@@ -201,8 +193,3 @@ def test_keys_that_differ_are_named_with_both_values(tmp_path):
     one, other = (open_checkpoint(run / "checkpoints" / "1")[0] for run in runs)
     assert list(configurations(one, other)) == [("train.remat", "none", "full")]
     assert list(configurations(one, one)) == []
-
-
-def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds 0 manifests"):
-        open_checkpoint(tmp_path)

@@ -35,7 +35,9 @@ def abstract(state):
 
 
 def open_store(folder, said=None, **config):
-    return CheckpointStore(folder, CheckpointConfig(**config), say=print if said is None else said.append)
+    store = CheckpointStore(folder, CheckpointConfig(**config))
+    store.say = print if said is None else said.append
+    return store
 
 
 def save_all(folder, steps, width=3, **config):

@@ -17,7 +17,7 @@ from zaya_jax.config import ModelConfig, load_config
 from zaya_jax.model import arithmetic
 from zaya_jax.model.attention import Context, visible_keys
 from zaya_jax.model.layers import rotary_table
-from zaya_jax.model.zaya import Block, init_cache
+from zaya_jax.model.zaya import Block
 from zaya_jax.ops import Ops
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -88,11 +88,6 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
 def test_a_cached_token_is_keys_and_values_of_every_layer(parts):
     config = tiny_config("sliding", **parts)
     assert arithmetic.cache_bytes_per_token(config) == config.num_layers * 2 * config.kv_size * 2
-    layers = jax.eval_shape(lambda: init_cache(config, 3, 16, jnp.bfloat16)).layers
-    state = sum(x.size * x.dtype.itemsize for layer in layers for x in (layer.u_bwnc, layer.delayed_b1x))
-    rows = config.depthwise_kernel + config.grouped_kernel - 2
-    tail = rows * (config.query_size + config.kv_size) + config.kv_size // 2
-    assert state == (3 * 4 * config.num_layers * tail if config.attention == "cca" else 0)
 
 
 @pytest.mark.parametrize(("name", "published", "within"), [("74b", 74.8e9, 0.01), ("1b8", 1.8e9, 0.03)])
@@ -122,7 +117,6 @@ def released():
 def test_the_released_model(released):
     """The figures of zaya1.md §1.1."""
     assert arithmetic.total_parameters(released) == 8_840_488_784
-    assert arithmetic.non_embedding_parameters(released) == 8_303_355_728
     assert arithmetic.active_parameters(released) == pytest.approx(753.6e6, rel=1e-4)
     assert arithmetic.cache_bytes_per_token(released) == 40_960
 

@@ -58,15 +58,6 @@ def test_the_bias_moves_the_choice_and_not_the_weight(seed):
     np.testing.assert_array_equal(routing.state_bsr, state)
 
 
-def test_a_bias_sends_every_token_to_its_expert_at_that_experts_probability():
-    h, state = draw(1)
-    p = reference(h)
-    assert len(np.unique(p.argmax(-1))) > 1
-    routing = route(router([0, 0, 2, 0, -1], kernel()), h, state)
-    assert (routing.expert_bs == 2).all()
-    assert_close(routing.weight_bs, p[..., 2], 1e-5)
-
-
 def test_skip_never_wins_whatever_its_bias():
     h, state = draw(2)
     for bias in ([0] * E + [5], [-7] * E + [-1]):

@@ -80,11 +80,6 @@ def test_skipped_tokens_weigh_nothing():
     assert not np.any(gradient)
 
 
-def test_skip_cannot_win_from_where_it_starts():
-    h, state = draw(2)
-    assert (route(with_bias([0] * E + [-1]), h, state).expert_bs < E).all()
-
-
 def test_ties_go_to_the_lowest_class():
     h, state = draw(3)
     flat = jax.tree.map(jnp.zeros_like, router())  # all probabilities are 1 / (e + 1)
@@ -106,18 +101,6 @@ def test_the_loss_does_not_move_the_balancing_bias():
     assert not np.any(gradient.balancing_bias[...])
     for name in ("down", "down_bias", "state_scale", "hidden1", "hidden2", "output"):
         assert np.any(getattr(gradient, name)[...]), name
-
-
-def test_the_state_is_summed_along_the_depth():
-    """r_l = down_l + γ_l · r_{l−1}: after two layers, the first one's part is scaled by the second's γ alone."""
-    h, zero = draw(5)[0], np.zeros((*SHAPE, R), np.float32)
-    first, second = router(1), router(2)
-    one = route(first, h, zero).state_bsr
-    two = route(second, h, one).state_bsr
-    alone = route(second, h, zero).state_bsr
-    assert_close(two, alone + second.state_scale[...] * one, 1e-5)
-    expected = h.astype(np.float64) @ np.asarray(first.down[...], np.float64) + first.down_bias[...]
-    assert_close(one, expected, 1e-5)
 
 
 def test_softmax_and_state_are_float32_in_bfloat16():

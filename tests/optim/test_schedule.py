@@ -87,33 +87,6 @@ def test_every_step_has_the_factor_of_the_reference(config):
     np.testing.assert_allclose(found, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)
 
 
-@given(runs())
-def test_a_span_begins_above_zero_and_ends_at_its_final(config):
-    spans, ends = schedule_spans(config), phase_steps(config)
-    for index, span in enumerate(spans):
-        first = ends[index][0]
-        one = tokens_before(config, first + 1) - span.first_token == span.tokens  # the only step of its span ends it
-        if tokens_before(config, first) == span.first_token and not one:
-            assert factors(config, [first])[0] > 0
-        last = index + 1 == len(spans) or spans[index + 1] != span
-        if last and span.schedule.shape != "constant":
-            assert factors(config, [ends[index][1] - 1])[0] == np.float32(span.schedule.final)
-
-
-@given(shape=st.sampled_from(SHAPES), warmup=st.integers(0, 4), parts=st.integers(1, 5))
-def test_the_factor_rises_in_the_warm_up_and_never_after_it(shape, warmup, parts):
-    decay = 64 * 7 if shape == "wsd" else None
-    schedule = ScheduleConfig(shape, warmup_tokens=64 * 4 * warmup, decay_tokens=decay)
-    config = run(
-        *(PhaseConfig(64 * 12, f"p{index}", schedule=None if index else schedule) for index in range(parts + 1))
-    )
-    found = factors(config, range(total_steps(config)))
-    top = max(4 * warmup - 1, 0)
-    np.testing.assert_allclose(np.diff(found[: top + 1]), 1 / (4 * warmup or 1), rtol=1e-4)
-    assert (np.diff(found[top:]) <= 1e-6).all()
-    assert not top or found[top] == 1
-
-
 BATCHES = [{"tokens": 1024, "start": 64, "ramp_tokens": 9000}, {"tokens": 512, "start": 256, "ramp_tokens": 20_000},
            {"tokens": 128, "stepped": (BatchSizeConfig(1024, 32), BatchSizeConfig(8192, 256))}]  # fmt: skip
 
@@ -169,15 +142,6 @@ def test_trillions_of_tokens_are_told_apart(schedule, size):
     np.testing.assert_allclose(factors(config, steps), expected, rtol=1e-5)
 
 
-def test_wsd_stays_at_the_peak_until_its_decay():
-    schedule = ScheduleConfig("wsd", 0.7, 0.0, warmup_tokens=64 * 10, decay_tokens=64 * 20)
-    found = factors(run(PhaseConfig(64 * 100, schedule=schedule)), range(100))
-    assert (found[9:80] == np.float32(0.7)).all()
-    assert (np.diff(found[79:]) < 0).all()
-    np.testing.assert_allclose(found[89], 0.35, rtol=1e-6)
-    assert found[99] == 0
-
-
 @given(runs())
 def test_compiled_or_not_it_is_the_same(config):
     factor = learning_rate_factor(config)
@@ -190,7 +154,3 @@ def test_compiled_or_not_it_is_the_same(config):
 def test_after_the_end_it_is_the_final_one():
     config = run(PhaseConfig(64 * 10, schedule=ScheduleConfig(final=0.25)))
     assert (factors(config, [9, 10, 11, 10**9]) == np.float32(0.25)).all()
-
-
-def test_a_run_of_one_step_is_at_its_end():
-    assert factors(run(PhaseConfig(1, schedule=ScheduleConfig(final=0.1))), [0])[0] == np.float32(0.1)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
@@ -24,10 +25,9 @@ class Devices(NamedTuple):
     shape: dict[str, int]
 
 
-def over_processes(config: ParallelConfig, processes: int, each: int) -> Devices:
-    sizes = axis_sizes(config, processes * each)
-    array = np.empty(processes * each, object)
-    array[:] = [Device(index // each) for index in range(processes * each)]
+def over_processes(config: ParallelConfig, processes: int, devices: int) -> Devices:
+    sizes, array = axis_sizes(config, devices), np.empty(devices, object)
+    array[:] = [Device(index * processes // devices) for index in range(devices)]
     return Devices(array.reshape([sizes[axis] for axis in AXES]), sizes)
 
 
@@ -39,16 +39,14 @@ def over_processes(config: ParallelConfig, processes: int, each: int) -> Devices
         (ParallelConfig(context=2), [Share(0, 4), Share(1, 4), Share(2, 4), Share(3, 4)]),
         (ParallelConfig(context=4), [Share(0, 2), Share(0, 2), Share(1, 2), Share(1, 2)]),
         (ParallelConfig(context=8), [Share(0, 1)] * 4),
+        (ParallelConfig(context=3), [Share(0, 2), Share(0, 1), Share(1, 2)]),
     ],
 )
-def test_a_process_reads_the_sequences_its_devices_hold(config, shares):
-    mesh = over_processes(config, processes=4, each=2)
-    assert [process_share(mesh, process) for process in range(4)] == shares
-
-
-def test_where_parts_are_not_equal_a_process_reads_all():
-    mesh = over_processes(ParallelConfig(context=3), processes=3, each=4)
-    assert [process_share(mesh, process) for process in range(3)] == [Share(0, 2), Share(0, 1), Share(1, 2)]
+def test_a_process_reads_the_sequences_its_devices_hold_or_all_where_parts_are_not_equal(monkeypatch, config, shares):
+    mesh = over_processes(config, processes=len(shares), devices=12 if config.context == 3 else 8)
+    for process, share in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert process_share(mesh) == share
 
 
 def placed(config: ParallelConfig, micro_batches: int | None):

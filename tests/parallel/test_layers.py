@@ -58,14 +58,10 @@ def test_a_matrix_and_its_adapters_become_their_sum():
     shape = params[name].shape
     a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape[:-1], 2), (2, 2, shape[-1])))
     one = Adapted(params[name], a, b, 0.5)
-    joined = with_values(model, {**layer_values(model), name: one})
+    joined = with_values(model, {**params, **balancing_biases(model), name: one})
     found = parameters(gather_layer(placement.leaves, placement.dtypes)(joined))
     np.testing.assert_array_equal(found[name], merge(one))
     assert differing(found, params) == [f"['{name}']"]
-
-
-def layer_values(model):
-    return {**parameters(model), **balancing_biases(model)}
 
 
 def gathered_sum():
@@ -88,11 +84,7 @@ def gathered_sum():
     out = jax.jit(jax.shard_map(region, mesh=mesh, in_specs=(stored,),
                                 out_specs=(PartitionSpec(), [stored[name] for name in names[1:]]),
                                 check_vma=False))(values)  # fmt: skip
-    return [split_axis(placed, names), *jax.tree.map(np.asarray, jax.tree.leaves(out))]
-
-
-def split_axis(placed, names):
-    return [placed[name].axis for name in names]
+    return [[placed[name].axis for name in names], *jax.tree.map(np.asarray, jax.tree.leaves(out))]
 
 
 def whole_and_adapters():

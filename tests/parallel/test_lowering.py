@@ -8,16 +8,15 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
+from tests.kernel_helpers import TARGETS
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import make_batch
 from zaya_jax.config import ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
 from zaya_jax.ops.registry import preferred_kernels
-from zaya_jax.ops.target import Target
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.program import Programs
 
-TARGETS = {"rocm": Target("rocm", "gfx942"), "cuda": Target("cuda", "NVIDIA H200")}
 RAGGED = ParallelConfig(expert=4, expert_exchange="ragged")
 GATHERED = ParallelConfig(context=4)
 RING = LAYOUTS["ring_zigzag4"]

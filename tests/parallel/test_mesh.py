@@ -13,7 +13,6 @@ from zaya_jax.parallel.mesh import (
     BATCH_AXES,
     batch_sharding,
     batch_shards,
-    batch_spec,
     check_batch,
     make_mesh,
     replicated,
@@ -26,11 +25,6 @@ def test_all_devices_stand_along_data():
     assert dict(mesh.shape) == {"data": jax.device_count(), "fsdp": 1, "expert": 1, "context": 1}
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     assert set(BATCH_AXES) < set(AXES)
-
-
-def test_sequences_are_split_over_all_axes_but_context_and_each_over_that():
-    assert batch_spec() == jax.sharding.PartitionSpec(("data", "fsdp", "expert"), "context")
-    assert batch_spec(2) == jax.sharding.PartitionSpec(None, None, ("data", "fsdp", "expert"), "context")
 
 
 def layout() -> dict[str, list]:

@@ -85,11 +85,9 @@ def test_what_is_set_aside_keeps_its_content_and_never_a_name_twice(copy):
     shutil.rmtree(copy / "1")
     shutil.rmtree(copy / "2")
     assert has_checkpoint(copy)  # what once was one is no empty folder
-
-
-def test_a_folder_of_which_nothing_was_ever_saved_has_none(tmp_path):
-    (tmp_path / unfinished_name(1, 1)).mkdir()
-    assert not has_checkpoint(tmp_path)
+    shutil.rmtree(copy)
+    (copy / unfinished_name(1, 1)).mkdir(parents=True)
+    assert not has_checkpoint(copy)
 
 
 def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):

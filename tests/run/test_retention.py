@@ -51,17 +51,6 @@ def test_what_must_stay_stays_and_no_more(saved, config, read):
     assert steps_to_keep(list(reversed(saved)), config, read) == kept
 
 
-@given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5), st.integers(61, 99))
-def test_one_more_that_was_not_read_never_costs_the_last_verified_one(saved, config, read, new):
-    verified = [one.step for one in saved if one.is_verified or one.step in read]
-    while saved and verified:
-        saved = [one for one in saved if one.step in steps_to_keep(saved, config, read)]
-        assert max(verified) in [one.step for one in saved]
-        saved, new = [*saved, Checkpoint(new)], new + 1
-        if new > 120:
-            break
-
-
 def test_the_best_are_those_of_lowest_loss_and_of_equals_the_newer():
     losses = {1: 2.0, 2: 1.0, 3: 1.0, 4: 3.0, 5: math.nan, 6: None}
     saved = [Checkpoint(step, loss) for step, loss in losses.items()]
@@ -165,12 +154,3 @@ def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [1, 4]
     assert [one.is_verified for one in usable_checkpoints(tmp_path)] == [True, False]
-
-
-def test_what_cannot_be_read_or_does_not_count_is_not_counted(tmp_path):
-    with open_store(tmp_path, keep=5) as store:
-        for step in (1, 2, 3):
-            store.save(step, make_state(step), {**ABOUT, "heldout_loss": float(step)})
-    flip(next((tmp_path / "2").glob("manifest-*")), 30)
-    (tmp_path / "1" / "PINNED").touch()
-    assert [one[:4] for one in usable_checkpoints(tmp_path)] == [(1, 1.0, True, False), (3, 3.0, False, False)]

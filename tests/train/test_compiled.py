@@ -80,15 +80,6 @@ def keys(programs):
     return [(programs[stage.phase], programs[stage.phase].batch_shape(stage)) for stage in stages(RUN)]
 
 
-def test_stages_that_are_alike_share_what_is_compiled(made):
-    begun, _ = made
-    programs = make_programs(RUN)
-    with CompiledSteps(programs) as found:
-        got = [found.step(stage) for stage in stages(RUN)]
-    assert len(begun) == len(set(begun)) == len(set(keys(programs))) < len(got)
-    assert len({*zip(keys(programs), got, strict=True)}) == len(set(keys(programs)))
-
-
 def test_phases_that_do_not_differ_share_a_program():
     programs = make_programs(RUN)
     assert [shape for _, shape in keys(programs)[:3]] == [(2, 2, 32), (4, 2, 32), (2, 2, 64)]

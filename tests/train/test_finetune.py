@@ -201,15 +201,10 @@ def test_adapters_learn_to_answer_and_nothing_else_moves(tuned, adapted):
     losses = [row["loss"] for row in rows]
     assert np.mean(losses[-4:]) < np.mean(losses[:4]) - 0.3
     assert all(name.endswith((".lora_a", ".lora_b")) for name in result.state.params)
-    assert not differing(result.state.balance, open_init_from(config).load(_abstract(whole.state.balance)))
+    assert not differing(result.state.balance, open_init_from(config).load(abstract(whole.state.balance)))
     saved = sum(x.size for x in jax.tree.leaves(result.state) if x.ndim)
     assert saved < sum(x.size for x in whole.state.params.values())  # moments and all
     assert report(config, result).count("Continuation of") == 1
-
-
-def _abstract(tree):
-    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), tree)
 
 
 def test_the_merged_model_has_the_loss_of_the_run(adapted):

@@ -202,13 +202,6 @@ def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeyp
     assert " | largest " in capsys.readouterr().out
 
 
-def test_what_is_free_can_change_while_a_run_goes_on(tmp_path):
-    config = small_run(tmp_path)
-    train_until(config, 8)
-    result = run_training(change(config, {"checkpoint.every": 4, "checkpoint.keep": 1, "train.log_every": 3}))
-    assert int(result.state.step) == 12
-
-
 # --- asked to end (SIGTERM) ------------------------------------------------------------------------------------
 
 

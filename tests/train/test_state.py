@@ -3,8 +3,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_program, setup
-from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.model.zaya import Zaya
 from zaya_jax.train.state import init_state
 
 
@@ -30,18 +28,6 @@ def test_a_run_starts_at_zero_with_fp32_masters():
         assert np.array_equal(bias, [[0, 0, 0, 0, -1]] * 2)
 
 
-def test_params_and_balance_share_the_model_between_them():
-    def both(key):
-        model = Zaya(CONFIG.model, key)
-        return parameters(model), balancing_biases(model)
-
-    params, balance = jax.eval_shape(both, jax.random.key(0))
-    state = setup().state
-    assert state.params.keys() == params.keys()
-    assert state.balance.keys() == balance.keys()
-    assert not state.params.keys() & state.balance.keys()
-
-
 def test_the_seed_decides_and_the_rest_of_the_run_has_a_key_of_its_own():
     def start(seed):
         program = make_program(change(CONFIG, {"seed": seed}))
@@ -54,8 +40,3 @@ def test_the_seed_decides_and_the_rest_of_the_run_has_a_key_of_its_own():
     assert set(matrices) <= set(differing(first.params, other.params))
     assert differing(first.rng, other.rng)
     assert differing(first.rng, jax.random.key(0))
-
-
-def test_state_is_a_pytree_with_names():
-    paths = {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(setup().state)}
-    assert {".params['embedding']", ".step", ".skipped", ".rng"} <= paths

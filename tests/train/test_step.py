@@ -223,10 +223,10 @@ def test_each_layer_gets_its_own_error_whatever_the_layer_pattern():
     config = change(CONFIG, pattern)
     state = make_program(config).abstract_state
     assert sorted(b.shape for b in state.balance.values()) == [(2, 5), (2, 5)]
-    from zaya_jax.train.step import _by_bias
+    from zaya_jax.train.step import _split_by_stack
 
     counts = np.random.default_rng(0).integers(1, 9, (4, 5))
-    dealt = _by_bias(load_error(jnp.array(counts)), state.balance, config)
+    dealt = _split_by_stack(load_error(jnp.array(counts)), state.balance, config)
     for position in range(2):
         errors = dealt[f"blocks.{position}.mixture.router.balancing_bias"]
         for group in range(2):

@@ -60,7 +60,7 @@ def logger(clock):
 def test_a_step_is_recorded_when_the_next_one_runs(logger):
     logger, rows = logger
     for step in (1, 2, 3):
-        logger.begin(step, metrics(), 0.0)
+        logger.start_step(step, metrics(), 0.0)
         assert [row["step"] for row in rows.metrics] == list(range(1, step))
     logger.record({"score": 2.0, "parts": {"a": 1}})
     logger.record()
@@ -77,9 +77,9 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(logger, clock):
     clock[0] += 30  # compilation
     logger.restart_clock()
     clock[0] += 1  # data and dispatch of the first step
-    logger.begin(1, metrics(), 0.25)
+    logger.start_step(1, metrics(), 0.25)
     clock[0] += 3
-    logger.begin(2, metrics(), 0.5)
+    logger.start_step(2, metrics(), 0.5)
     clock[0] += 2
     logger.wait()
     clock[0] += 100  # evaluation
@@ -87,7 +87,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(logger, clock):
     clock[0] += 100  # saving
     logger.restart_clock()
     clock[0] += 5
-    logger.begin(3, metrics(), 0.0)
+    logger.start_step(3, metrics(), 0.0)
     logger.record()
     assert rows.timings == [
         {"step": 1, "seconds": 4, "data_wait": 0.25, "tokens_per_second": 25},
@@ -100,7 +100,7 @@ def test_the_loss_of_each_source_that_was_read_is_a_mean_over_its_tokens():
     config = change(CONFIG, {"data.sources": Table({name: SourceConfig(name) for name in "abc"}),
                              "train.log_every": 1})  # fmt: skip
     logger = StepLogger(config, [rows := Rows()], throughput)
-    logger.begin(1, metrics(source_loss=jnp.array([6.0, 0.0, 5.0]), source_tokens=jnp.array([3.0, 0.0, 2.0])), 0.0)
+    logger.start_step(1, metrics(source_loss=jnp.array([6.0, 0.0, 5.0]), source_tokens=jnp.array([3.0, 0.0, 2.0])), 0.0)
     logger.record()
     assert rows.metrics[0]["loss_by_source"] == {"a": 2.0, "c": 2.5}
     assert not {"source_loss", "source_tokens"} & rows.metrics[0].keys()
@@ -109,8 +109,8 @@ def test_the_loss_of_each_source_that_was_read_is_a_mean_over_its_tokens():
 def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
     logger, rows = logger
     for step, skip in ((1, 2), (2, 3)):
-        logger.begin(step, metrics(skip, step), 0.0)
-    logger.begin(3, metrics(1, 3), 0.0)
+        logger.start_step(step, metrics(skip, step), 0.0)
+    logger.start_step(3, metrics(1, 3), 0.0)
     with pytest.raises(RunStopped, match=r"^3 steps in a row, .*: not finite, .*resume_from="):
         logger.record()
     assert [(row["skip"], row["rows"]) for row in rows.metrics] == [

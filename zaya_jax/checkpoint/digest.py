@@ -73,28 +73,31 @@ def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[
       The arrays that differ, and by array the slices that were saved and that no device here holds whole.
     """
     jobs: list[tuple[str, str, np.ndarray]] = []
-    elsewhere: dict[str, list[str]] = {}
+    not_held: dict[str, list[str]] = {}
     for name, parts in expected.items():
         array = arrays[name]
         shards = {_bounds(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         held = {bounds: np.asarray(data) for bounds, data in shards.items()}
         for where in parts:
             wanted = _bounds(read_slice(where), array.shape)
-            home = next((bounds for bounds in held if all(
-                c <= a and b <= d for (a, b), (c, d) in zip(wanted, bounds, strict=True))), None)  # fmt: skip
+            home = next((bounds for bounds in held if _within(wanted, bounds)), None)
             if home is None:
-                elsewhere.setdefault(name, []).append(where)
+                not_held.setdefault(name, []).append(where)
             else:
                 inner = tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(wanted, home, strict=True))
                 jobs.append((name, where, held[home][inner]))
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         same = pool.map(lambda job: array_digest(job[2]) == expected[job[0]][job[1]], jobs)
         wrong = dict.fromkeys(job[0] for job, good in zip(jobs, same, strict=True) if not good)
-    return list(wrong), elsewhere
+    return list(wrong), not_held
 
 
 def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     return tuple(axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True))
+
+
+def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ...]) -> bool:
+    return all(c <= a and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
 def assemble(leaf: Any, read: Callable[[str], np.ndarray]) -> jax.Array:

@@ -43,11 +43,11 @@ class LocalCopies:
             for shard in array.addressable_shards
         }
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Let go of what is staged."""
         self._staged = {}
 
-    def keep(self, step: int) -> str:
+    def commit(self, step: int) -> str:
         """Write what is staged as the copy of the checkpoint of `step`, and remove older ones.
 
         A copy that cannot be written is none: there is still the checkpoint.

@@ -47,12 +47,12 @@ class CheckpointReader:
             return self._array(name, where)
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             why = " ".join(str(error).split())[:200]
-            told = f"The array {name} in {self.folder} cannot be read: {why}"
+            message = f"The array {name} in {self.folder} cannot be read: {why}"
             # What the system says, but that there is no such file, says nothing against what lies there.
             system = re.search(r"OS error (\d+)", str(error))
             if system is not None and int(system.group(1)) != errno.ENOENT:
-                raise Unreadable(told) from error
-            raise Damaged(told) from error
+                raise Unreadable(message) from error
+            raise Damaged(message) from error
 
     def _array(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
         if name not in self._open:

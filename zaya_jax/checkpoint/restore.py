@@ -100,13 +100,13 @@ def _manifest(folder: Path, step: int) -> Manifest:
     except (Damaged, InputError) as error:
         problems[Damaged if isinstance(error, Damaged) else InputError] = str(error)
     for kind in (InputError, Damaged):
-        _agree(problems.get(kind, ""), kind)
+        _raise_everywhere(problems.get(kind, ""), kind)
     if manifest is None:
         raise RuntimeError("A manifest that could not be read was agreed on.")
     return manifest
 
 
-def _agree(problem: str, kind: type[Exception]) -> None:
+def _raise_everywhere(problem: str, kind: type[Exception]) -> None:
     """Raise in every process where one has a problem."""
     if first := next(filter(None, all_gather("restore", problem, _PATIENCE)), ""):
         raise kind(first)
@@ -115,53 +115,53 @@ def _agree(problem: str, kind: type[Exception]) -> None:
 def _restore(
     store: CheckpointStore | None, folder: Path, manifest: Manifest, abstract: Any, part: bool = False
 ) -> Restored:
-    wanted = named(abstract)
-    _check_arrays(folder, manifest, wanted, part)
+    expected = named(abstract)
+    _check_arrays(folder, manifest, expected, part)
     arrays: dict[str, jax.Array] | None = None
     problem, digests = "", {}
     try:
-        digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in wanted}
+        digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
         if store is not None and digests:
-            arrays = store.local.read(manifest.step, wanted, digests)
+            arrays = store.local.read(manifest.step, expected, digests)
     except (Damaged, ValueError) as error:
         problem = str(error)
-    _agree(problem, Damaged)
+    _raise_everywhere(problem, Damaged)
     # All from their own copies, or none: what Orbax reads, all processes read together.
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
         arrays = {}
         try:
-            arrays = _load(CheckpointReader(folder, manifest.leaves), wanted)
+            arrays = _load(CheckpointReader(folder, manifest.leaves), expected)
             problem = _compare(folder, manifest, arrays, digests) if digests else ""
         except Damaged as error:
             problem = str(error)
-        _agree(problem, Damaged)
+        _raise_everywhere(problem, Damaged)
         if store is not None and digests:
             store.mark_verified(manifest.step)
     return Restored(like(abstract, arrays), manifest)
 
 
-def _check_arrays(folder: Path, manifest: Manifest, wanted: Mapping[str, Any], part: bool) -> None:
+def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:
     """Raise `InputError` where a checkpoint holds other arrays than are wanted."""
 
-    def refuse(what: str) -> InputError:
-        return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {what}")
+    def mismatch(reason: str) -> InputError:
+        return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {reason}")
 
-    for name, leaf in wanted.items():
+    for name, leaf in expected.items():
         saved = manifest.leaves.get(name)
         if saved is None:
-            raise refuse(f"it holds no array {name}.")
+            raise mismatch(f"it holds no array {name}.")
         if tuple(saved["shape"]) != leaf.shape or saved["dtype"] != str(leaf.dtype):
-            raise refuse(f"its {name} is {saved['dtype']} {saved['shape']}, and here it is {leaf.dtype} "
+            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, and here it is {leaf.dtype} "
                          f"{list(leaf.shape)}.")  # fmt: skip
-    if more := [name for name in manifest.leaves if name not in wanted and not part]:
-        raise refuse(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
+    if more := [name for name in manifest.leaves if name not in expected and not part]:
+        raise mismatch(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
 
-def _load(reader: CheckpointReader, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Each array, of which this process reads what its devices hold, several arrays at a time."""
 
     def load(name: str) -> jax.Array:
-        leaf = wanted[name]
+        leaf = expected[name]
         array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
         if array.dtype != leaf.dtype:  # 64 bits in a process whose jax has no more than 32
             raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, and jax would make it "
@@ -169,7 +169,7 @@ def _load(reader: CheckpointReader, wanted: Mapping[str, Any]) -> dict[str, jax.
         return array
 
     with ThreadPoolExecutor(_THREADS, "restore") as pool:
-        return dict(zip(wanted, pool.map(load, wanted), strict=True))
+        return dict(zip(expected, pool.map(load, expected), strict=True))
 
 
 def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> str:
@@ -177,10 +177,10 @@ def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], 
 
     Between them, the processes compare every part of every array.
     """
-    wrong, elsewhere = differing(arrays, digests)
+    wrong, not_held = differing(arrays, digests)
     if wrong:
         return f"The array {wrong[0]} in {folder} is not what was saved."
-    mine = read_digests(folder, manifest, jax.process_index(), jax.process_count())
-    rest = {name: {where: text for where, text in parts.items() if where in elsewhere.get(name, ())}
-            for name, parts in mine.items() if name in arrays}  # fmt: skip
-    return next(wrong_parts(CheckpointReader(folder, manifest.leaves), rest), "")
+    assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
+    unread = {name: {where: text for where, text in parts.items() if where in not_held.get(name, ())}
+            for name, parts in assigned.items() if name in arrays}  # fmt: skip
+    return next(wrong_parts(CheckpointReader(folder, manifest.leaves), unread), "")

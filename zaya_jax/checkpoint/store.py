@@ -60,25 +60,23 @@ class _Saving:
 class CheckpointStore:
     """The folder `checkpoints/` of a run, for the processes that train it."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
-                 say: Callable[[str], object] = print) -> None:  # fmt: skip
+    def __init__(self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = ()) -> None:
         """Open the folder, which need not be there; nothing is written yet.
 
         Args:
           folder: the same in all processes, on a file system that all of them see.
           config: when and what is saved and kept.
           pinned: steps whose checkpoints are never removed.
-          say: tells a person in one sentence what went wrong and is being seen to.
         """
         self.folder = folder.resolve()
-        self.say = say
+        self.say: Callable[[str], object] = print  # tells a person in one sentence what went wrong
         # Called before each save: syncs what must not be older than the checkpoint; a sentence where that fails.
         self.ready: Callable[[], str] = str
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._token = 0
         self._newest: int | None = None  # the step these processes went on from
-        self._under_way: tuple[int, Future[None]] | None = None
+        self._in_flight: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
         self._failing_since: float | None = None
@@ -93,9 +91,9 @@ class CheckpointStore:
         """Wait for the save that is under way; where this process ends alone, without asking the others."""
         if kind is None:
             self.wait()
-        elif self._under_way is not None:
+        elif self._in_flight is not None:
             with contextlib.suppress(Exception):
-                self._under_way[1].result(_FAREWELL)
+                self._in_flight[1].result(_FAREWELL)
         self._pool.shutdown(wait=kind is None)
 
     def steps(self) -> list[int]:
@@ -121,7 +119,7 @@ class CheckpointStore:
         """
         self._newest = step
         if problem := self._take_over():
-            self._tell(f"{problem} Training continues; the next save tries again.")
+            self._report(f"{problem} Training continues; the next save tries again.")
 
     def _take_over(self) -> str:
         problem, token = "", 0
@@ -191,7 +189,7 @@ class CheckpointStore:
             except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
                 saving.problem = as_sentence(error)
             future = self._pool.submit(self._finish, saving)
-        self._under_way = (step, future)
+        self._in_flight = (step, future)
         if problem:
             self.wait()
 
@@ -207,7 +205,7 @@ class CheckpointStore:
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return self.ready() or self._room(size) or self._make_way(work)
+        return self.ready() or self._check_free_space(size) or self._remove_leftovers(work)
 
     def due(self) -> bool:
         """Whether a save that failed is to be tried again now; the same in all processes.
@@ -215,36 +213,36 @@ class CheckpointStore:
         Raises:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
         """
-        if self._under_way is None and not self._problem:
+        if self._in_flight is None and not self._problem:
             return False
-        view = broadcast(self._view())
-        if view == "wait":
+        status = broadcast(self._save_status())
+        if status == "wait":
             return False
         self.wait()
-        return view == "again"
+        return status == "again"
 
     def backing_off(self) -> bool:
         """Whether a save has failed and its next try is not due; the same in all processes."""
-        return bool(self._problem) and broadcast(self._view()) == "wait"
+        return bool(self._problem) and broadcast(self._save_status()) == "wait"
 
-    def finish(self, save: Callable[[], None], ending: Callable[[], bool]) -> bool:
+    def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
         """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
 
         Returns:
           Whether it has.
         """
         self.wait()
-        while broadcast(bool(self._problem)) and not ending():
+        while broadcast(bool(self._problem)) and not should_stop():
             time.sleep(1)
             if self.due():
                 save()
                 self.wait()
         return not self._problem
 
-    def _view(self) -> str:
+    def _save_status(self) -> str:
         """Process 0's: 'wait', 'done' or 'again'."""
-        if self._under_way is not None:
-            return "done" if self._under_way[1].done() else "wait"
+        if self._in_flight is not None:
+            return "done" if self._in_flight[1].done() else "wait"
         return "again" if time.monotonic() >= self._again_at else "wait"
 
     def wait(self) -> bool:
@@ -253,9 +251,9 @@ class CheckpointStore:
         Raises:
           RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
         """
-        if self._under_way is None:
+        if self._in_flight is None:
             return not self._problem
-        (step, future), self._under_way = self._under_way, None
+        (step, future), self._in_flight = self._in_flight, None
         try:
             future.result()
         except SaveFailed as error:
@@ -264,30 +262,30 @@ class CheckpointStore:
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {error}") from error
         else:
             if self._problem:
-                self._tell(f"The checkpoint of step {step} is saved.")
+                self._report(f"The checkpoint of step {step} is saved.")
             self._problem, self._pause, self._failing_since = "", _RETRY, None
         return not self._problem
 
     def _failed(self, step: int, problem: str) -> None:
         now = time.monotonic()
         self._failing_since = now if self._failing_since is None else self._failing_since
-        lost = now - self._failing_since
+        failing_seconds = now - self._failing_since
         newest = self.latest()
         since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        if broadcast(lost > self._config.loss_window):
+        if broadcast(failing_seconds > self._config.loss_window):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
-                             f"{lost:.0f} s, more than checkpoint.loss_window ({self._config.loss_window:g} s); "
-                             f"{since}.")  # fmt: skip
-        self._tell(f"The checkpoint of step {step} could not be saved: {problem} Training continues, {since}; trying "
+                             f"{failing_seconds:.0f} s, more than checkpoint.loss_window "
+                             f"({self._config.loss_window:g} s); {since}.")  # fmt: skip
+        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues, {since}; trying "
                    f"again in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 
-    def _tell(self, sentence: str) -> None:
+    def _report(self, sentence: str) -> None:
         if is_primary():
             self.say(sentence)
 
-    def _room(self, size: int) -> str:
+    def _check_free_space(self, size: int) -> str:
         """What stands against saving `size` bytes; nothing where there is room, which is made if need be."""
         need = round(size * _SPARE)
         try:
@@ -302,7 +300,7 @@ class CheckpointStore:
             return f"{self.folder} cannot be used: {error.strerror}."
         return "" if free >= need else f"{self.folder} has {free:,} bytes free, and {need:,} are needed."
 
-    def _make_way(self, work: Path) -> str:
+    def _remove_leftovers(self, work: Path) -> str:
         """Remove what an earlier try has left under the same name; what stands against it, or against saving there."""
         try:
             for path in (work, *self.folder.glob(f"{work.name}.*")):
@@ -324,16 +322,16 @@ class CheckpointStore:
             saving.leaves = saving.packed.leaves()
             if verifying:
                 saving.parts += saving.packed.small_parts()
-            mine = digests(saving.parts)
+            own_digests = digests(saving.parts)
             saving.writing.wait()
             if verifying:
                 folder = saving.work / DIGESTS
                 folder.mkdir(exist_ok=True)
-                write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(mine))
+                write_atomically(folder / f"process_{jax.process_index()}.json", json.dumps(own_digests))
                 sync_folder(folder)
             saving.parts.clear()
             if self._config.verify == "readback":
-                problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), mine), "")
+                problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), own_digests), "")
         except Exception as error:  # whatever it is, training goes on
             problem = as_sentence(error)
         problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
@@ -343,13 +341,13 @@ class CheckpointStore:
             verdict = superseded or problems[0] if problems else self._commit(saving)
         verdict = all_gather("kept", verdict, _PATIENCE)[0]
         if verdict:
-            self.local.drop()
+            self.local.discard()
             if is_primary():
-                self._make_way(saving.work)
+                self._remove_leftovers(saving.work)
             raise SaveFailed(verdict)
         if self._config.verify == "readback":
             self._verified.add(saving.step)
-        if problem := self.local.keep(saving.step):
+        if problem := self.local.commit(saving.step):
             (self.say if is_primary() else print)(problem)  # each process has a node's disk of its own
         if is_primary():
             self._retain()

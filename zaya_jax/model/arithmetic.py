@@ -36,14 +36,9 @@ def total_parameters(config: ModelConfig) -> int:
     return sum(_sizes(config).values())
 
 
-def non_embedding_parameters(config: ModelConfig) -> int:
-    """`total_parameters` less the tied embedding."""
-    return total_parameters(config) - _sizes(config)["embedding"]
-
-
 def active_parameters(config: ModelConfig) -> int:
     """Parameters outside the embedding that one token, sent to an expert, passes through."""
-    return non_embedding_parameters(config) - _idle(config)
+    return total_parameters(config) - _sizes(config)["embedding"] - _idle(config)
 
 
 def _idle(config: ModelConfig) -> int:
@@ -79,13 +74,13 @@ def training_flops_per_token(config: ModelConfig, context: int, frozen_head: boo
     return 3 * prefill_flops_per_token(config, context) - frozen_head * 2 * _sizes(config)["embedding"]
 
 
-def cache_bytes_per_token(config: ModelConfig, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> int:
-    """Bytes that one more cached token takes over all layers, keys and values in `dtype`."""
-    layers = jax.eval_shape(functools.partial(init_cache, config, 1, 1, dtype)).layers
+def cache_bytes_per_token(config: ModelConfig) -> int:
+    """Bytes that one more cached token takes over all layers, keys and values in bf16."""
+    layers = jax.eval_shape(functools.partial(init_cache, config, 1, 1, jnp.bfloat16)).layers
     return sum(x.size * x.dtype.itemsize for layer in layers for x in (layer.k_btkc, layer.v_btkc))
 
 
-def newton_schulz_flops(config: ModelConfig, steps: int = 5, split: bool = False) -> float:
+def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:
     """Operations of Muon's orthogonalisation of all matrices, a step of training (zaya1.md §3.1).
 
     A p × q matrix (p ≤ q) takes p²q, p³ and p²q multiply-adds in each of `steps`; symmetry is not made use of.

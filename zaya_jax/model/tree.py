@@ -46,8 +46,8 @@ def balancing_biases(model: Zaya) -> Arrays:
 def roles(model: Zaya) -> dict[str, Role]:
     """Role of each parameter, by name; ValueError for one that was made without (`layers.param`)."""
     metadata = {name: variable.get_metadata() for name, variable in _variables(model, nnx.Param).items()}
-    if bare := [name for name, facts in metadata.items() if "role" not in facts]:
-        raise ValueError(f"These parameters have no role: {', '.join(bare)}.")
+    if without_role := [name for name, facts in metadata.items() if "role" not in facts]:
+        raise ValueError(f"These parameters have no role: {', '.join(without_role)}.")
     return {name: facts["role"] for name, facts in metadata.items()}
 
 

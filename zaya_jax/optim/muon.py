@@ -51,7 +51,7 @@ def muon(
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
-def _here(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
+def _on_one_device(name: str, leaves: Pair, numbers: jax.Array, local: Local, whole: OfMatrices) -> Pair:
     del name
     kept, matrices = local(numbers, *leaves)
     return kept, whole(matrices)
@@ -89,7 +89,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *,
-        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _here, ops: Ops = LOCAL,
+        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _on_one_device, ops: Ops = LOCAL,
         **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
@@ -97,13 +97,13 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         steps, momenta = (0, old.trace) if summed else (old.steps + 1, old.mean)
         coefficients = momentum_coefficients(config, steps)
 
-        def move_leaf(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
+        def update_leaf(path: tuple[Any, ...], gradient: jax.Array, momentum: jax.Array) -> Pair:
             name = jax.tree_util.keystr(path, simple=True)
             return _step(config, parts.get(name, 1), ops, functools.partial(on_matrices, name),
                          gradient, momentum, momentum_numbers(coefficients, factor, skip, momentum.dtype))  # fmt: skip
 
         leaves, tree = jax.tree_util.tree_flatten_with_path(updates)
-        pairs = [move_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
+        pairs = [update_leaf(*leaf, m) for leaf, m in zip(leaves, jax.tree.leaves(momenta), strict=True)]
         momenta, directions = (tree.unflatten([pair[which] for pair in pairs]) for which in range(2))
         if summed:
             return directions, (optax.TraceState(momenta), empty)
@@ -125,10 +125,10 @@ def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Sc
     decay = config.momentum
     if config.momentum_form == "sum":
         return (decay, 1.0, decay, 1.0) if config.nesterov else (decay, 1.0, 1.0, 0.0)
-    here, ahead = 1 - decay**steps, 1 - decay ** (steps + 1)
+    correction, next_correction = 1 - decay**steps, 1 - decay ** (steps + 1)
     if config.nesterov:
-        return decay, 1 - decay, decay / ahead, (1 - decay) / here
-    return decay, 1 - decay, 1 / here, 0.0
+        return decay, 1 - decay, decay / next_correction, (1 - decay) / correction
+    return decay, 1 - decay, 1 / correction, 0.0
 
 
 def _step(
@@ -144,22 +144,22 @@ def _step(
         return ops.momentum(gradient, momentum, numbers, between)
 
     def whole(m_xpq: jax.Array) -> jax.Array:
-        orthogonal = ops.orthogonalize(_apart(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
+        orthogonal = ops.orthogonalize(_split_parts(m_xpq, parts), steps=config.newton_schulz_steps, dtype=iterates,
                                    coefficients=config.coefficients)  # fmt: skip
-        return _joined(orthogonal.astype(between), parts)
+        return _join_parts(orthogonal.astype(between), parts)
 
     new, orthogonal = on_matrices((gradient, momentum), numbers, local, whole)
     rows, columns = momentum.shape[-2:]
     return new, _scale(rows, columns // parts, config) * orthogonal.astype(exact)
 
 
-def _apart(m_xpq: jax.Array, parts: int) -> jax.Array:
+def _split_parts(m_xpq: jax.Array, parts: int) -> jax.Array:
     """[.., parts, p, q / parts]; of one part as it is, so that nothing has to move."""
     *stack, p, q = m_xpq.shape
     return m_xpq if parts == 1 else jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
 
 
-def _joined(m_xopq: jax.Array, parts: int) -> jax.Array:
+def _join_parts(m_xopq: jax.Array, parts: int) -> jax.Array:
     """What `_apart` took apart."""
     if parts == 1:
         return m_xopq

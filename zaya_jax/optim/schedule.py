@@ -25,11 +25,11 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
     """
     rows, shapes = [], []
     for stage in stages(config):
-        schedule, begun, span = schedule_spans(config)[stage.phase]
+        schedule, span_start, span = schedule_spans(config)[stage.phase]
         shapes.append(_SHAPES.index(schedule.shape))
         rows.append({
-            "before": stage.first_token - begun,  # tokens of the span before the stage
-            "after": begun + span - stage.first_token - stage.steps * stage.tokens,  # and after it
+            "before": stage.first_token - span_start,  # tokens of the span before the stage
+            "after": span_start + span - stage.first_token - stage.steps * stage.tokens,  # and after it
             "step": stage.tokens,
             "warmup": schedule.warmup_tokens,
             "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
@@ -41,20 +41,21 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
 
     def factor(step: jax.Array) -> jax.Array:
         stage = jnp.searchsorted(firsts, step, side="right") - 1
-        of = {name: jnp.asarray(table)[stage] for name, table in tables.items()}
-        done = (step - jnp.asarray(firsts)[stage] + 1).astype(jnp.float32)
-        to_come = (jnp.asarray(ends)[stage] - step - 1).astype(jnp.float32)
-        token = of["before"] + done * of["step"]
-        left = jnp.clip((of["after"] + to_come * of["step"]) / of["falling"], 0.0, 1.0)  # 1 until the fall begins
+        values = {name: jnp.asarray(table)[stage] for name, table in tables.items()}
+        steps_done = (step - jnp.asarray(firsts)[stage] + 1).astype(jnp.float32)
+        steps_left = (jnp.asarray(ends)[stage] - step - 1).astype(jnp.float32)
+        token = values["before"] + steps_done * values["step"]
+        # 1 until the fall begins
+        remaining = jnp.clip((values["after"] + steps_left * values["step"]) / values["falling"], 0.0, 1.0)
         above = {  # the part of the way from the final factor up to the peak
-            "constant": jnp.ones_like(left),
-            "cosine": jnp.sin(0.5 * math.pi * left) ** 2,
-            "linear": left,
-            "wsd": left,
+            "constant": jnp.ones_like(remaining),
+            "cosine": jnp.sin(0.5 * math.pi * remaining) ** 2,
+            "linear": remaining,
+            "wsd": remaining,
         }
         part = jnp.stack([above[shape] for shape in _SHAPES])[jnp.asarray(shapes, jnp.int32)[stage]]
-        falling = of["final"] + (of["peak"] - of["final"]) * part
-        rising = of["peak"] * token / jnp.maximum(of["warmup"], 1.0)
-        return jnp.where(token <= of["warmup"], rising, falling)
+        falling = values["final"] + (values["peak"] - values["final"]) * part
+        rising = values["peak"] * token / jnp.maximum(values["warmup"], 1.0)
+        return jnp.where(token <= values["warmup"], rising, falling)
 
     return factor

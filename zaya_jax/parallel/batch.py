@@ -22,18 +22,20 @@ class Share(NamedTuple):
 WHOLE = Share()
 
 
-def process_share(mesh: Mesh, process: int | None = None) -> Share:
-    """What of each batch a process needs: the sequences of which its devices hold any part.
+def process_share(mesh: Mesh) -> Share:
+    """What of each batch this process needs: the sequences of which its devices hold any part.
 
     Processes whose devices hold parts of the same sequences have the same share. Where its sequences are not one of
     so many equal parts, a process reads them all.
     """
-    process = jax.process_index() if process is None else process
+    process = jax.process_index()
     shards = mesh.devices.reshape(-1, mesh.shape[SEQUENCE_AXIS])
-    mine = [index for index, row in enumerate(shards) if any(device.process_index == process for device in row)]
-    count = len(mine)
-    whole_part = mine == list(range(mine[0], mine[0] + count)) and mine[0] % count == len(shards) % count == 0
-    return Share(mine[0] // count, len(shards) // count) if whole_part else WHOLE
+    own_rows = [i for i, row in enumerate(shards) if any(device.process_index == process for device in row)]
+    count = len(own_rows)
+    whole_part = (
+        own_rows == list(range(own_rows[0], own_rows[0] + count)) and own_rows[0] % count == len(shards) % count == 0
+    )
+    return Share(own_rows[0] // count, len(shards) // count) if whole_part else WHOLE
 
 
 def place_batch(
@@ -58,9 +60,9 @@ def place_batch(
         rows = local.shape[-2]
 
         def piece(index: tuple[slice, ...] | None) -> np.ndarray:
-            *before, wanted, tokens = index or (slice(None),) * local.ndim
-            first, last, _ = wanted.indices(rows * share.parts)
-            return local[(*before, slice(first - share.part * rows, last - share.part * rows), tokens)]
+            *leading_axes, sequences, tokens = index or (slice(None),) * local.ndim
+            first, last, _ = sequences.indices(rows * share.parts)
+            return local[(*leading_axes, slice(first - share.part * rows, last - share.part * rows), tokens)]
 
         return jax.make_array_from_callback((*leading, rows * share.parts, array.shape[1]), sharding, piece)
 

@@ -140,7 +140,6 @@ def refuse_cache(query_offset: Any) -> None:
 def tree_attention(
     partial: Callable[..., PartialAttention], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array,
     query_segments_bs: jax.Array, key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None,
-    axis: str = SEQUENCE_AXIS,
 ) -> jax.Array:  # fmt: skip
     """Attention of queries that every device has to keys of which each device has some (arXiv 2408.04093).
 
@@ -156,9 +155,9 @@ def tree_attention(
       key_segments_bt: documents of the device's keys.
       query_offset: index of the first query among the device's keys, which may be past their end, or negative.
       window: where given, only the last keys of the sequence are visible.
-      axis: of the mesh.
     """
     o, lse = partial(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
+    axis = SEQUENCE_AXIS
     weight = jnp.exp(lse - jax.lax.pmax(lse, axis))
     total = jax.lax.psum(weight, axis)
     return (jax.lax.psum(o * weight[..., None], axis) / total[..., None]).astype(q_bshc.dtype)

@@ -64,11 +64,11 @@ def summed_gradient(
       gradient), the sums of `local_loss` and the gradient of its scalar in the master weights' dtype, added over
       everything and placed like the master weights.
     """
-    everywhere = nontrivial_axes(mesh, AXES)
+    reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
-        compute, still = compute_copy(params, leaves, dtypes), frozen_copy(frozen, leaves)
-        gradient = jax.grad(lambda copy, *rest: local_loss({**still, **copy}, *rest), has_aux=True)
+        compute, frozen_compute = compute_copy(params, leaves, dtypes), frozen_copy(frozen, leaves)
+        gradient = jax.grad(lambda copy, *rest: local_loss({**frozen_compute, **copy}, *rest), has_aux=True)
 
         def accumulated(micro: Any) -> tuple[Arrays, Sums]:
             grads, sums = gradient(compute, constants, micro)
@@ -80,8 +80,8 @@ def summed_gradient(
         first = accumulated(jax.tree.map(lambda x: x[0], batch))
         rest = jax.tree.map(lambda x: x[1:], batch)
         (grads, sums), _ = jax.lax.scan(add, first, rest)
-        if everywhere:
-            sums = jax.lax.psum(sums, everywhere)
+        if reduce_axes:
+            sums = jax.lax.psum(sums, reduce_axes)
         return sums, grads if reduce == "micro_batch" else _to_stored(grads, leaves, mesh)
 
     return _mapped(region, mesh, leaves, batch_spec(leading=1), gradient=True)
@@ -92,12 +92,12 @@ def summed(
     dtypes: Mapping[str, Any],
 ) -> Callable[..., Sums]:  # fmt: skip
     """(params, constants, batch with leaves [sequences, tokens], frozen parameters or None) → the sums over devices."""
-    everywhere = nontrivial_axes(mesh, AXES)
+    reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> Sums:
         copy = {**frozen_copy(frozen, leaves), **compute_copy(params, leaves, dtypes)}
         sums = local_sums(copy, constants, batch)
-        return jax.lax.psum(sums, everywhere) if everywhere else sums
+        return jax.lax.psum(sums, reduce_axes) if reduce_axes else sums
 
     return _mapped(region, mesh, leaves, batch_spec(), gradient=False)
 
@@ -112,11 +112,11 @@ def _mapped(
         stored, frozen_stored = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
         # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
         # differentiated, since unchecked they transpose to sums.
-        everywhere = jax.shard_map(
+        mapped_region = jax.shard_map(
             region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_split, frozen_stored),
             out_specs=(PartitionSpec(), stored) if gradient else PartitionSpec(), check_vma=False,
         )  # fmt: skip
-        return everywhere(params, constants, batch, frozen or {})
+        return mapped_region(params, constants, batch, frozen or {})
 
     return mapped
 

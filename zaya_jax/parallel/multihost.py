@@ -22,9 +22,9 @@ from zaya_jax.run.launcher import detect_launcher
 
 T = TypeVar("T")
 
-_LATER = 30  # seconds that jax's heartbeats are given beyond our own
+_HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeats are given beyond our own
 # In jax's errors, what tells one of the others from one of our own.
-_OF_OTHERS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
+_PEER_ERRORS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
 _PATIENCE = 600  # seconds for the processes, which have met, to load their configuration
 # Of each topic, the messages sent so far: the same in all processes, which send them in the same order.
 _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -74,8 +74,8 @@ def join(
     try:
         jax.distributed.initialize(
             relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
-            initialization_timeout=join_seconds + _LATER,
-            heartbeat_timeout_seconds=math.ceil(peer_timeout) + _LATER,
+            initialization_timeout=join_seconds + _HEARTBEAT_MARGIN,
+            heartbeat_timeout_seconds=math.ceil(peer_timeout) + _HEARTBEAT_MARGIN,
             shutdown_timeout_seconds=math.ceil(peer_timeout),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:
@@ -172,9 +172,9 @@ def primary_first(action: Callable[[], T]) -> T:
 def check_alike(text: str) -> None:
     """Raise `InputError` in every process unless all were given the same configuration `text`."""
     digests = all_gather("config", hashlib.sha256(text.encode()).hexdigest(), _PATIENCE)
-    if others := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
-        raise InputError(f"Process {', '.join(others)} of {len(digests)} was given another configuration than process "
-                         "0: start all with the same files and overrides.")  # fmt: skip
+    if differing := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
+        raise InputError(f"Process {', '.join(differing)} of {len(digests)} was given another configuration than "
+                         "process 0: start all with the same files and overrides.")  # fmt: skip
 
 
 def _store() -> Any:
@@ -182,8 +182,8 @@ def _store() -> Any:
     return distributed.global_state.client
 
 
-def lost(error: Exception) -> bool:
+def is_peer_loss(error: Exception) -> bool:
     """Whether `error`, in a job of several processes, comes of another that is lost or cannot be reached."""
     text = str(error).lower()
     return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
-            and any(word in text for word in _OF_OTHERS))  # fmt: skip
+            and any(word in text for word in _PEER_ERRORS))  # fmt: skip

@@ -23,20 +23,22 @@ def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnM
     """
 
     def whole(name: str, arrays: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:
-        place = leaves[name]
-        devices = math.prod(mesh.shape[axis] for axis in place.over)
+        placement = leaves[name]
+        devices = math.prod(mesh.shape[axis] for axis in placement.over)
 
-        def here(numbers: jax.Array, *arrays: jax.Array) -> Pair:
-            kept, m = local(numbers, *arrays)
+        def on_device(numbers: jax.Array, *arrays: jax.Array) -> Pair:
+            new_momentum, m = local(numbers, *arrays)
             stack = m.reshape(-1, *m.shape[-2:])
-            if place.axis is None:
-                return kept, function(stack).reshape(m.shape)
-            return kept, _exchanged(function, stack, 3 + place.axis, place.over, devices).reshape(m.shape)
+            if placement.axis is None:
+                result = function(stack)
+            else:
+                result = _exchanged(function, stack, 3 + placement.axis, placement.over, devices)
+            return new_momentum, result.reshape(m.shape)
 
         if math.prod(mesh.shape.values()) == 1:
-            return here(numbers, *arrays)
-        stored = place.stored
-        mapped = jax.shard_map(here, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(arrays)),
+            return on_device(numbers, *arrays)
+        stored = placement.stored
+        mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(PartitionSpec(), *(stored,) * len(arrays)),
                                out_specs=(stored, stored), check_vma=False)  # fmt: skip
         return mapped(numbers, *arrays)
 

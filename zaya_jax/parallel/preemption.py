@@ -22,8 +22,8 @@ class Preemption:
     def __init__(self) -> None:
         self._several = jax.process_count() > 1
         numbers = (int(signal.SIGINT),) if self._several else tuple(NAMES)
-        self._listener = Listener(self._answer, self._note, numbers)
-        self._armed = self._said = self._heeded = False
+        self._listener = Listener(self._announce, self._handle_signal, numbers)
+        self._armed = self._announced = self._reached = False
         self._number: int | None = None
         self._polls = 0
 
@@ -46,8 +46,8 @@ class Preemption:
             return self._number is not None
         self._polls += 1
         # True at one poll alone, so that it is remembered.
-        self._heeded = self._heeded or multihost_utils.reached_preemption_sync_point(self._polls)
-        return self._heeded
+        self._reached = self._reached or multihost_utils.reached_preemption_sync_point(self._polls)
+        return self._reached
 
     @property
     def signalled(self) -> bool:
@@ -64,7 +64,7 @@ class Preemption:
         """The exit status of a process that ends for it."""
         return exit_status(self._number or signal.SIGTERM)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, before its next instruction."""
         if self._armed and self._number is None:
             self._number = number
@@ -78,10 +78,10 @@ class Preemption:
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
 
-    def _answer(self, number: int) -> None:
+    def _announce(self, number: int) -> None:
         """In a thread, at once."""
-        if self._armed and not self._said:
-            self._said = True
+        if self._armed and not self._announced:
+            self._announced = True
             warn(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.")
         else:
             self._listener.pass_on(number)

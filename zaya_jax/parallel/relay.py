@@ -19,28 +19,28 @@ def relay(host: str, port: int) -> str:
 
 def _accept(server: socket.socket, host: str, port: int) -> None:
     while True:
-        near, _ = server.accept()
-        threading.Thread(target=_forward, args=(near, host, port), name="relay", daemon=True).start()
+        downstream, _ = server.accept()
+        threading.Thread(target=_forward, args=(downstream, host, port), name="relay", daemon=True).start()
 
 
-def _forward(near: socket.socket, host: str, port: int) -> None:
+def _forward(downstream: socket.socket, host: str, port: int) -> None:
     while True:
         try:
-            far = socket.create_connection((host, port))
+            upstream = socket.create_connection((host, port))
             break
         except OSError:  # the service does not listen yet, or is gone
             time.sleep(0.1)
-    threading.Thread(target=_answer, args=(far, near), name="relay", daemon=True).start()
-    with near, far, contextlib.suppress(OSError):
+    threading.Thread(target=_copy_back, args=(upstream, downstream), name="relay", daemon=True).start()
+    with downstream, upstream, contextlib.suppress(OSError):
         try:
-            while data := near.recv(2**16):
-                with contextlib.suppress(OSError):  # the service is gone, which `near` is not to learn
-                    far.sendall(data)
+            while data := downstream.recv(2**16):
+                with contextlib.suppress(OSError):  # the service is gone, which `downstream` is not to learn
+                    upstream.sendall(data)
         finally:
-            far.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_answer`, which reads it
+            upstream.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_copy_back`, which reads it
 
 
-def _answer(far: socket.socket, near: socket.socket) -> None:
+def _copy_back(upstream: socket.socket, downstream: socket.socket) -> None:
     with contextlib.suppress(OSError):
-        while data := far.recv(2**16):
-            near.sendall(data)
+        while data := upstream.recv(2**16):
+            downstream.sendall(data)

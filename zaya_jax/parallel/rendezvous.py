@@ -69,7 +69,7 @@ class Peer:
     def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
         """Take a connection to `process` on `host`; without a number until it sends one."""
         connection.setblocking(False)
-        self._connection, self._rest = connection, b""
+        self._connection, self._partial_line = connection, b""
         self.process, self.host = process, host
 
     def __str__(self) -> str:
@@ -93,9 +93,9 @@ class Peer:
             return []
         except OSError:
             return None
-        if not data or len(self._rest) > _LONGEST:
+        if not data or len(self._partial_line) > _LONGEST:
             return None
-        *lines, self._rest = (self._rest + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 
     def finish(self) -> None:
@@ -141,7 +141,7 @@ def meet(job: Job, seconds: float) -> list[Peer]:
     """
     if job.process == 0:
         return _Gathering(job, seconds).wait()
-    return [_admitted(_connect(job, seconds), job, seconds + _MARGIN)]
+    return [_wait_for_admission(_connect(job, seconds), job, seconds + _MARGIN)]
 
 
 class _Refused(InputError):
@@ -171,9 +171,9 @@ class _Gathering:
                     self._refuse(self._missing())
                 for key, _ in events:
                     if key.fileobj is itself:
-                        self._hear_itself(itself)
+                        self._receive_own(itself)
                     elif isinstance(key.fileobj, Peer):
-                        self._hear(key.fileobj)
+                        self._receive(key.fileobj)
                     else:
                         self._selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
         self._arrived.pop(0).close()
@@ -193,29 +193,29 @@ class _Gathering:
                                         dualstack_ipv6=host == "::")  # fmt: skip
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # by another program, or by another process 0, which then tells both
-                self._ask_another()
+                self._query_other_process()
             raise InputError(
                 f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
                 f"that uses port {port}, or choose another port"
                 f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
             ) from error
 
-    def _ask_another(self) -> None:
+    def _query_other_process(self) -> None:
         try:
-            _admitted(_connect(self._job, 0), self._job, _ANSWER)
+            _wait_for_admission(_connect(self._job, 0), self._job, _ANSWER)
         except _Refused:
             raise
         except InputError:
             return
 
-    def _hear_itself(self, itself: Peer) -> None:
+    def _receive_own(self, itself: Peer) -> None:
         lines = itself.receive()
         if lines is None:
             self._refuse(f"Process 0 reached another program at {self._job.coordinator}, which closed the connection. "
                          "Start process 0 on that host, or correct the address.")  # fmt: skip
         _raise_verdict(lines)
 
-    def _hear(self, peer: Peer) -> None:
+    def _receive(self, peer: Peer) -> None:
         lines = peer.receive()
         if lines is None:
             if peer.process is not None:
@@ -224,12 +224,12 @@ class _Gathering:
             self._selector.unregister(peer)
             peer.close()
         elif lines and peer.process is None:
-            self._introduce(peer, lines[0])
+            self._register(peer, lines[0])
 
-    def _introduce(self, peer: Peer, line: str) -> None:
+    def _register(self, peer: Peer, line: str) -> None:
         try:
-            said = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
-            peer.process, processes, peer.host = int(said["process"]), int(said["processes"]), str(said["host"])
+            hello = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
+            peer.process, processes, peer.host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
         except (ValueError, KeyError, TypeError):  # another program, which will go away
             return
         if processes != self._job.processes or not 0 <= peer.process < processes:
@@ -246,9 +246,9 @@ class _Gathering:
     def _missing(self) -> str:
         absent = [process for process in range(self._job.processes) if process not in self._arrived]
         return (
-            f"{_named(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
-            f"{self._seconds:g} s; {_named(sorted(self._arrived)).lower()} did. Start each with this address and a "
-            "number of its own."
+            f"{_list_processes(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
+            f"{self._seconds:g} s; {_list_processes(sorted(self._arrived)).lower()} did. Start each with this address "
+            "and a number of its own."
         )
 
     def _refuse(self, sentence: str) -> NoReturn:
@@ -257,10 +257,10 @@ class _Gathering:
         raise InputError(sentence)
 
 
-def _named(numbers: list[int]) -> str:
+def _list_processes(numbers: list[int]) -> str:
     """'Process 3', 'Processes 1, 2 and 3 more'."""
-    some = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
-    return f"Process{'es' if len(numbers) > 1 else ''} {some}"
+    listed = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
+    return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
 
 
 def _hello(job: Job) -> str:
@@ -298,7 +298,7 @@ def _connect(job: Job, seconds: float) -> Peer:
         time.sleep(0.2)
 
 
-def _admitted(peer: Peer, job: Job, seconds: float) -> Peer:
+def _wait_for_admission(peer: Peer, job: Job, seconds: float) -> Peer:
     """`peer`, process 0, once it has said that all are there."""
     limit, start = min(seconds, _WELCOMED), time.monotonic()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:

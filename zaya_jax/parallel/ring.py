@@ -63,9 +63,9 @@ def _next(x: Any, devices: int) -> Any:
 def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.Array]]:
     """For each piece of the queries and of the keys that came `hop` devices, the first query's index among the keys."""
     rank = jax.lax.axis_index(SEQUENCE_AXIS)
-    mine = device_pieces(static.config, rank)
-    theirs = device_pieces(static.config, (rank - hop) % static.config.context)
-    return [[(query - key) * length for key in theirs] for query in mine]
+    query_pieces = device_pieces(static.config, rank)
+    key_pieces = device_pieces(static.config, (rank - hop) % static.config.context)
+    return [[(query - key) * length for key in key_pieces] for query in query_pieces]
 
 
 def _split(arrays: Sequence[jax.Array], pieces: int) -> list[tuple[jax.Array, ...]]:
@@ -128,10 +128,10 @@ def _backward(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
     devices = static.config.context
 
     def hop(carry: Any, index: jax.Array) -> tuple[Any, None]:
-        dq, travelling = carry
-        k, v, k_seg, dk, dv = _next(travelling, devices)
-        more = _gradients(static, index, q, k, v, q_seg, k_seg, whole, do)
-        return (dq + more[0], (k, v, k_seg, dk + more[1], dv + more[2])), None
+        dq, ring_state = carry
+        k, v, k_seg, dk, dv = _next(ring_state, devices)
+        hop_gradients = _gradients(static, index, q, k, v, q_seg, k_seg, whole, do)
+        return (dq + hop_gradients[0], (k, v, k_seg, dk + hop_gradients[1], dv + hop_gradients[2])), None
 
     dq, dk, dv = _gradients(static, 0, q, k, v, q_seg, k_seg, whole, do)
     (dq, (*_, dk, dv)), _ = jax.lax.scan(hop, (dq, (k, v, k_seg, dk, dv)), jnp.arange(1, devices))

@@ -32,7 +32,7 @@ def read_token(folder: Path) -> FencingToken | None:
     """The newest token; None where none was taken, as in a copy of checkpoints, or it cannot be read."""
     try:
         tree = read_json(folder / _FILE)
-        if digest(_text(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
+        if digest(_canonical_json(tree["generation"], tree["accepted"]).encode()) != tree["digest"]:
             return None
         token = FencingToken(tree["generation"], {int(step): number for step, number in tree["accepted"].items()})
         return token if all(type(number) is int for number in (token.number, *token.accepted.values())) else None
@@ -42,12 +42,12 @@ def read_token(folder: Path) -> FencingToken | None:
 
 def take_token(folder: Path, checkpoints: Mapping[int, int]) -> FencingToken:
     """Take the next token; `checkpoints` are those to accept, step → token they were saved with."""
-    before = read_token(folder)
+    previous = read_token(folder)
     newest = max(checkpoints.values(), default=0)
     # Tokens with which nothing was saved yet are known by the file alone: where it is gone, they are leapt over.
-    last = max(before.number, newest) if before else newest + _LEAP * bool(checkpoints)
+    last = max(previous.number, newest) if previous else newest + _LEAP * bool(checkpoints)
     token = FencingToken(last + 1, dict(checkpoints))
-    text = _text(token.number, {str(step): number for step, number in token.accepted.items()})
+    text = _canonical_json(token.number, {str(step): number for step, number in token.accepted.items()})
     write_atomically(folder / _FILE, json.dumps(json.loads(text) | {"digest": digest(text.encode())}) + "\n")
     return token
 
@@ -68,5 +68,5 @@ def why_superseded(folder: Path, number: int) -> str:
     return ""
 
 
-def _text(generation: int, accepted: Mapping[str, int]) -> str:
+def _canonical_json(generation: int, accepted: Mapping[str, int]) -> str:
     return json.dumps({"generation": generation, "accepted": accepted})

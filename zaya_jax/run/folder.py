@@ -97,7 +97,7 @@ def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in _leaves({**tree, "phases": phases}, "") if key.startswith(_RECORDED)}
 
 
-def name_phases(folder: Path, config: Config, steps: Collection[int]) -> None:
+def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> None:
     """Note in `phases.json` which of the checkpoints of `steps` are the last of which phase: name to step."""
     ends = {phase.name: end for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True)}
     text = json.dumps({name: end for name, end in ends.items() if end in steps}, indent=1) + "\n"

@@ -20,7 +20,7 @@ _SYNC_BYTES = 2**20  # rows kept in memory before they are synced, where checkpo
 class DiskGuard:
     """Writes files of the run folder that training can wait for: a failure is one warning, not the end of the run."""
 
-    def __init__(self, say: Callable[[str], object] = print) -> None:
+    def __init__(self, say: Callable[[str], object]) -> None:
         """Report to `say`: one sentence when writing begins to fail, one when every file has been written again."""
         self.say = say
         self._failed: dict[Path, str] = {}
@@ -91,8 +91,7 @@ class JsonlFile:
     Rows that cannot be written, or that were written but not synced, stay in memory until they are on the disk.
     """
 
-    def __init__(self, path: Path, step: int, first: int = 0, disk: DiskGuard | None = None, *,
-                 complete: bool = False) -> None:  # fmt: skip
+    def __init__(self, path: Path, step: int, first: int, disk: DiskGuard, *, complete: bool = False) -> None:
         """Open the file `path` of a run that started after `first` steps and resumes after `step`, or create it.
 
         `disk` reports failures.
@@ -101,7 +100,7 @@ class JsonlFile:
           InputError: the file must be `complete`, and the row of a step from `first` to `step` is missing or damaged;
             the file is left as it is.
         """
-        self._path, self._disk = path, disk or DiskGuard()
+        self._path, self._disk = path, disk
         rows = list(_parse(path.read_bytes())) if path.exists() else []
         # A run that has no checkpoint of its own starts anew, and may start after another step than the last time.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []

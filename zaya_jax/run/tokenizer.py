@@ -115,9 +115,9 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     for text in tokenizer.stops:
         if (stop := token_id(text)) not in (None, *stops):
             stops.append(stop)
-    made = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
+    defaults = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
             "pad_token_id": token_id(tokenizer.stops[0])}  # fmt: skip
-    generation = made | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
+    generation = defaults | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
     return files | {GENERATION: _json({key: value for key, value in generation.items() if value is not None})}
 
 

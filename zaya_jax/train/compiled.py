@@ -35,14 +35,14 @@ class CompiledSteps:
     def step(self, stage: Stage) -> Callable:
         """The compiled step of a stage, waited for where it is not ready; from now on the next stage's is made."""
         config = self._programs.config
-        step = self._begin(stage).result()
+        step = self._submit(stage).result()
         check_compiled(step, config.phase_key(stage.phase))  # not earlier: another step may still run
         # The last step of a stage may already belong to the next one's key, so that nothing is begun twice.
-        after = [later for later in stages(config) if later.first_step > stage.first_step]
-        keep = {self._key(kept) for kept in [stage, *after]}
+        later_stages = [following for following in stages(config) if following.first_step > stage.first_step]
+        keep = {self._key(kept) for kept in [stage, *later_stages]}
         self._steps = {key: future for key, future in self._steps.items() if key in keep}
-        if after:
-            self._begin(after[0])
+        if later_stages:
+            self._submit(later_stages[0])
         return step
 
     def evaluation(self, phase: int) -> Callable[..., dict[str, jax.Array]]:
@@ -57,7 +57,7 @@ class CompiledSteps:
         program = self._programs[stage.phase]
         return program, program.batch_shape(stage)
 
-    def _begin(self, stage: Stage) -> Future[Callable]:
+    def _submit(self, stage: Stage) -> Future[Callable]:
         key = self._key(stage)
         if key not in self._steps:
             self._steps[key] = self._pool.submit(self._programs[stage.phase].compile, stage)

@@ -31,20 +31,21 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
     item = accumulation_dtype(config.train.compute_dtype).itemsize
     low = 2 if config.train.compute_dtype == "bfloat16" else item
 
-    def check(needed: int, what: str, remedy: str) -> None:
+    def check(needed: int, purpose: str, remedy: str) -> None:
         if needed > available:
             raise InputError(f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory on a device, for "
-                             f"{what}, but {gigabytes(available)} are available. {remedy}.")  # fmt: skip
+                             f"{purpose}, but {gigabytes(available)} are available. {remedy}.")  # fmt: skip
 
     check(stored + master_weights * low // item, "parameters, gradients and optimizer state",
           "Use more devices, which share them, or a smaller model")  # fmt: skip
     spread, context = mesh.shape[SEQUENCE_AXIS], config.context_of(phase_config)
     rows = max(-(-program.batch_shape(stage)[1] // batch_shards(mesh)) for stage in stages(config)
                if stage.phase == phase)  # fmt: skip
-    kept = rows * context // spread * model.num_groups * model.hidden_size * item
-    check(stored + kept, f"training state and the residual stream of {rows:,} sequences of {context:,} tokens",
+    residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
+    check(stored + residual_stream,
+          f"training state and the residual stream of {rows:,} sequences of {context:,} tokens",
           f"Lower {config.batch_key(phase_config)}.micro, the sequences that a device works on at once")  # fmt: skip
     rows, context = -(-config.evaluation.batch // batch_shards(mesh)), config.data.context
-    seen = rows * context // spread * model.hidden_size * (item + low)
-    check(stored + seen, f"training state and the evaluation of {rows:,} sequences of {context:,} tokens",
+    evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
+    check(stored + evaluation_bytes, f"training state and the evaluation of {rows:,} sequences of {context:,} tokens",
           f"Lower evaluation.batch ({config.evaluation.batch:,})")  # fmt: skip

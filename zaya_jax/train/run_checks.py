@@ -82,48 +82,48 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
       step: steps done.
       rates: whether learning rates must have been the same, too.
     """
-    begun = sum(first < step for first, _ in phase_steps(old))
-    for index, phase in enumerate(old.phases[:begun]):
+    phases_started = sum(first < step for first, _ in phase_steps(old))
+    for index, phase in enumerate(old.phases[:phases_started]):
         where = f"phases.{phase.name}"
         if index >= len(new.phases):
             raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
                              "run_dir.")  # fmt: skip
-        before, now = _fixed(phase), _fixed(new.phases[index])
-        if index < begun - 1:
-            before["tokens"], now["tokens"] = phase.tokens, new.phases[index].tokens
-        for key, value in before.items():
-            if value != now[key]:
+        old_settings, new_settings = _fixed_settings(phase), _fixed_settings(new.phases[index])
+        if index < phases_started - 1:
+            old_settings["tokens"], new_settings["tokens"] = phase.tokens, new.phases[index].tokens
+        for key, value in old_settings.items():
+            if value != new_settings[key]:
                 raise InputError(
-                    f"{where}.{key} was {shown(value)} and is now {shown(now[key])}, but the run has started that "
-                    "phase. Restore the old value to resume that run, or choose another run_dir."
+                    f"{where}.{key} was {shown(value)} and is now {shown(new_settings[key])}, but the run has started "
+                    "that phase. Restore the old value to resume that run, or choose another run_dir."
                 )
     if _steps_done(old, step) != _steps_done(new, step):
-        where, budget = f"phases.{old.phases[begun - 1].name}", new.phases[begun - 1].tokens
-        done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[begun - 1][0])
-        if budget < done:
-            raise InputError(f"{where}.tokens is {budget:,}, but {done:,} tokens of that phase are done; take at least "
-                             "as many.")  # fmt: skip
+        where, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
+        tokens_done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[phases_started - 1][0])
+        if budget < tokens_done:
+            raise InputError(f"{where}.tokens is {budget:,}, but {tokens_done:,} tokens of that phase are done; take "
+                             "at least as many.")  # fmt: skip
         raise InputError(f"The batch (train.batch) or the context (data.context) was another in the {step} steps that "
                          "are done. Restore the old values; a new phase may have others.")  # fmt: skip
     if rates:
-        _check_rates(old, new, step, begun)
+        _check_rates(old, new, step, phases_started)
 
 
-def _check_rates(old: Config, new: Config, step: int, begun: int) -> None:
+def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> None:
     """Raise `InputError` where the learning rate of a step that is done would have been another."""
-    spans, new_spans = schedule_spans(old)[:begun], schedule_spans(new)[:begun]
+    spans, new_spans = schedule_spans(old)[:phases_started], schedule_spans(new)[:phases_started]
     if spans == new_spans or not (differing := np.flatnonzero(_factors(old, step) != _factors(new, step))).size:
         return
     first = int(differing[0])
     phase = stage_at(old, first).phase
     was, becomes = spans[phase], new_spans[phase]
-    what = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
+    change = f"spanned {was.tokens:,} tokens and now spans {becomes.tokens:,}"
     if was.schedule != becomes.schedule:
-        before, after = to_dict(was.schedule), to_dict(becomes.schedule)
-        what = " and ".join(f"had {key} {shown(value)} and now has {shown(after[key])}"
-                            for key, value in before.items() if value != after[key])  # fmt: skip
+        old_schedule, new_schedule = to_dict(was.schedule), to_dict(becomes.schedule)
+        change = " and ".join(f"had {key} {shown(value)} and now has {shown(new_schedule[key])}"
+                              for key, value in old_schedule.items() if value != new_schedule[key])  # fmt: skip
     raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {what}, so steps {first + 1} to {step}, "
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}, so steps {first + 1} to {step}, "
         "which are done, would have had other learning rates. Restore the old values and append a phase with a "
         f"schedule of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to "
         f"step {first} both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
@@ -141,7 +141,7 @@ def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
             for stage in stages(config) if stage.first_step < step]  # fmt: skip
 
 
-def _fixed(phase: PhaseConfig) -> dict[str, Any]:
+def _fixed_settings(phase: PhaseConfig) -> dict[str, Any]:
     """What of a phase may not change once it is begun; that lengths and rates fit is seen from the steps themselves."""
     free = ("parallel", "remat", "tokens", "schedule")
     settings = {key: value for key, value in to_dict(phase).items() if key not in free}

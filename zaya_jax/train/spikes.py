@@ -37,67 +37,67 @@ def empty_history(config: SpikeConfig) -> LossHistory:
     return LossHistory(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32), _no_skipped(kept))
 
 
-def classify_step(config: SpikeConfig, recent: LossHistory, loss: jax.Array, norm: jax.Array) -> jax.Array:
+def classify_step(config: SpikeConfig, history: LossHistory, loss: jax.Array, norm: jax.Array) -> jax.Array:
     """Why a step is passed over, int32 index of `REASONS`; 0 where it counts.
 
     Args:
       config: window and threshold.
-      recent: of the steps before.
+      history: of the steps before.
       loss: fp32, nats/token.
       norm: fp32, of the gradient before clipping.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if not config.window:
         return jnp.where(finite, 0, 1)
-    known = jnp.where(jnp.arange(config.window) < recent.accepted, recent.values, jnp.nan)
-    enough = recent.accepted >= min(_FEWEST, config.window)
-    above = enough & (_values(loss, norm) > _limit(config, known))
+    steps = jnp.where(jnp.arange(config.window) < history.accepted, history.values, jnp.nan)
+    enough = history.accepted >= min(_FEWEST, config.window)
+    above = enough & (_values(loss, norm) > _limit(config, steps))
     return jnp.select([~finite, above[0], above[1]], [1, 2, 3], 0)
 
 
-def append_step(recent: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
-    """`recent` with an accepted step's values in place of the oldest."""
-    kept = recent.values.shape[1]
-    values = recent.values.at[:, recent.accepted % kept].set(_values(loss, norm))
-    return LossHistory(values, recent.accepted + 1, _no_skipped(kept))
+def append_step(history: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
+    """`history` with an accepted step's values in place of the oldest."""
+    kept = history.values.shape[1]
+    values = history.values.at[:, history.accepted % kept].set(_values(loss, norm))
+    return LossHistory(values, history.accepted + 1, _no_skipped(kept))
 
 
-def append_skipped(config: SpikeConfig, recent: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
-    """`recent` after a skipped step.
+def append_skipped(config: SpikeConfig, history: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
+    """`history` after a skipped step.
 
     Once `window` steps in a row were skipped, all of them finite and none a spike among them, the loss has settled at
     another level: they become the history that the next step is compared with.
     """
     newest = _values(loss, norm)
     newest = jnp.where(jnp.isfinite(newest).all(), newest, _NONE)
-    skipped = jnp.concatenate([recent.skipped[:, 1:], newest[:, None]], axis=1)
+    skipped = jnp.concatenate([history.skipped[:, 1:], newest[:, None]], axis=1)
     if not config.window:
-        return recent._replace(skipped=skipped)
+        return history._replace(skipped=skipped)
     consistent = (skipped <= _limit(config, skipped)[:, None]).all() & (skipped[0] != _NONE).all()
     return LossHistory(
-        jnp.where(consistent, skipped, recent.values),
-        jnp.where(consistent, config.window, recent.accepted),
+        jnp.where(consistent, skipped, history.values),
+        jnp.where(consistent, config.window, history.accepted),
         jnp.where(consistent, _no_skipped(config.window), skipped),
     )
 
 
-def reset_history(recent: LossHistory, new_phase: jax.Array) -> LossHistory:
+def reset_history(history: LossHistory, new_phase: jax.Array) -> LossHistory:
     """Nothing where a phase begins, whose data and rates are others."""
     return LossHistory(
-        jnp.where(new_phase, 0.0, recent.values),
-        jnp.where(new_phase, 0, recent.accepted),
-        jnp.where(new_phase, _NONE, recent.skipped),
+        jnp.where(new_phase, 0.0, history.values),
+        jnp.where(new_phase, 0, history.accepted),
+        jnp.where(new_phase, _NONE, history.skipped),
     )
 
 
-def resize(config: SpikeConfig, recent: LossHistory) -> LossHistory:
-    """`recent` of a checkpoint, where the window may have been another, with the newest steps that fit `config`."""
-    before, kept = recent.values.shape[1], max(config.window, 1)
-    skipped = _no_skipped(before) if recent.skipped is None else recent.skipped
+def resize(config: SpikeConfig, history: LossHistory) -> LossHistory:
+    """`history` of a checkpoint, where the window may have been another, with the newest steps that fit `config`."""
+    before, kept = history.values.shape[1], max(config.window, 1)
+    skipped = _no_skipped(before) if history.skipped is None else history.skipped
     if before == kept:
-        return recent._replace(skipped=skipped)
-    oldest_first = jnp.roll(recent.values, -(recent.accepted % before), axis=1)  # empty places come first
-    accepted = jnp.minimum(recent.accepted, min(before, kept))
+        return history._replace(skipped=skipped)
+    oldest_first = jnp.roll(history.values, -(history.accepted % before), axis=1)  # empty places come first
+    accepted = jnp.minimum(history.accepted, min(before, kept))
     values = jnp.roll(_last(oldest_first, kept, 0.0), accepted - kept, axis=1)
     values = jnp.where(jnp.arange(kept) < accepted, values, 0.0)
     return LossHistory(values, accepted, _last(skipped, kept, _NONE))
@@ -112,12 +112,12 @@ def _no_skipped(window: int) -> jax.Array:
     return jnp.full((2, window), _NONE, jnp.float32)
 
 
-def _limit(config: SpikeConfig, known: jax.Array) -> jax.Array:
-    """Above which a loss and a log norm are spikes, fp32 [2], beside those of `known` steps [2, n]; NaN is no step."""
-    median = jnp.nanmedian(known, axis=1)
-    deviation = 1.4826 * jnp.nanmedian(jnp.abs(known - median[:, None]), axis=1)
-    least = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])
-    return median + config.threshold * jnp.maximum(deviation, least)
+def _limit(config: SpikeConfig, steps: jax.Array) -> jax.Array:
+    """Above which a loss and a log norm are spikes, fp32 [2], beside those of `steps` [2, n]; NaN is no step."""
+    median = jnp.nanmedian(steps, axis=1)
+    deviation = 1.4826 * jnp.nanmedian(jnp.abs(steps - median[:, None]), axis=1)
+    floor = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])
+    return median + config.threshold * jnp.maximum(deviation, floor)
 
 
 def _values(loss: jax.Array, norm: jax.Array) -> jax.Array:

@@ -97,7 +97,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
         )  # fmt: skip
         params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
         update_norms = _norm_by_role(_squares(updates), program)
-        errors = _by_bias(load_error(sums["counts"]), state.balance, config)
+        errors = _split_by_stack(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = program.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)
 
@@ -152,7 +152,7 @@ def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dic
     return {role: jnp.sqrt(total) for role, total in totals.items()}
 
 
-def _by_bias(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
+def _split_by_stack(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
     """Rows of all layers, dealt out to the stacks of balancing biases: layer g·p + i is row g of stack i."""
     grouped = values_le.reshape(config.model.num_groups, len(config.model.period), -1)
     return {name: grouped[:, _stack(name)] for name in balance}

@@ -33,7 +33,7 @@ class StepLogger:
         """Leave what happened since the last step (compilation, evaluation, saving) out of the next one's time."""
         self._since = time.monotonic()
 
-    def begin(self, step: int, metrics: Any, data_wait: float) -> None:
+    def start_step(self, step: int, metrics: Any, data_wait: float) -> None:
         """Take note that `step` runs; the one before is recorded now, which waits for it alone."""
         self.record()
         self._running = (step, metrics, data_wait)
@@ -78,11 +78,11 @@ class StepLogger:
     def _by_source(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """`metrics` with the training loss of each source that the step read, in nats/token."""
         names = self._config.data.source_names
-        rest = {name: value for name, value in metrics.items() if name not in ("source_loss", "source_tokens")}
+        others = {name: value for name, value in metrics.items() if name not in ("source_loss", "source_tokens")}
         if len(names) == 1:
-            return {**rest, "loss_by_source": {names[0]: metrics["loss"]}}
+            return {**others, "loss_by_source": {names[0]: metrics["loss"]}}
         sums = zip(names, metrics["source_loss"], metrics["source_tokens"], strict=True)
-        return {**rest, "loss_by_source": {name: loss / tokens for name, loss, tokens in sums if tokens}}
+        return {**others, "loss_by_source": {name: loss / tokens for name, loss, tokens in sums if tokens}}
 
 
 def _advice(config: Config, reason: str) -> str:

@@ -16,7 +16,7 @@ from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.model.tree import Arrays
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
-from zaya_jax.run.folder import CONFIG, METRICS, PHASES, name_phases, record_changes, run_folder
+from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard, MetricSink, read_rows
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
@@ -86,7 +86,7 @@ class Trainer:
           Preempted: the run was asked to end, and has saved.
         """
         self._record_changes()
-        self._name_phases()
+        self._write_phase_ends()
         if self.steps_done and self.store.latest() == self.steps_done:
             self.console.say(f"Resuming after step {self.steps_done} of {total_steps(self.config)}.")
         for stage in stages(self.config):
@@ -99,15 +99,15 @@ class Trainer:
 
     def step(self) -> None:
         """Train one step of the current stage; its metrics are read while the next one runs."""
-        asked = time.monotonic()
+        wait_start = time.monotonic()
         batch = self._next_batch()
-        data_wait = time.monotonic() - asked
+        data_wait = time.monotonic() - wait_start
         placed = self._placement.place(batch, self._micro_batches, self._placement.share)
         with jax.transfer_guard("disallow"):
             self.state, metrics = self._train_step(self.state, placed, self.base)
         self.steps_done += 1
         self.scores = {}
-        self._logger.begin(self.steps_done, metrics, data_wait)
+        self._logger.start_step(self.steps_done, metrics, data_wait)
 
     def evaluate(self) -> dict[str, Any]:
         """Let every evaluator score the model, and record the last step with its scores."""
@@ -149,7 +149,7 @@ class Trainer:
                 raise self._preempted(f"step {self.steps_done}", self.store.wait())
             if phase_ends:
                 self.store.wait()  # before it is named
-                self._name_phases()
+                self._write_phase_ends()
             if evaluates or saves:
                 self._logger.restart_clock()
 
@@ -186,7 +186,7 @@ class Trainer:
         """Wait until the last checkpoint is saved, and everything that could not be written before."""
         if not self.store.finish(self.save, self.preemption.reached):
             raise self._preempted("the last step", saved=False)
-        self._name_phases()  # of which the last may have been saved just now
+        self._write_phase_ends()  # of which the last may have been saved just now
         path = self.folder / PICTURE
         if self.disk.problem(path) or not path.exists():
             self._draw()
@@ -212,10 +212,10 @@ class Trainer:
             with self.disk.writing(self.folder / CONFIG):
                 record_changes(self.folder, self.config, self._resumed_at)
 
-    def _name_phases(self) -> None:
+    def _write_phase_ends(self) -> None:
         if is_primary():
             with self.disk.writing(self.folder / PHASES):
-                name_phases(self.folder, self.config, self.store.steps())
+                write_phase_ends(self.folder, self.config, self.store.steps())
 
     def _draw(self) -> None:
         if is_primary():
