@@ -22,6 +22,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.presets import Preset
+from zaya_jax.run.checkpoints import FOLDER, named_steps
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -108,16 +109,13 @@ class _Process:
 
 
 def _saved(run_dir: str) -> str:
-    """What a run that ends at once has saved; nothing is imported for it, since another import may be under way."""
+    """What a run that ends at once has saved."""
     if not run_dir:
         return ""
-    try:
-        steps = [int(name) for name in os.listdir(Path(run_dir).expanduser() / "checkpoints") if name.isdecimal()]
-    except OSError:
-        steps = []
+    steps = named_steps(Path(run_dir).expanduser() / FOLDER)
     if not steps:
         return f" There is no checkpoint in {run_dir}: the same command starts from the first step."
-    return f" The newest checkpoint in {run_dir} is that of step {max(steps)}: the same command resumes from it."
+    return f" The newest checkpoint in {run_dir} is that of step {steps[-1]}: the same command resumes from it."
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -5,14 +5,10 @@ from typing import get_args
 
 import pytest
 
-from tests.config_helpers import refused, refused_to_load
-from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, get_hardware, peak_flops
 from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, select_preset
 from zaya_jax.hardware.presets import PRESETS, PresetName
-
-TINY = Path(__file__).parent.parent.parent / "configs" / "tiny.yaml"
 
 
 def amd(root: Path, *targets: int) -> None:
@@ -90,14 +86,6 @@ def test_a_configured_preset_and_jax_kept_on_the_cpu_come_first(tmp_path):
     assert selected(tmp_path, JAX_PLATFORMS="cpu") == "cpu"
     assert selected(tmp_path, JAX_PLATFORMS="rocm,cpu") == "mi300x"
     assert selected(tmp_path, "h100", JAX_PLATFORMS="cpu") == "h100"
-
-
-def test_an_unknown_preset_is_refused_by_the_configuration():
-    assert load_config(TINY).preset is None
-    assert load_config(TINY, ["preset=mi355x"]).preset == "mi355x"
-    for message in (refused({"preset": "mi250x"}), refused_to_load(TINY, "preset=mi250x")):
-        assert "preset is 'mi250x'" in message
-        assert "cpu, mi300x" in message
 
 
 @pytest.mark.parametrize(("files", "plugin"), [

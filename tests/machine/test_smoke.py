@@ -13,21 +13,17 @@ from zaya_jax.model.arithmetic import total_parameters
 
 
 @pytest.mark.parametrize(("platform", "devices"), [("cpu", 1), ("cpu", 8), ("cuda", 1), ("rocm", 8), ("rocm", 6)])
-def test_the_short_run_fits_any_number_of_devices(platform, devices):
+def test_the_sizes_fit_any_number_of_devices(platform, devices):
     sizes = sizes_for(platform, devices)
-    sizes.run.check()
     assert total_steps(sizes.run) == STEPS
     assert sizes.run.train.batch.tokens // sizes.run.data.context % devices == 0
     assert sizes.run.evaluation.batch % devices == 0
     assert total_parameters(sizes.run.model) < 5e6 if platform == "cpu" else total_parameters(sizes.run.model) > 1e8
-
-
-@pytest.mark.parametrize(("platform", "devices", "measured"), [("cpu", 1, True), ("cuda", 1, False), ("rocm", 2, True)])
-def test_context_parallelism_is_measured_where_devices_can_stand_for_it(platform, devices, measured):
-    sizes = sizes_for(platform, devices)
-    assert (sizes.context is not None) == measured
-    if not measured:
-        assert "one GPU" in parts(sizes)["context"]()["skipped"]
+    # A CPU simulates devices; a GPU that is alone has none to send to.
+    alone = (platform, devices) == ("cuda", 1)
+    assert (sizes.context is None) == alone
+    if alone:
+        assert "skipped" in parts(sizes)["context"]()
 
 
 def test_the_losses_of_a_run_fall_and_are_the_same_when_it_is_resumed():

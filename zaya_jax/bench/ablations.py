@@ -32,7 +32,7 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
 
     result = describe_run(
         "held-out loss at equal FLOPs, each part of ZAYA1 taken away in turn",
-        f"{SIZE}, {steps} steps of 2,048 tokens of the embedded corpus for the whole model",
+        f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus for the whole model",
         "the whole model", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

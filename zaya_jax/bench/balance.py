@@ -13,14 +13,14 @@ from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
-CROWD = 3.0  # added to the logits of two experts: e³ times the others' probability
+ROUTER_OFFSET = 3.0  # added to the logits of two experts: e³ times the others' probability
 _BATCH = 4096  # tokens a step: an even load of half as many would hardly look even
 _ROUTER = 0.1  # the router's part of Muon's rate: at these sizes it would outrun any bias
 _HELD = 3  # steps in a row that must be even
 RATES = (0.003, 0.01, 0.03, 0.1)
 
 
-class Steps(NamedTuple):
+class StepsUntilEven(NamedTuple):
     """Steps until the load was even, counted from the start and from the switch; None where it never was."""
 
     start: int | None
@@ -37,7 +37,7 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     result = describe_run(
         f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
         f"{SIZE}, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
-        f"routers start with {CROWD:g} added to the logits of two of eight experts",
+        f"routers start with {ROUTER_OFFSET:g} added to the logits of two of eight experts",
         "the sign rule at its best rate, and no rule", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
@@ -45,14 +45,14 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
 
         def trial(rule: BalanceRule, rate: float, seed: int) -> Trial:
             name = f"{rule} {rate:g} seed {seed}"
-            return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, CROWD)
+            return Trial(name, _config(Path(folder), sources, steps, rule, rate, seed), 2 * steps, ROUTER_OFFSET)
 
         rules: tuple[BalanceRule, ...] = ("adamw", "sign")
         grid: list[tuple[BalanceRule, float]] = [(rule, rate) for rule in rules for rate in RATES]
         tuned = run_trials({(rule, rate): trial(rule, rate, 0) for rule, rate in grid})
         tuning = {key: steps_until_even(curve, steps) for key, curve in tuned.items()}
         compared: list[tuple[BalanceRule, float]] = [
-            (rule, min(RATES, key=lambda rate: _cost(tuning[rule, rate], steps))) for rule in rules
+            (rule, min(RATES, key=lambda rate: _total_steps(tuning[rule, rate], steps))) for rule in rules
         ]
         compared.append(("none", min(RATES)))
         curves = run_trials({(rule, rate, seed): trial(rule, rate, seed) for rule, rate in compared for seed in SEEDS})
@@ -62,13 +62,13 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
             "rate": rate if rule != "none" else None,
             "interior": min(RATES) < rate < max(RATES),  # the best of the rates tried is not at their edge
             **{what: [getattr(steps_until_even(curves[rule, rate, seed], steps), what) for seed in SEEDS]
-               for what in Steps._fields},
+               for what in StepsUntilEven._fields},
             "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in SEEDS],
         }
         for rule, rate in compared
     }  # fmt: skip
     for rule, row in result["results"].items():
-        median = {what: median_or_never(row[what]) for what in Steps._fields}
+        median = {what: median_or_never(row[what]) for what in StepsUntilEven._fields}
         print(f"{rule}: even after {median['start']} steps, and {median['switch']} after the switch (medians)")
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
@@ -77,9 +77,9 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     return result
 
 
-def steps_until_even(curve: Curve, switch: int) -> Steps:
+def steps_until_even(curve: Curve, switch: int) -> StepsUntilEven:
     """From the start, and from the switch of data after `switch` steps."""
-    return Steps(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
+    return StepsUntilEven(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
 
 
 def even_after(entropy: Sequence[float]) -> int | None:
@@ -90,8 +90,8 @@ def even_after(entropy: Sequence[float]) -> int | None:
     return None
 
 
-def _cost(counts: Steps, steps: int) -> int:
-    return sum(steps + 1 if count is None else count for count in counts)
+def _total_steps(until_even: StepsUntilEven, steps: int) -> int:
+    return sum(steps + 1 if count is None else count for count in until_even)
 
 
 def _prepare(folder: Path) -> dict[str, Path]:

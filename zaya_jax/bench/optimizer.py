@@ -44,15 +44,14 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
     """
     result = describe_run(
         "steps to the held-out loss that AdamW alone reaches at its end",
-        f"{SIZE}, {steps} steps of 2,048 tokens of the embedded corpus, rates constant after 10 steps",
+        f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps",
         "AdamW for all parameters", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder)
 
-        def trial(kind: Kind, rates: Rates, seed: int, every: int) -> Trial:
-            config = small_config(cache, steps, seed, optimizer=optimizer_config(kind, *rates))
-            return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, every)
+        def trial(kind: Kind, rates: Rates, seed: int, evaluation_interval: int) -> Trial:
+            config = small_config(Path(folder), steps, seed, optimizer=optimizer_config(kind, *rates))
+            return Trial(f"{kind} {rates[0]:g} {rates[1]:g} seed {seed}", config, evaluation_interval)
 
         kinds: tuple[Kind, ...] = get_args(Kind)
         grid: dict[Kind, list[Rates]] = {kind: list(itertools.product(MATRICES[kind], OTHERS)) for kind in kinds}

@@ -44,7 +44,7 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
     """Seconds of `repeats` optimizer steps on all of `tokens_bs`, after one to warm up, losses, and memory.
 
     The model is that of `peer_step`. Parameters, gradients and moments are in the compute dtype, PyTorch's fused AdamW
-    moves them, and gradients are clipped. A number of sequences at a time, and whether activations are kept or
+    updates them, and gradients are clipped. The number of sequences at a time, and whether activations are kept or
     computed again, are those of the fastest pass that fits.
 
     Raises:
@@ -62,26 +62,26 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
         loss.backward()
         return loss.detach()
 
-    def move() -> None:
+    def update() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    again, rows = _fastest(torch, model, tokens, one_pass, move, wait)
-    _compute_again(model, again)
+    checkpointing, rows = _fastest(torch, model, tokens, one_pass, update, wait)
+    _set_checkpointing(model, checkpointing)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds, losses = [], []
     for _ in range(1 + repeats):
         start = time.perf_counter()
         loss = sum(one_pass(part, len(tokens)) for part in tokens.split(rows))
-        move()
+        update()
         wait()
         seconds.append(time.perf_counter() - start)
         losses.append(round(float(loss), 4))
     return {
         "micro_batch": rows,
-        "checkpointing": again,
+        "checkpointing": checkpointing,
         "seconds": {"step": [round(second, 4) for second in seconds[1:]]},
         "losses": losses,
         "peak_bytes": torch.cuda.max_memory_allocated() if device == "cuda" else None,
@@ -106,22 +106,22 @@ def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> t
 
 
 def _fastest(
-    torch: Any, model: Any, tokens: Any, one_pass: Callable[[Any, int], Any], move: Callable[[], None],
+    torch: Any, model: Any, tokens: Any, one_pass: Callable[[Any, int], Any], update: Callable[[], None],
     wait: Callable[[], None],
 ) -> tuple[bool, int]:  # fmt: skip
     """Whether activations are computed again, and how many sequences a pass takes, so that it is fastest."""
     speeds: dict[tuple[bool, int], float] = {}
-    _compute_again(model, True)
+    _set_checkpointing(model, True)
     try:
         one_pass(tokens[:1], 1)
-        move()  # so that the moments are there when it is tried what fits beside them
+        update()  # so that the moments are there when it is tried what fits beside them
     except torch.OutOfMemoryError as error:
         raise InputError(_TOO_LARGE) from error
-    for again in (False, True):
-        _compute_again(model, again)
+    for checkpointing in (False, True):
+        _set_checkpointing(model, checkpointing)
         for rows in ROWS:
             if len(tokens) % rows == 0 and (speed := _speed(torch, tokens[:rows], one_pass, wait)) is not None:
-                speeds[again, rows] = speed
+                speeds[checkpointing, rows] = speed
     model.zero_grad(set_to_none=True)
     if not speeds:
         raise InputError(_TOO_LARGE)
@@ -141,8 +141,8 @@ def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Cal
     return len(rows) / (time.perf_counter() - start)
 
 
-def _compute_again(model: Any, again: bool) -> None:
-    if again:
+def _set_checkpointing(model: Any, checkpointing: bool) -> None:
+    if checkpointing:
         model.activation_checkpointing_enable()
     else:
         model.activation_checkpointing_disable()

@@ -1,4 +1,4 @@
-"""One process of a job that saves the same state in several ways, in turn, and measures each."""
+"""One process of a job that saves the same state by several methods, in turn, and measures each."""
 
 import gc
 import math
@@ -42,7 +42,7 @@ class Job(NamedTuple):
     repeats: int
 
 
-class Way(NamedTuple):
+class Method(NamedTuple):
     """A way to save: what the step loop calls and waits for, and what then says that it is durable."""
 
     start: Callable[[int], None]
@@ -52,18 +52,18 @@ class Way(NamedTuple):
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
-    """Save and restore with the other processes of the job; a row a way and turn, the same in all of them."""
+    """Save and restore with the other processes of the job; a row a method and turn, the same in all of them."""
     if job.processes > 1:
         join(job.coordinator, job.processes, job.process, 120, 600.0)
     state = make_state(job.size)
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    ways = make_ways(job.folder, state, abstract)
+    methods = make_methods(job.folder, state, abstract)
     rows: list[dict[str, Any]] = []
     for turn in range(job.repeats + 1):
-        for name, way in ways.items():
-            row = {"way": name, "turn": turn, **timed_save(way, turn)}
+        for name, method in methods.items():
+            row = {"way": name, "turn": turn, **timed_save(method, turn)}
             if turn == job.repeats:
-                row |= timed_restores(way, job.folder, state) | timed_steps(way, turn + 1)
+                row |= timed_restores(method, job.folder, state) | timed_steps(method, turn + 1)
             if turn:  # the first is to warm up
                 rows.append(row)
     return rows
@@ -84,7 +84,7 @@ def make_state(size: int) -> dict[str, jax.Array]:
     return jax.block_until_ready(jax.jit(draw, out_shardings=placed)())
 
 
-def make_ways(folder: Path, state: Any, abstract: Any) -> dict[str, Way]:
+def make_methods(folder: Path, state: Any, abstract: Any) -> dict[str, Method]:
     """Gathered on process 0 and pickled; Orbax, as it comes; this project's, with and without digests."""
     return {
         "gather and pickle": _pickled(folder / "pickle", state, abstract),
@@ -95,7 +95,7 @@ def make_ways(folder: Path, state: Any, abstract: Any) -> dict[str, Way]:
     }
 
 
-def _pickled(folder: Path, state: Any, abstract: Any) -> Way:
+def _pickled(folder: Path, state: Any, abstract: Any) -> Method:
     path = folder / "state.pickle"
 
     def start(step: int) -> None:
@@ -117,10 +117,10 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Way:
         return {name: jax.make_array_from_callback(x.shape, abstract[name].sharding, lambda i, x=x: x[i])
                 for name, x in host.items()}  # fmt: skip
 
-    return Way(start, lambda: None, restore)
+    return Method(start, lambda: None, restore)
 
 
-def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Way:
+def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Method:
     responses: list[Any] = []
     newest = [0]
 
@@ -139,10 +139,10 @@ def _orbax(folder: Path, state: Any, abstract: Any, wait: bool) -> Way:
     def restore() -> Any:
         return ocp.load_checkpointables(str(folder / str(newest[0])), {"state": abstract})["state"]
 
-    return Way(start, finish, restore)
+    return Method(start, finish, restore)
 
 
-def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
+def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Method:
     store = CheckpointStore(folder, CheckpointConfig(keep=1, verify=verify))
 
     def finish() -> None:
@@ -158,24 +158,24 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Way:
         if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
             raise RuntimeError(wrong[0])
 
-    return Way(lambda step: store.save(step, state, {"heldout_loss": None}), finish, restore,
+    return Method(lambda step: store.save(step, state, {"heldout_loss": None}), finish, restore,
                verify_newest if verify != "none" else None)  # fmt: skip
 
 
-def timed_save(way: Way, step: int) -> dict[str, float]:
+def timed_save(method: Method, step: int) -> dict[str, float]:
     """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
     with PeakMemory() as peak:
         start = time.perf_counter()
-        way.start(step)
+        method.start(step)
         stall = time.perf_counter() - start
-        way.finish()
+        method.finish()
         commit = time.perf_counter() - start
     return {"stall": _largest(stall), "commit": _largest(commit), "memory": _largest(peak.bytes - peak.before)}
 
 
-def timed_steps(way: Way, step: int) -> dict[str, float]:
+def timed_steps(method: Method, step: int) -> dict[str, float]:
     """How much longer a step of training takes while its state is written, of the slowest process; NaN for no step."""
     multiply = jax.jit(lambda x: x @ x)
     x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
@@ -189,8 +189,8 @@ def timed_steps(way: Way, step: int) -> dict[str, float]:
     time_multiply()
     alone = statistics.median(time_multiply() for _ in range(_STEPS))
     multihost_utils.sync_global_devices("steps beside saving")
-    way.start(step)
-    finishing = threading.Thread(target=way.finish)
+    method.start(step)
+    finishing = threading.Thread(target=method.finish)
     finishing.start()
     beside = []
     while finishing.is_alive():
@@ -199,7 +199,7 @@ def timed_steps(way: Way, step: int) -> dict[str, float]:
     return {"step_inflation": _largest(statistics.mean(beside) / alone if beside else math.nan)}
 
 
-def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
+def timed_restores(method: Method, folder: Path, state: Any) -> dict[str, float]:
     """Seconds until the arrays are back, from files that the system does not hold in memory, and from some it does."""
     seconds = {}
     for kind in ("cold", "warm"):
@@ -207,16 +207,16 @@ def timed_restores(way: Way, folder: Path, state: Any) -> dict[str, float]:
             drop_cached(folder)
         multihost_utils.sync_global_devices("restore")
         start = time.perf_counter()
-        arrays = jax.block_until_ready(way.restore())
+        arrays = jax.block_until_ready(method.restore())
         seconds[f"restore_{kind}"] = _largest(time.perf_counter() - start)
         for name, x in state.items():
             for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
                 if not np.array_equal(saved.data, read.data):
                     raise RuntimeError(f"{name} came back with other values.")
         del arrays
-        if way.verify is not None:
+        if method.verify is not None:
             start = time.perf_counter()
-            way.verify()
+            method.verify()
             seconds[f"verify_{kind}"] = _largest(time.perf_counter() - start)
     return seconds
 

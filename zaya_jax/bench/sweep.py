@@ -27,14 +27,14 @@ class Trial(NamedTuple):
     Attributes:
       name: what it is called in the result.
       config: of the run; its `run_dir` is not touched.
-      every: steps between two evaluations of the held-out loss.
-      crowd: what is added to the router's logits of the first two experts at the start.
+      evaluation_interval: steps between two evaluations of the held-out loss.
+      router_offset: added to the router's logits of the first two experts at the start.
     """
 
     name: str
     config: Config
-    every: int = 10
-    crowd: float = 0.0
+    evaluation_interval: int = 10
+    router_offset: float = 0.0
 
 
 class Curve(NamedTuple):
@@ -57,13 +57,13 @@ class Curve(NamedTuple):
 
 
 def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
-    """1.65M parameters on the embedded corpus, at rates that stay after a short warm-up.
+    """1.65M parameters on the default text corpus, at constant rates after a short warm-up.
 
     Args:
       cache: folder for prepared data.
       steps: of `batch` tokens.
       seed: of the parameters and of the order of the data.
-      batch: tokens a step, a multiple of `BATCH`, of which so many are worked through at once.
+      batch: tokens a step, a multiple of `BATCH`, the tokens of a micro-batch.
       **changes: sections of the configuration.
     """
     config = from_dict({
@@ -138,7 +138,7 @@ def run_trial(trial: Trial) -> Curve:
     evaluator = HeldoutEvaluator(config, prepared)
     state = jax.jit(lambda: init_state(program))()
     state = jax.device_put(state, program.placement.shardings(state))
-    state = replace(state, params=_crowded(state.params, trial.crowd))
+    state = replace(state, params=_offset_routers(state.params, trial.router_offset))
     heldout, entropy, step = [], [], 0
     with train_batches(config, prepared) as batches, CompiledSteps(programs) as compiled:
         for stage in stages(config):
@@ -148,14 +148,14 @@ def run_trial(trial: Trial) -> Curve:
                 state, metrics = train_step(state, placement.place(next(batches), count), {})
                 step += 1
                 entropy.append(float(metrics["load_entropy"].mean()))
-                if step % trial.every == 0:
+                if step % trial.evaluation_interval == 0:
                     loss_sums = compiled.evaluation(stage.phase)
                     evaluator.evaluate(ModelSnapshot(state.params, state.balance, {}, placement, loss_sums))
                     heldout.append((step, evaluator.total.nats_per_token))
     return Curve(heldout, [round(value, 5) for value in entropy], round(time.monotonic() - start, 1))
 
 
-def _crowded(params: dict[str, Any], offset: float) -> dict[str, Any]:
+def _offset_routers(params: dict[str, Any], offset: float) -> dict[str, Any]:
     """Parameters whose routers add `offset` to the logits of the first two experts, whatever the token."""
     import jax
 

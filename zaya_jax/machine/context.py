@@ -196,8 +196,8 @@ def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], sca
 
 def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
     lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
-    whole = curves[KINDS[0]].get(1)
-    if whole is not None:
+    single_device_bytes = curves[KINDS[0]].get(1)
+    if single_device_bytes is not None:
         devices = list(curves[KINDS[0]])
-        lines["one device's, divided by N"] = (devices, [whole / n / 2**20 for n in devices])
+        lines["one device's, divided by N"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
     draw_lines(path, lines, x="devices N", y=f"MiB a device, {length:,} tokens")

@@ -153,16 +153,17 @@ def short_training(config: Config) -> dict[str, Any]:
     On a CPU the second half must be bitwise the same; a GPU may add up in another order.
     """
     with tempfile.TemporaryDirectory() as folder:
-        whole, again = Path(folder, "whole"), Path(folder, "again")
-        config = replace(config, run_dir=str(whole), data=replace(config.data, cache_dir=str(Path(folder, "data"))))
+        uninterrupted, resumed = Path(folder, "uninterrupted"), Path(folder, "resumed")
+        data = replace(config.data, cache_dir=str(Path(folder, "data")))
+        config = replace(config, run_dir=str(uninterrupted), data=data)
         start = time.monotonic()
         outcome = run_training(config)
         seconds = time.monotonic() - start
-        shutil.copytree(whole, again)
-        shutil.rmtree(again / CHECKPOINTS / str(total_steps(config)))
-        run_training(replace(config, run_dir=str(again)))
-        losses, resumed = ([row["loss"] for row in read_rows(run / METRICS)] for run in (whole, again))
-    difference = max(abs(loss - other) for loss, other in zip(losses, resumed, strict=True))
+        shutil.copytree(uninterrupted, resumed)
+        shutil.rmtree(resumed / CHECKPOINTS / str(total_steps(config)))
+        run_training(replace(config, run_dir=str(resumed)))
+        losses, resumed_losses = ([row["loss"] for row in read_rows(run / METRICS)] for run in (uninterrupted, resumed))
+    difference = max(abs(loss - other) for loss, other in zip(losses, resumed_losses, strict=True))
     result: dict[str, Any] = {
         "parameters": total_parameters(config.model),
         "tokens_per_step": config.train.batch.tokens,
@@ -170,7 +171,7 @@ def short_training(config: Config) -> dict[str, Any]:
         "train_seconds": round(seconds, 1),
         "losses": [round(loss, 4) for loss in losses],
         "heldout": round(outcome.heldout.nats_per_token, 4),
-        "resumed_bitwise": resumed == losses,
+        "resumed_bitwise": resumed_losses == losses,
         "resumed_difference": difference,
     }
     failed = check_losses(losses, difference, 0.0 if jax.default_backend() == "cpu" else RESUMED)

@@ -39,15 +39,15 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
       InputError: the other process raised it.
       RuntimeError: the other process raised another error, or ended.
     """
-    ours, theirs = multiprocessing.Pipe()
+    parent_end, child_end = multiprocessing.Pipe()
     # No daemon, since those may not start processes, and a step may.
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, arguments))
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(child_end, make, arguments))
     process.start()
-    theirs.close()  # the other process holds it: its end is the pipe's end
+    child_end.close()  # the other process holds it: its end is the pipe's end
 
     def receive() -> Any:
         try:
-            result = ours.recv()
+            result = parent_end.recv()
         except (EOFError, OSError) as error:
             process.join()
             raise RuntimeError(f"The measured process ended with status {process.exitcode}.") from error
@@ -57,14 +57,14 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
 
     def step() -> Any:
         with contextlib.suppress(OSError):  # a process that has ended, which `receive` reports
-            ours.send(None)
+            parent_end.send(None)
         return receive()
 
     try:
         receive()  # that the step is made
         yield step
     finally:
-        ours.close()
+        parent_end.close()
         process.join()
 
 

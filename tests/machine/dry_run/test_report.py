@@ -3,19 +3,15 @@ import functools
 import io
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 
 from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import report
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.dry_run.report import dry_run
 from zaya_jax.main import main
 
 SMALL = ["train.batch.tokens=8192", "train.batch.micro=1", "data.context=64"]
@@ -28,7 +24,7 @@ def arguments(*more, overrides=()):
 
 
 @pytest.fixture(scope="module")
-def found():
+def printed():
     """What the command says as JSON, with the proof that it has made, compiled as tests compile."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.chdir(ROOT)
@@ -42,8 +38,8 @@ def estimate():
     return estimate_phase(simulated_programs(load_config(ROOT / "configs/tiny.yaml", SMALL), 8), 0, HARDWARE["mi300x"])
 
 
-def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
-    (phase,) = found["phases"]
+def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
+    (phase,) = printed["phases"]
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "prove", lambda *_: phase["compiled"])
     asked = []
@@ -57,14 +53,14 @@ def test_the_command_says_what_each_phase_takes(found, monkeypatch, capsys):
     assert f"  compiled in {phase['compiled']['seconds']} s with " in table
     for name, size in estimate().memory._asdict().items():
         assert re.search(rf"^    {name} +{size / 1e9:.2f} GB$", table, re.MULTILINE), name
-    for one in estimate().transfers:
-        assert f"    {one.what}, {one.kind} over data: {one.bytes / 1e9:.3f} GB" in table
+    for transfer in estimate().transfers:
+        assert f"    {transfer.what}, {transfer.kind} over data: {transfer.bytes / 1e9:.3f} GB" in table
     assert "It fits, with 19" in table
 
 
-def test_json_has_the_estimate_and_the_proof(found):
-    assert (found["devices"], found["hardware"]) == (8, None)
-    (phase,) = found["phases"]
+def test_json_has_the_estimate_and_the_proof(printed):
+    assert (printed["devices"], printed["hardware"]) == (8, None)
+    (phase,) = printed["phases"]
     assert phase["memory"] == {**estimate().memory._asdict(), "total": estimate().memory.total}
     assert phase["flops"] == estimate().flops
     assert len(phase["transfers"]) == len(estimate().transfers)
@@ -78,7 +74,7 @@ def test_json_has_the_estimate_and_the_proof(found):
     [
         (["--devices", "0"], [], "--devices"),
         (["--devices", "8", "--hardware", "b200"], [], "--hardware is 'b200', but must be one of mi300x, "),
-        (["--devices", "8"], ["parallel.fsdp=3"], "which does not divide the 8 devices of this job."),
+        (["--devices", "8"], ["parallel.fsdp=3"], "parallel.fsdp 3 "),
     ],
 )
 def test_bad_input_is_one_sentence(more, overrides, said, monkeypatch, capsys):
@@ -90,21 +86,6 @@ def test_bad_input_is_one_sentence(more, overrides, said, monkeypatch, capsys):
     assert err.endswith(".\n")
     assert err.count("\n") == 1
     assert said in err
-
-
-def test_the_process_ends_with_the_sentence():
-    done = subprocess.run(
-        [sys.executable, "-m", "zaya_jax.main", *arguments("--devices", "8", overrides=["parallel.fsdp=3"])], cwd=ROOT,
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("Error: parallel.fsdp 3 ")
-    assert done.stderr.count("\n") == 1
-
-
-def test_no_devices_is_bad_input_from_python_too():
-    with pytest.raises(InputError, match=r"^--devices is 0, but must be at least 1\.$"):
-        dry_run(load_config(ROOT / "configs/tiny.yaml", SMALL), 0)
 
 
 def test_the_document_says_whether_a_fine_tune_fits():

@@ -87,7 +87,7 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
     if hardware is not None:
         bounds = {
             "compute": sum(flops.values()) / devices / hardware.peak,
-            "memory": _touched(memory, micro_batches) / hardware.bandwidth,
+            "memory": _memory_traffic(memory, micro_batches) / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
         step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
@@ -108,14 +108,15 @@ def largest_stage(config: Config, phase: int) -> Stage:
     return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
 
 
-def _touched(memory: Memory, micro_batches: int) -> float:
+def _memory_traffic(memory: Memory, micro_batches: int) -> float:
     """Bytes that a step reads and writes at least.
 
     Master weights and moments once each way; of each micro-batch the compute copy in both passes (or what is stored,
     where that is it), the gradients added up, and activations written and read.
     """
-    each = 2 * max(memory.compute, memory.parameters + memory.frozen) + 2 * memory.gradients + 2 * memory.activations
-    return 2 * (memory.parameters + memory.optimizer) + micro_batches * each
+    computed = max(memory.compute, memory.parameters + memory.frozen)
+    per_micro_batch = 2 * (computed + memory.gradients + memory.activations)
+    return 2 * (memory.parameters + memory.optimizer) + micro_batches * per_micro_batch
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
@@ -123,8 +124,8 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
     memory, changes = estimate.memory, []
     if memory.total <= hardware.memory:
         return []
-    left = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
-    if memory.update <= left:  # else only a smaller part of the state helps
+    available = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
+    if memory.update <= available:  # else only a smaller part of the state helps
         if estimate.sequences > 1:
             changes.append(f"batch.micro below {estimate.sequences}")
         if estimate.remat != "full":

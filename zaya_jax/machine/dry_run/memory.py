@@ -66,8 +66,8 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
     """
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
-    gradients = _local(program, lambda copy, _: copy)
-    accumulated = _local(
+    gradients = _on_one_device(program, lambda copy, _: copy)
+    accumulated = _on_one_device(
         program, lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.reduce)
     )
     return Memory(
@@ -103,25 +103,25 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
 def _copy_bytes(program: PhaseProgram) -> int:
     """Bytes of the compute copy that are not what is stored itself."""
     stored = {**program.abstract_base, **program.abstract_state.params}
-    copies = {name: x for name, x in _local(program, _everything).items()
+    copies = {name: x for name, x in _on_one_device(program, _merge_copies).items()
               if program.placement.leaves[name].gathered or x.dtype != stored[name].dtype}  # fmt: skip
     return _bytes(copies)
 
 
 def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter's compute copy on one device."""
-    return {name: x.shape for name, x in _local(program, _everything).items()}
+    return {name: x.shape for name, x in _on_one_device(program, _merge_copies).items()}
 
 
-def _everything(copy: Mapping[str, Any], still: Mapping[str, Any]) -> dict[str, Any]:
-    return {**still, **copy}
+def _merge_copies(copy: Mapping[str, Any], frozen_copies: Mapping[str, Any]) -> dict[str, Any]:
+    return {**frozen_copies, **copy}
 
 
 def _bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _local(program: PhaseProgram, function: Callable[..., Any], *more: Any, specs: tuple[Any, ...] = ()) -> Any:
+def _on_one_device(program: PhaseProgram, function: Callable[..., Any], *more: Any, specs: tuple[Any, ...] = ()) -> Any:
     """What `function` gives of the compute copies, trained and frozen, and of `more` at the shapes of one device."""
     placement, results = program.placement, []
 
@@ -143,34 +143,35 @@ def _local(program: PhaseProgram, function: Callable[..., Any], *more: Any, spec
 
 def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
     """Bytes that one device keeps between the passes over a micro-batch of its `sequences` of `context` tokens."""
-    loss, whole = make_local_loss(program), (sequences * batch_shards(program.placement.mesh), context)
+    loss, global_shape = make_local_loss(program), (sequences * batch_shards(program.placement.mesh), context)
     kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
-    batch = {name: jax.ShapeDtypeStruct(whole, dtype) for name, dtype in kinds.items()}
+    batch = {name: jax.ShapeDtypeStruct(global_shape, dtype) for name, dtype in kinds.items()}
 
-    def kept(copy: Any, still: Any, balance: Any, batch: Any) -> int:
-        _, pull, _ = jax.vjp(lambda copy: loss({**still, **copy}, balance, batch), copy, has_aux=True)
-        arguments = {id(x) for x in jax.tree.leaves((copy, still, balance, batch))}
+    def residuals(copy: Any, frozen_copies: Any, balance: Any, batch: Any) -> int:
+        _, pull, _ = jax.vjp(lambda copy: loss({**frozen_copies, **copy}, balance, batch), copy, has_aux=True)
+        arguments = {id(x) for x in jax.tree.leaves((copy, frozen_copies, balance, batch))}
         return _bytes([x for x in jax.tree.leaves(pull) if hasattr(x, "dtype") and id(x) not in arguments])
 
-    return _local(program, kept, program.abstract_state.balance, batch, specs=(PartitionSpec(), batch_spec()))
+    specs = (PartitionSpec(), batch_spec())
+    return _on_one_device(program, residuals, program.abstract_state.balance, batch, specs=specs)
 
 
 def _temporaries(program: PhaseProgram, sequences: int, context: int) -> int:
-    """A group of layers computed again, its gathered parameters, and a chunk of the loss' logits."""
+    """A group of layers' recomputed activations, its gathered parameters, and a chunk of the loss' logits."""
     config, model, mesh = program.config, program.model.config, program.placement.mesh
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
 
-    def kept(remat: Remat) -> int:
+    def residuals(remat: Remat) -> int:
         phase = dataclasses.replace(config.phases[0], parallel=program.placement.config, remat=remat)
         changed = dataclasses.replace(config, model=small, phases=(phase,))
         group = Programs(changed, program.placement.kernels, mesh.size)[0]
         return residual_bytes(group, sequences, context)
 
-    again = max(0, kept("none") - kept("full"))
+    recomputed = max(0, residuals("none") - residuals("full"))
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     chunk = min(CHUNK, sequences * context // mesh.shape["context"])
     logits = 2 * chunk * model.vocab_size * sums
-    return max(again + _merging(program), logits)
+    return max(recomputed + _merging(program), logits)
 
 
 def _merging(program: PhaseProgram) -> int:

@@ -74,19 +74,19 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
 
     A ragged exchange, which CPUs have not, is lowered for GPUs alone.
     """
-    begun = time.monotonic()
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.yaml"
         path.write_text(to_yaml(config), encoding="utf-8")
-        done = subprocess.run(  # noqa: S603 (this program, on a file of our own)
+        process = subprocess.run(  # noqa: S603 (this program, on a file of our own)
             [sys.executable, "-m", "zaya_jax.machine.dry_run.prove", str(path), str(phase)], capture_output=True,
             text=True, check=False, env={**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)},
         )  # fmt: skip
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"it was ended by signal {-done.returncode}, maybe for memory"]
+    if process.returncode:
+        errors = process.stderr.strip().splitlines() or [f"it was ended by signal {-process.returncode}"]
         raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} "
-                         f"devices: {said[-1][:300]}")  # fmt: skip
-    return {**json.loads(done.stdout), "seconds": round(time.monotonic() - begun, 1)}
+                         f"devices: {errors[-1][:300]}")  # fmt: skip
+    return {**json.loads(process.stdout), "seconds": round(time.monotonic() - start, 1)}
 
 
 def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | None) -> str:

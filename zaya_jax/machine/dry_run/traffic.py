@@ -8,7 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from zaya_jax.config import Config
+import jax.numpy as jnp
+
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.ops.precision import accumulation_dtype
@@ -51,7 +52,7 @@ def transfers(
         sent += _muon(program, local)
     tokens = sequences * context // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if program.remat != "none" else 2)
-    item = _compute_bytes(config)
+    item = jnp.dtype(config.train.compute_dtype).itemsize
     if sizes["context"] > 1:
         n, kv = sizes["context"], 2 * config.model.kv_size * tokens * config.model.num_layers
         if parallel.context_attention == "ring":
@@ -69,14 +70,10 @@ def transfers(
     if (n := sizes["expert"]) > 1:
         ragged = parallel.expert_exchange == "ragged"
         share = (n - 1) / n if ragged else n - 1  # evenly routed, or all tokens to all devices
-        there_and_back = 2 * tokens * config.model.hidden_size * item * config.model.num_layers * share
+        round_trip = 2 * tokens * config.model.hidden_size * item * config.model.num_layers * share
         kind = "ragged-all-to-all" if ragged else "all-gather, reduce-scatter"
-        sent.append(Transfer("tokens to experts and back", kind, ("expert",), there_and_back * passes))
+        sent.append(Transfer("tokens to experts and back", kind, ("expert",), round_trip * passes))
     return [transfer for transfer in sent if transfer.bytes]
-
-
-def _compute_bytes(config: Config) -> int:
-    return {"bfloat16": 2, "float32": 4, "float64": 8}[config.train.compute_dtype]
 
 
 def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
@@ -94,8 +91,8 @@ def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], mic
         add("parameters", "all-gather", leaf.gathered, held * placement.dtypes[name].itemsize)
         if name in program.trained:
             add("gradients", "reduce-scatter", collectives.scatter, held * exact * times)
-            left = held / math.prod(sizes[axis] for axis in collectives.scatter)
-            add("gradients of what is not split", "all-reduce", collectives.sum, 2 * left * exact * times)
+            scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
+            add("gradients of what is not split", "all-reduce", collectives.sum, 2 * scattered * exact * times)
     return [Transfer(*key, count) for key, count in sent.items()]
 
 
@@ -103,10 +100,10 @@ def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_b
     placement, n = program.placement, program.placement.mesh.shape["fsdp"]
     held = {name: math.prod(local[name]) * (n - 1) for name, leaf in placement.leaves.items() if leaf.by_layer}
     gathered = sum(count * placement.dtypes[name].itemsize for name, count in held.items())
-    again = 1 if program.remat == "none" else 2
+    gathers = 1 if program.remat == "none" else 2
     exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
     scattered = sum(count for name, count in held.items() if name in program.trained) * exact
-    return [Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * again),
+    return [Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers),
             Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches)]  # fmt: skip
 
 
@@ -118,10 +115,10 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
         leaf = program.placement.leaves[name]
         if program.roles[name] not in MATRIX_ROLES:
             continue
-        n, rest = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
+        n, gather_size = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
         stack = math.prod(local[name][:-2])
         padded = -(-stack // n) * n / stack  # the stack travels with zeros, so that each device has as many of it
-        held = math.prod(local[name]) / rest * item * padded
+        held = math.prod(local[name]) / gather_size * item * padded
         sent[leaf.over] = sent.get(leaf.over, 0.0) + 2 * held * (n - 1) / n
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
