@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from tests.checkpoint.test_store import abstract
 from tests.data_helpers import small_tokenizer
 from tests.train_helpers import MODEL, compile_once, differing, fast_jit, make_program
 from zaya_jax.config import load_config, to_dict
