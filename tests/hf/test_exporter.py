@@ -134,9 +134,3 @@ def test_nothing_is_written_over(values, tmp_path):
     write_folder(tmp_path / "empty", CONFIG, read_arrays(values), "float32")
     write_folder(tmp_path / "deep" / "er", CONFIG, read_arrays(values), "float32")
     assert bits(tmp_path / "empty") == bits(tmp_path / "deep" / "er")
-
-
-def test_arrays_on_a_device_and_on_the_host_read_alike(values):
-    device = read_arrays(jax.tree.map(jnp.asarray, values))
-    for name, group in (("embedding", None), ("blocks.1.attention.query", 1)):
-        np.testing.assert_array_equal(device(name, group), read_arrays(values)(name, group))

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
-from safetensors.numpy import load_file
 
-from tests.checkpoint.saved_helpers import set_value
+from tests.checkpoint.saved_helpers import bits, set_value
 from tests.helpers import random_values, tiny_config
 from tests.train_helpers import on_devices
 from zaya_jax.config import ParallelConfig
@@ -58,13 +57,6 @@ def values_of(config, dtype="float32"):
 def abstract_of(values, sharding=None, dtype=None):
     where = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return {name: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=where) for name, x in values.items()}
-
-
-def bits(folder):
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        found.update({name: (x.dtype.name, x.shape, x.tobytes()) for name, x in load_file(path).items()})
-    return found
 
 
 JOURNEYS = {
@@ -145,15 +137,13 @@ def test_what_is_compiled_depends_on_shapes_and_not_on_layers(tmp_path):
     assert compiled[0] == compiled[1] < 30
 
 
-@pytest.mark.parametrize("change", ["missing", "extra", "narrow", "shallow"])
+@pytest.mark.parametrize("change", ["extra", "narrow", "shallow"])
 def test_parameters_of_another_architecture_are_refused_before_memory_is_taken(folder, change, monkeypatch):
     path, values, _ = folder
     monkeypatch.setattr(hf_import, "_allocate", lambda _: pytest.fail("allocated"))
     abstract, name = abstract_of(values), "blocks.1.attention.query"
     shape = values[name].shape
-    if change == "missing":
-        del abstract[name]
-    elif change == "extra":
+    if change == "extra":
         abstract = {**abstract, f"{name}_more": abstract[name]}
     else:
         shape = (*shape[:-1], shape[-1] - 1) if change == "narrow" else (1, *shape[1:])

@@ -234,7 +234,7 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
 def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole, tmp_path, key, value):
     config, result, _ = whole
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), key: value})
-    with pytest.raises(InputError, match=rf"^The checkpoint init_from was made with {key}=.* here it is {value!r}"):
+    with pytest.raises(InputError, match=rf"^init_from=.* was made with {key}=.* here it is {value!r}"):
         run_training(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -31,19 +31,21 @@ def run(tmp_path):
     """The configuration of a run with a checkpoint of step 3, which holds next to nothing."""
     config = change(CONFIG, {"run_dir": str(tmp_path / "run")})
     with open_store(tmp_path / "run" / "checkpoints") as store:
-        store.save(3, {"x": jnp.ones(3)}, checkpoint_metadata(config, 3, POSITION, 1.25))
+        store.save(3, {"x": jnp.ones(3)}, checkpoint_metadata(config, 3, POSITION, 1.25, 0))
     return config
 
 
 def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
-    about = checkpoint_metadata(CONFIG, 3, POSITION, 1.25)
+    about = checkpoint_metadata(CONFIG, 3, POSITION, 1.25, 0)
     assert json.loads(json.dumps(about)) == about
     assert (about["phase"], about["data"], about["heldout_loss"]) == ("train", POSITION, 1.25)
     assert about["tokens_seen"] == 3 * CONFIG.train.batch.tokens
     assert about["batch"] == {"sequences": 8, "context": 32}
     assert from_dict(about["config"]) == CONFIG
-    other = checkpoint_metadata(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None)
-    assert other["config_digest"] != about["config_digest"] == checkpoint_metadata(CONFIG, 4, {}, None)["config_digest"]
+    other = checkpoint_metadata(dataclasses.replace(CONFIG, seed=1), 3, POSITION, None, 0)
+    assert (
+        other["config_digest"] != about["config_digest"] == checkpoint_metadata(CONFIG, 4, {}, None, 0)["config_digest"]
+    )
 
 
 CHANGED = {

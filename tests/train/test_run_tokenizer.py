@@ -36,8 +36,7 @@ def test_an_export_of_a_run_is_complete_without_carry(finished, tmp_path, capsys
     old = tmp_path / "old"
     shutil.copytree(config.run_dir, old, ignore=shutil.ignore_patterns("tokenizer"))
     assert main(["export-hf", str(old), str(tmp_path / "bare")]) == 0
-    assert f"{old} has no folder tokenizer/" in (said := capsys.readouterr().out)
-    assert "--carry FOLDER" in said
+    assert "--carry FOLDER" in capsys.readouterr().out
     write_tokenizer(old, config, result.prepared)
     assert {path.name for path in (old / "tokenizer").iterdir()} == {
         "tokenizer.json", "tokenizer_config.json", "generation_config.json"}  # fmt: skip

@@ -23,9 +23,6 @@ from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.weights.load import open_weights
 
-INDEX = "model.safetensors.index.json"
-QUERY = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
-
 
 def model_of(variant, dtype):
     config = tiny_config(variant, attention_bias=variant in ("biased", "sliding"))
@@ -61,24 +58,6 @@ def test_a_round_trip_keeps_every_bit(variant, dtype, tmp_path):
     stored = {kind for name, (kind, _, _) in bits(tmp_path / "first").items() if not name.endswith("balancing_biases")}
     assert stored == {dtype}
     assert json.loads((tmp_path / "first/config.json").read_text())["dtype"] == dtype
-
-
-def test_balancing_biases_are_float32_whatever_the_model_is(tmp_path):
-    save_pretrained(model_of("plain", "bfloat16"), tmp_path)
-    kinds = {name: kind for name, (kind, _, _) in bits(tmp_path).items() if name.endswith("balancing_biases")}
-    assert set(kinds.values()) == {"float32"}
-    assert len(kinds) == 2
-    chex.assert_type(list(tree.balancing_biases(load_model(f"hf:{tmp_path}", jnp.bfloat16)[0]).values()), jnp.float32)
-
-
-def test_the_dtype_asked_for_is_what_comes(tmp_path):
-    model = model_of("plain", "float32")
-    save_pretrained(model, tmp_path)
-    assert load_model(f"hf:{tmp_path}")[0].dtype == jnp.float32
-    low = load_model(f"hf:{tmp_path}", jnp.bfloat16)[0]
-    for name, x in tree.parameters(low).items():
-        if not name.endswith("state_scale"):
-            np.testing.assert_array_equal(x, tree.parameters(model)[name].astype(jnp.bfloat16))
 
 
 def test_one_layer_alone_has_no_state_scale_in_its_folder(tmp_path):

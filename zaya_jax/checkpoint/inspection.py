@@ -59,7 +59,7 @@ def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
     for name, slices in sorted(saved_slices(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
         for where in slices:
-            x = _float64(_read(reader, name, where))
+            x = _float64(read_array(reader, name, read_slice(where)))
             squares += float(np.vdot(x, x))
             largest = max(largest, float(np.abs(x).max(initial=0.0)))
             finite = finite and bool(np.isfinite(x).all())
@@ -96,7 +96,7 @@ def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any
 def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> Distance | None:
     same, squares, norm, largest = True, 0.0, 0.0, 0.0
     for where in slices:
-        a, b = _read(first, name, where), _read(second, name, where)
+        a, b = (read_array(reader, name, read_slice(where)) for reader in (first, second))
         same = same and a.tobytes() == b.tobytes()
         x, y = _float64(a), _float64(b)
         squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
@@ -105,9 +105,10 @@ def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slic
     return None if same else Distance(name, largest, relative)
 
 
-def _read(reader: CheckpointReader, name: str, where: str) -> np.ndarray:
+def read_array(reader: CheckpointReader, name: str, where: tuple[Any, ...]) -> np.ndarray:
+    """The part of an array at the index `where`; InputError where it cannot be read."""
     try:
-        return reader.read(name, read_slice(where))
+        return reader.read(name, where)
     except Damaged as error:
         raise InputError(str(error)) from error
 

@@ -21,6 +21,7 @@ from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import Stored
 from zaya_jax.hf.tensors import Tensor
 from zaya_jax.model.router import INERT
+from zaya_jax.model.tree import abstract_weights
 
 PIECE = 2**28  # bytes of a tensor under way at once
 
@@ -30,7 +31,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
 
     Args:
       folder: found good by `open_folder`.
-      abstract: by the names of `model.tree`, the shape, dtype and sharding of each.
+      abstract: shape, dtype and sharding of each one that is wanted, by the names of `model.tree`.
 
     Returns:
       Arrays as `abstract` says; the first layer's router state scale, which no folder has, is one.
@@ -39,31 +40,21 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
       InputError: `abstract` is of another architecture than the folder, in which case nothing is allocated, or a
         tensor is NaN or infinite somewhere, as stored or in the dtype of `abstract`; it is named.
     """
-    _check(folder, abstract)
+    for name, x in abstract.items():
+        there = abstract_weights(folder.config).get(name)
+        if there is None or there.shape != x.shape:
+            raise InputError(f"{folder.path} is of another architecture: it has no parameter {name} of shape "
+                             f"{list(x.shape)}.")  # fmt: skip
     made = _allocate(abstract)
     for tensor in folder.tensors:
+        if tensor.leaf not in abstract:
+            continue
         stored = folder.stored[tensor.name]
         made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
         if not finite:
             raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
                              "the model would compute NaN")  # fmt: skip
     return made
-
-
-def _check(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> None:
-    leaves = {tensor.leaf for tensor in folder.tensors} | {INERT}
-    for name in [*(leaves - set(abstract)), *(set(abstract) - leaves)]:
-        where = "in the folder" if name in leaves else "asked for"
-        raise InputError(f"The parameter {name} is only {where}, so that {folder.path} is of another architecture.")
-    for tensor in folder.tensors:
-        shape = tensor.to_ours(np.broadcast_to(np.uint8(0), tensor.shape)).shape
-        if tensor.part is not None:
-            shape = (tensor.part.stop, *shape[1:])
-        wanted = abstract[tensor.leaf].shape[0 if tensor.group is None else 1 :]
-        fits = shape == wanted or (tensor.part is not None and shape[1:] == wanted[1:] and shape[0] <= wanted[0])
-        if not fits or (tensor.group is not None and tensor.group >= abstract[tensor.leaf].shape[0]):
-            raise InputError(f"The tensor {tensor.name} in {folder.path} does not fit the parameter {tensor.leaf} of "
-                             f"shape {list(abstract[tensor.leaf].shape)}.")  # fmt: skip
 
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:

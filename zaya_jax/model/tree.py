@@ -1,5 +1,6 @@
 """A model's parameters as flat dicts by name, which is the form everything outside the model works on."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from zaya_jax.config import ModelConfig
 from zaya_jax.model.layers import BalancingBias, Role
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 
 Arrays = dict[str, jax.Array]
@@ -41,6 +43,12 @@ def shapes(model: Zaya) -> dict[str, tuple[int, ...]]:
 def balancing_biases(model: Zaya) -> Arrays:
     """What the load moves, by name."""
     return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
+
+
+@functools.lru_cache(maxsize=8)
+def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape of each parameter and balancing bias of a model, by name."""
+    return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
 
 
 def roles(model: Zaya) -> dict[str, Role]:

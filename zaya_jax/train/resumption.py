@@ -34,7 +34,7 @@ _POSITION_KEYS = ("seed", "start_phase")
 
 
 def checkpoint_metadata(
-    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int | None = None
+    config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int
 ) -> dict[str, Any]:
     """What a checkpoint after `step` steps says of itself; JSON.
 
@@ -43,12 +43,12 @@ def checkpoint_metadata(
       step: steps done.
       data: position in the data.
       heldout_loss: nats/token after the step, where it was evaluated.
-      first: steps done before those of this run folder; `first_step(config)` where None.
+      first: steps done before those of this run folder.
     """
     stage = stage_at(config, step - 1)
     return {
         "phase": config.phases[stage.phase].name,
-        "first_step": first_step(config) if first is None else first,
+        "first_step": first,
         "batch": {"sequences": stage.sequences, "context": stage.context},
         "tokens_seen": tokens_before(config, step),
         "data": data,

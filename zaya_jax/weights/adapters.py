@@ -14,11 +14,11 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.fingerprint import combine_sums, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
-from zaya_jax.model.tree import Arrays, compute_dtypes, roles
+from zaya_jax.model.tree import Arrays, abstract_weights, compute_dtypes, roles
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.files import read_json, write_atomically
-from zaya_jax.weights.sources import CheckpointWeights, Read, Weights, abstract_weights, stack_groups
+from zaya_jax.weights.sources import CheckpointWeights, Read, Weights, stack_groups
 
 BASE = "base.json"  # of a run with adapters: the fingerprint of the parameters they were trained on
 
@@ -70,8 +70,10 @@ class AdaptedWeights(Weights):
             return self.adapters.read(name, group)
         if self._roles[name] not in ADAPTED:
             return self.read_base(name, group)
-        a, b = (self.adapters.read(adapter, group) for adapter in adapter_names(name))
-        return _merge(self.read_base(name, group), a, b, self.lora.scale)
+        a, b = (jnp.asarray(self.adapters.read(adapter, group)) for adapter in adapter_names(name))
+        matrices = Adapted(jnp.asarray(self.read_base(name, group)), a, b, self.lora.scale)
+        # One expert at a time: the sums of a whole layer in fp32 would take more than the layer.
+        return np.asarray(jax.lax.map(merge, matrices) if a.ndim > 2 else merge(matrices))
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`; merged on the host, which holds one parameter at a time."""
@@ -87,13 +89,6 @@ class AdaptedWeights(Weights):
     def verify(self) -> None:
         """See `Weights.verify`; the base is compared with its fingerprint when it is read."""
         self.adapters.verify()
-
-
-def _merge(base: np.ndarray, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
-    """One expert at a time: the sums of a whole layer in fp32 would take more than the layer."""
-    if base.ndim > 2:
-        return np.stack([_merge(*matrices, scale) for matrices in zip(base, a, b, strict=True)])
-    return np.asarray(merge(Adapted(jnp.asarray(base), jnp.asarray(a), jnp.asarray(b), scale)))
 
 
 def write_base_note(run: Path, init_from: str | None, fingerprint: str) -> None:

@@ -6,20 +6,20 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Part
-from zaya_jax.checkpoint.inspection import saved_slices
+from zaya_jax.checkpoint.inspection import read_array, saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.lora import ADAPTED, adapter_names
-from zaya_jax.model.tree import roles
+from zaya_jax.model.tree import abstract_weights, roles
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.run.checkpoints import FOLDER
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.interop import write_parameters
-from zaya_jax.weights.load import open_weights
-from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights, Read, abstract_weights
+from zaya_jax.weights.load import open_checkpoint_weights
+from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights, Read
 
 
 def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str | None = None) -> Path:
@@ -32,7 +32,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     the mean of A·B. What is written are parameters alone, in fp32 (fp64 for runs that computed in it).
 
     Args:
-      sources: at least two checkpoints, see `open_weights`.
+      sources: at least two checkpoints, see `open_checkpoint_weights`.
       output: a new run folder, which `init_from` and `export_hf` take.
       base: what adapters were trained on; `init_from` of the newest's run where None.
 
@@ -45,7 +45,10 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     """
     if len(sources) < 2:
         raise InputError(f"{len(sources)} checkpoint is given, but an average is of at least 2.")
-    opened = sorted((_open(source, base) for source in sources), key=lambda weights: weights.manifest.step)
+    opened = [open_checkpoint_weights(str(source), "CHECKPOINT", base) for source in sources]
+    for weights in opened:
+        weights.verify()
+    opened.sort(key=lambda weights: weights.manifest.step)
     adapted = [weights for weights in opened if isinstance(weights, AdaptedWeights)]
     full = [weights for weights in opened if isinstance(weights, CheckpointWeights)]
     if adapted and full:
@@ -60,15 +63,6 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     if newest.tokenizer is not None:
         copy_tokenizer(newest.tokenizer, output)
     return target
-
-
-def _open(source: str | Path, base: str | None) -> CheckpointWeights | AdaptedWeights:
-    weights = open_weights(source, "CHECKPOINT", base)
-    if not isinstance(weights, CheckpointWeights | AdaptedWeights):
-        raise InputError(f"CHECKPOINT is {source!r}, but only checkpoints have an average; convert that folder to one "
-                         "with import-hf.")  # fmt: skip
-    weights.verify()
-    return weights
 
 
 def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list[int], target: Path) -> None:
@@ -91,12 +85,12 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
 
 
 def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:
-    first = checkpoints[0].read_array(name, read_slice(where))
+    first = read_array(checkpoints[0].reader, name, read_slice(where))
     if len(checkpoints) == 1:
         return first
     total = first.astype(np.float64)
     for checkpoint in checkpoints[1:]:
-        total += checkpoint.read_array(name, read_slice(where))
+        total += read_array(checkpoint.reader, name, read_slice(where))
     return (total / len(checkpoints)).astype(first.dtype)
 
 

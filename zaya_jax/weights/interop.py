@@ -12,15 +12,15 @@ from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
 from zaya_jax.hf.exporter import Layout, write_folder
 from zaya_jax.hf.tensors import is_bias
+from zaya_jax.model.tree import abstract_weights
 from zaya_jax.run.checkpoints import FOLDER
 from zaya_jax.run.digests import slice_text
-from zaya_jax.run.tokenizer import TOKENIZER_FOLDER, copy_tokenizer, special_ids
+from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
 from zaya_jax.weights.load import open_weights
 from zaya_jax.weights.sources import (
     PARAMETERS_ONLY,
     FolderWeights,
     Read,
-    abstract_weights,
     saved_name,
     stack_groups,
 )
@@ -77,10 +77,7 @@ def export_hf(
     weights.verify()
     carry = carry or weights.tokenizer
     write_folder(folder, weights.config, weights.read, dtype, layout, carry)
-    hint = "" if carry is not None else (
-        f" It has no tokenizer, since {weights.folder.parent.parent} has no folder {TOKENIZER_FOLDER}/: add the files "
-        "of one with --carry FOLDER."
-    )  # fmt: skip
+    hint = "" if carry is not None else " It has no tokenizer: add the files of one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 
 

@@ -34,6 +34,11 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
         return FolderWeights(source, folder)
     if (Path(source).expanduser() / "config.json").is_file():
         raise InputError(f"{what} is {source!r}, which looks like a transformers folder; write {HF}{source}.")
+    return open_checkpoint_weights(source, what, base)
+
+
+def open_checkpoint_weights(source: str, what: str, base: str | None) -> CheckpointWeights | AdaptedWeights:
+    """Open those of a checkpoint, see `open_weights`."""
     checkpoint = CheckpointWeights(source, checkpoint_folder(source, what))
     config = checkpoint.manifest.metadata["config"]
     if config.get("lora") is None:
@@ -49,9 +54,8 @@ def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.floa
     """Load a model onto this process's first device; adapters are merged into what they were trained on.
 
     Args:
-      source: RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase, RUN_DIR/checkpoints/STEP,
-        or hf:FOLDER for a `transformers` folder.
-      dtype: of the parameters; as they are stored where None. Balancing biases are fp32 (fp64 beside fp64).
+      source: see `open_weights`.
+      dtype: see `Weights.load_model`.
 
     Returns:
       The model, and its tokenizer; None where there is no `tokenizer.json`.

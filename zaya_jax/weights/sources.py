@@ -1,7 +1,6 @@
 """Where weights can come from: a checkpoint, or a `transformers` folder; opened first, read when asked for."""
 
 import abc
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.checkpoint.finite import is_finite, not_finite
-from zaya_jax.checkpoint.inspection import open_checkpoint
+from zaya_jax.checkpoint.inspection import open_checkpoint, read_array
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
@@ -22,10 +21,9 @@ from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.hf.tensors import Tensor, is_bias
 from zaya_jax.model.router import INERT
-from zaya_jax.model.tree import Arrays, balancing_biases, parameters, with_values
+from zaya_jax.model.tree import Arrays, abstract_weights, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.run.manifest import Damaged
 from zaya_jax.run.tokenizer import run_tokenizer
 
 PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
@@ -59,7 +57,7 @@ class Weights(abc.ABC):
         """Parameters and balancing biases on devices.
 
         Args:
-          abstract: shape, dtype and sharding of each one that is wanted, by name; of a `transformers` folder all.
+          abstract: shape, dtype and sharding of each one that is wanted, by name.
 
         Raises:
           InputError: they are damaged, of another architecture, or NaN or infinite somewhere.
@@ -97,14 +95,14 @@ class CheckpointWeights(Weights):
     """A checkpoint that holds all parameters, or the adapters of `AdaptedWeights`.
 
     Attributes:
-      manifest: of the checkpoint.
+      manifest, reader: of the checkpoint.
       has_optimizer: whether the optimizer's state is there, too.
     """
 
     def __init__(self, source: str, folder: Path) -> None:
         """Open the checkpoint in `folder`; InputError where its manifest or a file is damaged."""
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
-        self.manifest, self._reader = open_checkpoint(folder)
+        self.manifest, self.reader = open_checkpoint(folder)
         self.config = model_config(self.manifest.metadata)
         self.has_optimizer = PARAMETERS_ONLY not in self.manifest.metadata
         saved = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items() if name.startswith(WEIGHTS)}
@@ -115,14 +113,7 @@ class CheckpointWeights(Weights):
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; an adapter, too, by its name."""
-        return self.read_array(saved_name(name), () if group is None else (group,))
-
-    def read_array(self, name: str, where: tuple[Any, ...]) -> np.ndarray:
-        """An array by its name in the checkpoint, or the part of it at the index `where`."""
-        try:
-            return self._reader.read(name, where)
-        except Damaged as error:
-            raise InputError(str(error)) from error
+        return read_array(self.reader, saved_name(name), () if group is None else (group,))
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`; each process reads what its devices hold, in the stored dtype, and casts it there."""
@@ -193,12 +184,6 @@ class FolderWeights(Weights):
 def saved_name(name: str) -> str:
     """The name in a checkpoint of a parameter, an adapter or a balancing bias."""
     return f"{'balance' if is_bias(name) else 'params'}.{name}"
-
-
-@functools.lru_cache(maxsize=8)
-def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape of each parameter and balancing bias of a model, by name."""
-    return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
 
 
 def stack_groups(name: str, shape: Sequence[int]) -> Sequence[int | None]:
