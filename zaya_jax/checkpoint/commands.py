@@ -1,7 +1,6 @@
 """What `python -m zaya_jax.checkpoint` prints: verify, inspect, diff."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.listing import size_text
@@ -19,15 +18,16 @@ def verify(path: str, every: bool) -> tuple[str, bool]:
         folders = [run.folder / FOLDER / str(checkpoint.step) for checkpoint in run.checkpoints]
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
-    damage = {folder: verify_checkpoint(folder) for folder in folders}
-    lines = [line for folder, sentences in damage.items() for line in (sentences or [f"{folder}: {_content(folder)}"])]
-    return "\n".join(lines) or f"{path} has no checkpoint.", not any(damage.values())
-
-
-def _content(folder: Path) -> str:
-    manifest = read_manifest(folder)
-    checked = "all checksums match" if manifest.digests else "file sizes match, it has no checksums"
-    return f"OK, {checked} ({len(manifest.leaves)} arrays, {size_text(sum(manifest.files.values()))})"
+    lines, intact = [], True
+    for folder in folders:
+        if damage := verify_checkpoint(folder):
+            lines, intact = lines + damage, False
+            continue
+        manifest = read_manifest(folder)
+        checked = "all checksums match" if manifest.digests else "file sizes match, it has no checksums"
+        lines.append(f"{folder}: OK, {checked} ({len(manifest.leaves)} arrays, "
+                     f"{size_text(sum(manifest.files.values()))})")  # fmt: skip
+    return "\n".join(lines) or f"{path} has no checkpoint.", intact
 
 
 def inspect(path: str) -> Iterator[str]:

@@ -129,7 +129,7 @@ class CheckpointStore:
                 names.clean(self.folder)
                 token = take_token(self.folder, self._tokens(self._newest)).number
                 for step in self._verified.intersection(self.steps()):
-                    names.mark_verified(self.folder, step)
+                    (self.folder / str(step) / names.VERIFIED).touch()
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."

@@ -1,6 +1,6 @@
 """What every form of attention has in common: projections, windows, the output, and the facts it states of itself."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -10,8 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.cache import LayerCache
-from zaya_jax.model.hf_names import HfTensor
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
@@ -35,8 +33,9 @@ class Context(NamedTuple):
 class Attention(nnx.Module):
     """Attention of h query heads to k heads of keys and values, each shared by h / k queries.
 
-    A form of attention is a subclass, listed in `zaya.ATTENTION`. Its parameters say what it costs; beside them it
-    states the shape of its decode state and its tensors in a `transformers` folder.
+    A form of attention is a subclass, listed in `zaya.ATTENTION`. Its parameters say what it costs; its call maps
+    (h_bsd, context, decode state or None, ops) to the output and the new decode state. Beside them it states the empty
+    decode state (`init_cache`) and, where there are any, its tensors in a `transformers` folder (`hf_tensors`).
     """
 
     output: nnx.Param
@@ -54,22 +53,6 @@ class Attention(nnx.Module):
             self.output_bias = param(jnp.zeros(d), "bias")
         self.config = config
         self.layer = layer
-
-    def __call__(
-        self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
-    ) -> tuple[jax.Array, LayerCache | None]:
-        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
-        raise NotImplementedError
-
-    @staticmethod
-    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """The empty decode state of one layer for `capacity` tokens a row, keys and values in `dtype`."""
-        raise NotImplementedError
-
-    @staticmethod
-    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder."""
-        raise NotImplementedError
 
     def project(self, h_bsd: jax.Array) -> jax.Array:
         """All projections side by side in one product, [b, s, x] in the dtype of `h_bsd`."""

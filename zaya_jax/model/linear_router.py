@@ -10,7 +10,7 @@ from flax import nnx
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.layers import BalancingBias, matrix, param
-from zaya_jax.model.router import SKIP_BIAS, Routing
+from zaya_jax.model.router import SKIP_BIAS, Routing, choose_class
 from zaya_jax.ops import Ops
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -33,7 +33,4 @@ class LinearRouter(nnx.Module):
         """Route every token of `h_bsd`; ties go to the lowest class. `ops` is what other routers call."""
         probability = self.probabilities(h_bsd)
         # The entry of skip is left out: skip has no probability, and a bias must not make it win all the same.
-        biased = jax.lax.stop_gradient(probability) + self.balancing_bias[...][:-1]
-        expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
-        weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
-        return Routing(expert, weight, state_bsr)
+        return Routing(*choose_class(probability, self.balancing_bias[...][:-1]), state_bsr)

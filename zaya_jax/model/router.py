@@ -63,9 +63,7 @@ class Router(nnx.Module):
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
         """Route every token of `h_bsd`; ties go to the lowest class."""
         probability, state = self.probabilities(h_bsd, state_bsr, ops)
-        biased = jax.lax.stop_gradient(probability) + self.balancing_bias[...]
-        expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
-        weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
+        expert, weight = choose_class(probability, self.balancing_bias[...])
         return Routing(expert, jnp.where(expert == probability.shape[-1] - 1, 0.0, weight), state)
 
     @staticmethod
@@ -81,6 +79,12 @@ class Router(nnx.Module):
             yield same(f"mlp.gate.router_mlp.{name}.bias", f"{attribute}_bias", r)
         yield linear("mlp.gate.router_mlp.out_proj.weight", "output", classes, r)
         yield same("mlp.gate.balancing_biases", "balancing_bias", classes)
+
+
+def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """int32 class of highest biased probability, ties to the lowest class, and its probability without the bias."""
+    expert = jnp.argmax(jax.lax.stop_gradient(probability) + bias, axis=-1).astype(jnp.int32)
+    return expert, jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
 
 
 def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:

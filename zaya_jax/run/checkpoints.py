@@ -83,11 +83,6 @@ def named_steps(folder: Path) -> list[int]:
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
-def mark_verified(folder: Path, step: int) -> None:
-    """Record that a checkpoint was read and all its checksums matched."""
-    (folder / str(step) / VERIFIED).touch()
-
-
 def unfinished_name(step: int, token: int) -> str:
     """The name of a checkpoint that the holder of a fencing token is saving."""
     return f"{step}.g{token}"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -206,18 +206,18 @@ class Trainer:
         problems = [self.disk.problem(self.folder / CONFIG), *(sink.sync() for sink in self.sinks)]
         return next(filter(None, problems), "")
 
+    def _write(self, name: str, action: Callable[[], None]) -> None:
+        """Write a file of the run folder, in process 0."""
+        if is_primary():
+            with self.disk.writing(self.folder / name):
+                action()
+
     def _record_changes(self) -> None:
         """Record which settings changed where this process took the run over."""
-        if is_primary():
-            with self.disk.writing(self.folder / CONFIG):
-                record_changes(self.folder, self.config, self._resumed_at)
+        self._write(CONFIG, lambda: record_changes(self.folder, self.config, self._resumed_at))
 
     def _write_phase_ends(self) -> None:
-        if is_primary():
-            with self.disk.writing(self.folder / PHASES):
-                write_phase_ends(self.folder, self.config, self.store.steps())
+        self._write(PHASES, lambda: write_phase_ends(self.folder, self.config, self.store.steps()))
 
     def _draw(self) -> None:
-        if is_primary():
-            with self.disk.writing(self.folder / PICTURE):
-                plot_run(read_rows(self.folder / METRICS), self.folder / PICTURE)
+        self._write(PICTURE, lambda: plot_run(read_rows(self.folder / METRICS), self.folder / PICTURE))
