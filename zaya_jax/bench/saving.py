@@ -158,8 +158,10 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Method:
         if jax.process_index() == 0 and step is not None and (wrong := verify_checkpoint(folder / str(step))):
             raise RuntimeError(wrong[0])
 
-    return Method(lambda step: store.save(step, state, {"heldout_loss": None}), finish, restore,
-               verify_newest if verify != "none" else None)  # fmt: skip
+    def start(step: int) -> None:
+        store.save(step, state, {"heldout_loss": None})
+
+    return Method(start, finish, restore, verify_newest if verify != "none" else None)
 
 
 def timed_save(method: Method, step: int) -> dict[str, float]:
@@ -225,11 +227,8 @@ def drop_cached(folder: Path) -> None:
     """Have the system drop what it holds of the files."""
     for path in folder.rglob("*"):
         if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(handle)
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _largest(value: float) -> float:

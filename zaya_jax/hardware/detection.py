@@ -21,7 +21,8 @@ def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str
       environment: in which `JAX_PLATFORMS` may keep jax on the CPU.
     """
     if name is None and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
-        name = detect_accelerator(root)
+        kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
+        name = next((kinds[word] for word in [*_amd_targets(root), *_nvidia_models(root)] if word in kinds), None)
     return PRESETS[name or "cpu"]
 
 
@@ -30,12 +31,6 @@ def detect_gpu_plugin(root: Path = _ROOT) -> str | None:
     if (root / "dev" / "kfd").exists():
         return "rocm"
     return "cuda" if any(root.glob("dev/nvidia*")) else None
-
-
-def detect_accelerator(root: Path = _ROOT) -> str | None:
-    """The name in `HARDWARE` of the first accelerator of this machine that has one; None without any."""
-    kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
-    return next((kinds[word] for word in [*_amd_targets(root), *_nvidia_models(root)] if word in kinds), None)
 
 
 def cpu_name(root: Path = _ROOT) -> str:

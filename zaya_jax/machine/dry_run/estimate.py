@@ -1,7 +1,7 @@
 """The estimate of a phase: memory, arithmetic, traffic, and the least time a step can take."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
@@ -135,12 +135,3 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
         if estimate.axes["data"] > 1:
             changes += ["parallel.fsdp instead of data", "parallel.context instead of data"]
     return [*changes, "more devices"]
-
-
-def as_dict(estimate: PhaseEstimate) -> dict[str, Any]:
-    """For JSON."""
-    return {
-        **estimate._asdict(),
-        "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
-        "transfers": [transfer._asdict() for transfer in estimate.transfers],
-    }

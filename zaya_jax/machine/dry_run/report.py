@@ -13,14 +13,7 @@ from typing import Any
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
-from zaya_jax.machine.dry_run.estimate import (
-    REACHED,
-    PhaseEstimate,
-    advice,
-    as_dict,
-    estimate_phase,
-    simulated_programs,
-)
+from zaya_jax.machine.dry_run.estimate import REACHED, PhaseEstimate, advice, estimate_phase, simulated_programs
 
 _GB = 1e9
 # The program is not run: code for the CPU need not be good, only soon there. The pass that is left out would write
@@ -52,7 +45,15 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
     estimates = [estimate_phase(programs, phase, device) for phase in range(len(config.phases))]
     proofs = [prove(config, phase, devices) for phase in range(len(config.phases))]
     if as_json:
-        rows = [{**as_dict(estimate), "compiled": proof} for estimate, proof in zip(estimates, proofs, strict=True)]
+        rows = [
+            {
+                **estimate._asdict(),
+                "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
+                "transfers": [transfer._asdict() for transfer in estimate.transfers],
+                "compiled": proof,
+            }
+            for estimate, proof in zip(estimates, proofs, strict=True)
+        ]
         return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
     tables = [_table(estimate, proof, device) for estimate, proof in zip(estimates, proofs, strict=True)]
     return "\n\n".join([_heading(devices, hardware, device), *tables])
