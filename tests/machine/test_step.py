@@ -4,7 +4,7 @@ import chex
 import numpy as np
 import pytest
 
-from tests.train_helpers import CONFIG, change, fast_jit, setup
+from tests.train_helpers import CONFIG, change, fast_jit, make_program, setup
 from zaya_jax.config import BatchConfig
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine import step as module
@@ -23,7 +23,7 @@ def test_a_pass_covers_every_token():
     loss = step()
     assert loss == step()
     state = setup().state
-    plain = fast_jit(make_local_loss(SMALL, setup().blueprint))(state.params, state.balance, make_rows(tokens_bs))[0]
+    plain = fast_jit(make_local_loss(make_program(SMALL)))(state.params, state.balance, make_rows(tokens_bs))[0]
     assert loss == pytest.approx(float(plain) / tokens_bs[:, 1:].size, rel=1e-4)
 
 
