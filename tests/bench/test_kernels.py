@@ -129,8 +129,8 @@ def test_short_calls_are_many_of_one_program(monkeypatch, short, calls):
     found = []
     monkeypatch.setattr(bench, "SHORT", short)
     monkeypatch.setattr(bench, "queued", lambda function, arguments, calls: found.append(calls))
-    bench.our_side("symmetric", SMALL, "bfloat16", False, False)
-    bench.our_side("symmetric", SMALL, "bfloat16", False, True)
+    bench.our_side("gram_polynomial", SMALL, "bfloat16", False, False)
+    bench.our_side("gram_polynomial", SMALL, "bfloat16", False, True)
     assert found == [calls, 1]
 
 
@@ -204,7 +204,7 @@ def test_what_cannot_be_measured_is_told_before_measuring(sides, capsys, argumen
 def test_a_side_that_breaks_says_why(monkeypatch):
     monkeypatch.setattr(bench, "program", lambda *_: 1 / 0)
     with pytest.raises(InputError, match="ZeroDivisionError: division by zero"):
-        bench.our_side("symmetric", SMALL, "bfloat16", True, True)
+        bench.our_side("gram_polynomial", SMALL, "bfloat16", True, True)
 
 
 @pytest.mark.soak

@@ -180,18 +180,17 @@ def test_an_operation_that_is_wrong_fails_with_a_sentence(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("platform", ["cpu", "interpret"])
-def test_all_operations_are_within_their_tolerances(platform):
-    assert "failed" not in check_operations(kernels(platform), SMALL)
+@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "float32"), ("cpu", "bfloat16"), ("interpret", "float32")])
+def test_all_operations_are_within_their_tolerances(platform, dtype):
+    assert "failed" not in check_operations(kernels(platform), SMALL, [dtype])
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("without", [(), ("experts",)])
-def test_all_kernels_emulated_are_right_also_where_rows_are_many(dtype, training, without):
-    selection = preferred_kernels(EMULATED).without(without)
-    assert validate_kernels(selection, SMALL, dtype, training=training, large=2**21).chosen == selection.chosen
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_each_kernel_emulated_is_right_also_where_rows_are_many(name):
+    selection = KernelSelection(EMULATED, {name: "pallas"})
+    for training in (True, False):
+        assert validate_kernels(selection, SMALL, "bfloat16", training=training, large=2**19) == selection
 
 
 def test_a_selection_is_a_value():

@@ -109,7 +109,7 @@ def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[
     return lambda x, w: torch._grouped_mm(x, w, offs=ends), arrays
 
 
-def _symmetric(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
+def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
     del gpu
 
     def function(x: Any) -> Any:
@@ -138,6 +138,6 @@ PEERS: dict[str, Callable[..., tuple[Callable[..., Any], list[Any]]]] = {
     "attention of a decode": _decode,
     "grouped_matmul": _grouped,
     "grouped_matmul backward": _grouped,
-    "symmetric": _symmetric,
+    "gram_polynomial": _gram_polynomial,
     "muon": _muon,
 }

@@ -230,16 +230,19 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     n, taps0, taps1, pairs = h + k, model.depthwise_kernel, model.grouped_kernel, model.rotary_size // 2
     angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
 
-    def run(mix: Any, u: jax.Array, current: jax.Array, delayed: jax.Array, *weights: jax.Array) -> Any:
+    def run(mix: Any, u: jax.Array, current: jax.Array, delayed: jax.Array, *arrays: jax.Array) -> Any:
         segments, shape = documents(u.shape[0]), (u.shape[0], ROWS, pairs)
         tables = tuple(jnp.broadcast_to(jnp.asarray(f(angle), accumulation_dtype(u.dtype)), shape)
                        for f in (np.cos, np.sin))  # fmt: skip
         halo = no_halo(u, delayed, segments, taps0 + taps1 - 2)
-        return mix(u, current, delayed, halo, segments, tables, MixWeights(*weights), None)
+        depthwise, bias, grouped, vectors = arrays
+        parameters = MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
+        return mix(u, current, delayed, halo, segments, tables, parameters, None)
 
     half = Input((2, ROWS, k * c // 2))
-    weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n, c)),
-               Input((k,), 0.1, 1.0))  # fmt: skip
+    # The temperatures stand behind the last bias: gradients of a few numbers, whose addends may cancel, are to be
+    # exact compared with those of many.
+    weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n + 1, c)))
     return {"cca_mix": Check(run, (Input((2, ROWS, n, c)), half, half, *weights), 3)}
 
 

@@ -26,7 +26,7 @@ def add(x, y, out, *, wide):
 def added(x, y, platform, name="added", wide=0):
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
     return launch(functools.partial(add, wide=wide), x, y, name=name, grid=(1,), out_shape=out, warps=2, stages=3,
-                  platform=platform)  # fmt: skip
+                  architecture=platform)  # fmt: skip
 
 
 def test_emulated_it_is_what_it_says():

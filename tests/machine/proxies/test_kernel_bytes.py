@@ -24,7 +24,7 @@ def rows(first, size=TILE):
 
 
 def run(kernel, *arrays, out=X, grid=(4,)):
-    call = functools.partial(launch, kernel, name="toy", grid=grid, out_shape=out, warps=4, platform="rocm")
+    call = functools.partial(launch, kernel, name="toy", grid=grid, out_shape=out, warps=4, architecture="rocm")
     (found,) = kernel_bytes(call, *arrays)
     return found
 
@@ -102,7 +102,7 @@ def test_integers_are_computed_on_the_way_to_a_kernel():
             row, column = rows(starts_ref[pl.program_id(0)], 1)
             triton.store(out_ref.at[row, column], triton.load(x_ref.at[row, column]))
 
-        run = functools.partial(launch, kernel, name="toy", grid=(3,), out_shape=X, warps=4, platform="rocm")
+        run = functools.partial(launch, kernel, name="toy", grid=(3,), out_shape=X, warps=4, architecture="rocm")
         return jax.jit(run)(starts.astype(jnp.int32), jnp.exp(x))
 
     (found,) = kernel_bytes(function, X, np.array([0, 0, 7], np.int32))
@@ -112,7 +112,7 @@ def test_integers_are_computed_on_the_way_to_a_kernel():
 def test_a_kernel_in_a_scan_is_walked_through_each_turn():
     def function(x, stack):
         def body(carry, one):
-            call = functools.partial(launch, copied, name="toy", grid=(4,), out_shape=X, warps=4, platform="rocm")
+            call = functools.partial(launch, copied, name="toy", grid=(4,), out_shape=X, warps=4, architecture="rocm")
             return call(carry) + one, carry.sum()
 
         return jax.lax.scan(body, x, stack)

@@ -26,7 +26,7 @@ KERNELS = {
     "experts backward": ["grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
                          "grouped_outer", "grouped_product_transposed"],
     "momentum": ["momentum"],
-    "symmetric": ["gram", "gram_polynomial"],
+    "gram_polynomial": ["gram", "gram_polynomial"],
     "muon": ["momentum", "gram", "gram_polynomial"],
 }  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_the_work_is_what_the_definitions_say():
     assert [found[name].flops / grouped for name in ("grouped_matmul", "grouped_matmul backward")] == [1, 2]
     assert [found[name].flops / grouped for name in ("experts", "experts backward")] == [1.5, 3]
     n, p, q = SMALL.matrices
-    assert found["symmetric"].flops == n * (2 * p * p * q + 2 * p**3)
+    assert found["gram_polynomial"].flops == n * (2 * p * p * q + 2 * p**3)
     assert found["muon"].flops == 5 * n * (2 * p * p * q + 2 * p**3 + 2 * p * p * q)
 
 
@@ -107,7 +107,7 @@ def small(name, platform, dtype="float32"):
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "symmetric" else pytest.param(name, marks=pytest.mark.soak) for name in KERNELS]
+    "name", [name if name == "gram_polynomial" else pytest.param(name, marks=pytest.mark.soak) for name in KERNELS]
 )
 def test_both_sides_do_the_same(name):
     found, wanted = (small(name, platform) for platform in ("interpret", "cpu"))

@@ -110,7 +110,7 @@ def copy(x_ref, out_ref):
 
 
 def test_kernels_are_counted_by_name_and_their_inputs_stand_in_memory():
-    run = functools.partial(launch, copy, name="copy", grid=(1,), out_shape=X, warps=4, platform="rocm")
+    run = functools.partial(launch, copy, name="copy", grid=(1,), out_shape=X, warps=4, architecture="rocm")
     found = count(lambda x: jnp.sin(run(run(jnp.exp(x)))))
     assert dict(found.kernels) == {"copy": 2}
     assert (found.total, found.fusions, found.bytes) == (4, 2, 4 * BYTES)

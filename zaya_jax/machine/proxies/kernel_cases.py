@@ -110,7 +110,7 @@ class Case(NamedTuple):
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     """All cases by name; `dtype` is that of activations, 'bfloat16' or 'float32'."""
     found: dict[str, Case] = {}
-    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _symmetric):
+    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _gram_polynomial):
         found |= make(sizes, jnp.dtype(dtype))
     return found
 
@@ -292,7 +292,7 @@ def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     return {"momentum": case}
 
 
-def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     n, p, q = sizes.matrices
 
     def polynomial(kernels: KernelSelection, x: jax.Array, coefficients: jax.Array) -> jax.Array:
@@ -306,7 +306,7 @@ def _symmetric(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     m = _array(n, p, q, dtype=jnp.float32)
     muon = Case("gram_polynomial", functools.partial(_muon_step, dtype), (m, m, m), (), False,
                 STEPS * (full + 2.0 * n * p * p * q), _size(m, m, m, m, m), None, ("momentum",), 2)  # fmt: skip
-    return {"symmetric": case, "muon": muon}
+    return {"gram_polynomial": case, "muon": muon}
 
 
 def _muon_step(dtype: jnp.dtype, kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
