@@ -111,3 +111,15 @@ def test_softmax_and_state_are_float32_in_bfloat16():
     chex.assert_type(p, jnp.float32)
     np.testing.assert_allclose(p.sum(-1), 1, rtol=1e-6)
     assert np.abs(p - reference(router(), h, state)[0]).max() < 0.1
+
+
+class Variants(chex.TestCase):
+    """Routers route alike however they are called."""
+
+    @chex.variants(with_jit=True, without_jit=True, with_device=True, without_device=True)
+    def test_a_token_is_routed_alike_however_the_router_is_called(self):
+        h, state = draw(7)
+        call = self.variant(lambda h, state: router()(h, state, LOCAL))  # pyright: ignore[reportCallIssue]
+        chex.assert_trees_all_close(call(h, state), route(router(), h, state), rtol=1e-5, atol=1e-6)
+        each = jax.vmap(lambda h, state: router()(h[None], state[None], LOCAL))(h, state)  # a row by itself
+        chex.assert_trees_all_close(jax.tree.map(lambda x: x[:, 0], each), call(h, state), rtol=1e-5, atol=1e-6)

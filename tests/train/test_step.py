@@ -66,11 +66,6 @@ def first_step():
 # --- what a step computes --------------------------------------------------------------------------------------
 
 
-def test_the_batch_of_these_tests_has_uneven_micro_batches():
-    mask = make_batch(change(CONFIG, {"train.batch.micro": 2}))["loss_mask"]
-    assert len(set(mask.sum((1, 2)).tolist())) > 2
-
-
 def test_a_step_is_a_pure_function():
     before, batch = jax.tree.map(jnp.copy, setup().state), make_batch()
     first, second = (setup().step(setup().state, batch) for _ in range(2))
