@@ -21,10 +21,6 @@ def draw(seed):
     return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()}
 
 
-def bits(tree):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
-
-
 def test_one_that_is_guarded_stays_itself():
     inner = skippable(optax.scale(-1.0))
     assert isinstance(inner, SkippableTransform)
@@ -43,8 +39,7 @@ def test_any_transform_takes_a_factor_and_skips_in_its_own_state():
     chex.assert_trees_all_equal(new, theirs)
     chex.assert_trees_all_equal(ours.update(draw(1), state, params)[1], plain.update(draw(1), state, params)[1])
     _, kept = ours.update(jax.tree.map(lambda g: g * jnp.nan, draw(1)), new, params, skip=jnp.bool_(True))
-    assert bits(kept) == bits(new)
-    assert jax.tree.structure(kept) == jax.tree.structure(state)
+    chex.assert_trees_all_equal(kept, new)
 
 
 @pytest.mark.parametrize("form", ["sum", "ema"])
@@ -56,9 +51,8 @@ def test_the_whole_optimizer_skips_bit_for_bit_and_scales(form):
     _, state = update(draw(1), optimizer.init(params), params)  # so that there are moments to lose
     _, kept = update({name: g.at[0].set(jnp.nan) for name, g in draw(2).items()}, state, params,
                      factor=jnp.float32(jnp.nan), skip=jnp.bool_(True))  # fmt: skip
-    assert jax.tree.structure(kept) == jax.tree.structure(state)
-    assert bits(kept) == bits(state)
+    chex.assert_trees_all_equal(kept, state)
     found = update(draw(2), kept, params, factor=jnp.float32(0.25), skip=jnp.bool_(False))
     expected = update(jax.tree.map(lambda g: 0.25 * g, draw(2)), state, params)
-    assert bits(found[1]) != bits(state)
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (found[1], state)), strict=True))
     assert_close(found, expected, 1e-5)

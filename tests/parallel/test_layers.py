@@ -1,5 +1,6 @@
 """A layer's parts, gathered where the layer begins."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,10 +39,8 @@ def gathered():
 def test_every_device_sees_the_whole_in_the_compute_dtype_and_keeps_its_part_of_the_exact_sum():
     whole, gradient = on_devices(4, "tests.parallel.test_layers:gathered")
     matrix = np.arange(1, 41).reshape(5, 8)
-    assert whole.dtype == jnp.bfloat16
-    for seen in whole:
-        np.testing.assert_array_equal(seen.astype(np.float32), matrix)
-    assert gradient.dtype == np.float32
+    chex.assert_type([whole, gradient], [jnp.bfloat16, jnp.float32])
+    np.testing.assert_array_equal(whole.astype(np.float32), [matrix] * 4)
     np.testing.assert_array_equal(gradient, np.full((5, 8), 1.0 + 2 + 3 + 4))
 
 

@@ -57,10 +57,6 @@ def test_every_layout_gives_what_one_device_gives(alone_with_gradient, name):
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 @pytest.mark.parametrize("dtype", BANDS)
 def test_every_layout_agrees_within_rounding(name, dtype):
-    check_rounding(name, dtype)
-
-
-def check_rounding(name: str, dtype: str) -> None:
     """The losses of three steps, and the gradient, which is the momentum after the first."""
     alone = run_layout(LAYOUTS["data"], devices=1, gradient=False, dtype=dtype)
     found = on_devices(8, "tests.parallel_helpers:run_layouts", [name], False, dtype)[name]

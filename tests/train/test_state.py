@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,8 +22,8 @@ def test_the_largest_shipped_size_costs_no_memory():
 def test_a_run_starts_at_zero_with_fp32_masters():
     state = setup().state
     assert (int(state.step), int(state.skipped)) == (0, 0)
-    assert state.step.dtype == state.skipped.dtype == jnp.int32
-    assert {x.dtype for x in jax.tree.leaves((state.params, state.balance))} == {jnp.dtype("float32")}
+    chex.assert_type([state.step, state.skipped], jnp.int32)
+    chex.assert_type([*state.params.values(), *state.balance.values()], jnp.float32)
     assert not any(np.any(x) for x in jax.tree.leaves((state.opt_state, state.balance_state)))
     for bias in state.balance.values():
         assert np.array_equal(bias, [[0, 0, 0, 0, -1]] * 2)

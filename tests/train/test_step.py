@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -348,9 +349,8 @@ def test_a_gradient_that_is_not_finite_is_skipped_though_the_loss_is(monkeypatch
 def test_a_batch_without_a_real_token_leaves_finite_numbers():
     batch = make_batch() | {"loss_mask": np.zeros_like(make_batch()["loss_mask"])}
     new, metrics = setup().step(setup().state, batch)
-    assert float(metrics["loss"]) == 0
-    assert float(metrics["tokens"]) == 0
-    assert all(np.isfinite(x).all() for x in leaves(new).values())
+    assert (float(metrics["loss"]), float(metrics["tokens"])) == (0, 0)
+    chex.assert_tree_all_finite(leaves(new))
 
 
 # --- precision -------------------------------------------------------------------------------------------------
@@ -360,9 +360,8 @@ def test_bfloat16_computes_low_and_keeps_everything_else_in_fp32():
     config = change(CONFIG, {"train.compute_dtype": "bfloat16"})
     program = make_program(config)
     jaxpr, (new, metrics) = jax.make_jaxpr(program.train_step, return_shape=True)(setup().state, make_batch())
-    assert jax.tree.map(lambda x: x.dtype, new) == jax.tree.map(lambda x: x.dtype, setup().state)
-    assert {x.dtype for x in jax.tree.leaves((new.params, new.balance))} == {jnp.dtype("float32")}
-    assert metrics["loss"].dtype == jnp.float32
+    chex.assert_trees_all_equal_dtypes(new, setup().state)
+    chex.assert_type([*new.params.values(), *new.balance.values(), metrics["loss"]], jnp.float32)
     products = re.findall(r"\w+:(bf16|f32)\[[\d,]*\] = dot_general", str(jaxpr))
     assert len(products) > 10
     evaluation = fast_jit(program.evaluation_step)
