@@ -221,7 +221,7 @@ def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
 
     parts = bench.CompiledParts(*(Program(run=run) for run in (step, move, move)))
     monkeypatch.setattr(bench, "compile_parts", lambda _: parts)
-    monkeypatch.setattr(bench, "begin", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
+    monkeypatch.setattr(bench, "initialize", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
     measured = time_ours(CONFIG, np.arange(4 * 33).reshape(4, 33), 2)
     assert [jax.config.read(f"jax_{platform}_visible_devices") for platform in ("cuda", "rocm")] == ["0", "0"]
     assert seen[:3] == [(n, (2, 2, 32), 1) for n in range(3)]
@@ -288,7 +288,7 @@ def test_a_step_that_does_not_fit_is_told_before_anything_is_allocated(monkeypat
         bench, "compile_parts", lambda programs: SimpleNamespace(bytes=1000 * programs.config.model.num_layers)
     )
     monkeypatch.setattr(bench, "available_memory", lambda: 1500)
-    monkeypatch.setattr(bench, "begin", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(bench, "initialize", lambda *_: pytest.fail("allocated"))
     with pytest.raises(InputError, match=r"model\.num_layers=1 would fit"):
         time_ours(CONFIG, np.zeros((4, 33), int), 1)
 

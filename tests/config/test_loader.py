@@ -207,7 +207,7 @@ def test_a_path_of_characters_that_are_not_seen_is_refused(character):
 def test_what_is_huge_is_refused_in_few_words(base, override):
     begun = time.monotonic()
     assert len(refused_to_load(base, override)) < 1000
-    assert time.monotonic() - begun < 5
+    assert time.monotonic() - begun < 60  # quadratic work would take minutes
 
 
 @pytest.mark.parametrize("override", [
