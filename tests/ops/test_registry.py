@@ -1,8 +1,6 @@
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from tests.kernel_helpers import kernels
@@ -74,23 +72,20 @@ def test_a_part_is_counted_where_the_whole_has_no_kernel():
     assert parts < selection.without(("experts",)).kernels.keys()
 
 
-def wrong(x, *, architecture):
-    del architecture
+def wrong(_architecture, x):
     return x * (1.1 if x.dtype != jnp.float64 else 1)
 
 
-def failing(x, *, architecture):
+def failing(_architecture, x):
     raise RuntimeError("out of  shared memory")
 
 
-def wrong_where_large(x, *, architecture):
+def wrong_where_large(_architecture, x):
     """As if the addresses of all but the first elements of a large array were computed in too few bits."""
-    del architecture
     return x if x.shape[0] <= 8 else x.at[-1].set(0)
 
 
-def right(x, *, architecture):
-    del architecture
+def right(_architecture, x):
     return 1.0 * x
 
 
@@ -158,20 +153,19 @@ def test_a_failed_whole_is_replaced_by_kernels_of_its_parts(monkeypatch):
 
 
 def test_checks_have_the_widths_of_the_model_and_follow_what_is_done():
-    for training in (True, False):
-        for name in OPERATIONS:
-            for check in OPERATIONS[name].checks(EXAMPLE, training).values():
-                sizes = {size for x in check.inputs for size in x.shape}
-                assert sizes & {EXAMPLE.hidden_size, EXAMPLE.head_dim, EXAMPLE.expert_size}, name
+    for operation in OPERATIONS.values():
+        for check in operation.checks(EXAMPLE, True).values():
+            sizes = {size for x in check.inputs for size in x.shape}
+            assert sizes & {EXAMPLE.hidden_size, EXAMPLE.head_dim, EXAMPLE.expert_size}, operation.name
     assert "attention, decode" in OPERATIONS["attention"].checks(EXAMPLE, False)
     assert not OPERATIONS["momentum"].checks(EXAMPLE, False)
 
 
 def test_an_operation_that_rounds_is_within_its_tolerance():
-    found = check_operations(KernelSelection(Target("cpu", "any")), SMALL, names=["rms_norm"])
+    found = check_operations(KernelSelection(Target("cpu", "any")), SMALL, names=["residual_norm"])
     assert "failed" not in found
-    assert 0 < found["errors"]["rms_norm float32"]["error"] < 1e-6
-    assert 1e-4 < found["errors"]["rms_norm bfloat16"]["error"] < 2e-2
+    assert 0 < found["errors"]["residual_norm float32"]["error"] < 1e-5
+    assert 1e-4 < found["errors"]["residual_norm bfloat16"]["error"] < 3e-2
 
 
 def test_an_operation_that_is_wrong_fails_with_a_sentence(monkeypatch):
@@ -191,11 +185,3 @@ def test_each_kernel_emulated_is_right_also_where_rows_are_many(name):
     selection = KernelSelection(EMULATED, {name: "pallas"})
     for training in (True, False):
         assert validate_kernels(selection, SMALL, "bfloat16", training=training, large=2**19) == selection
-
-
-def test_a_selection_is_a_value():
-    assert select_kernels(GPU, SMALL, "float32") == select_kernels(GPU, SMALL, "float32")
-    assert preferred_kernels(GPU) != preferred_kernels(GPU).without(("attention",))
-    x = np.ones((2, 4), np.float32)
-    once = jax.make_jaxpr(lambda x: kernels("rocm").ops.rms_norm(x, x[0], 1e-5, "float32"))(x)
-    assert "pallas_call" not in str(once), "which has no kernel"

@@ -21,21 +21,15 @@ from pallas_kernels.decode import attention_decode, decodes
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 
 HEAD_SIZES = (16, 32, 64, 128, 256)
 
 
 def attention(
-    q_bshc: jax.Array,
-    k_btkc: jax.Array,
-    v_btkc: jax.Array,
-    *,
-    query_segments_bs: jax.Array | None = None,
-    key_segments_bt: jax.Array | None = None,
-    query_offset: jax.Array | int = 0,
-    window: int | None = None,
-) -> jax.Array:
+    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
+    key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
+) -> jax.Array:  # fmt: skip
     """Attention of every query to the keys before it in its own document (zaya1.md §1.3).
 
     Args:
@@ -112,12 +106,11 @@ def combine(first: PartialAttention, second: PartialAttention) -> PartialAttenti
 
 
 def _unsupported(
-    q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array | None = None,
+    _architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array | None = None,
     key_segments_bt: jax.Array | None = None, *_: Any, **_options: Any,
 ) -> str:  # fmt: skip
-    if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
-        return ("The kernels of attention take queries, keys and values all of bfloat16 or all of float32, not "
-                f"{q.dtype}, {k.dtype} and {v.dtype}.")  # fmt: skip
+    if why := other_dtypes("attention", q, k, v):
+        return why
     b, s, h, c = q.shape
     if c not in HEAD_SIZES:
         return f"The kernels of attention take heads of {HEAD_SIZES} channels, not {c}."
@@ -135,33 +128,29 @@ def _unsupported(
 
 
 def _attention_kernel(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
+    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, *, query_segments_bs: jax.Array | None = None,
     key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
-    architecture: str,
 ) -> jax.Array:  # fmt: skip
-    segments = _segments(query_segments_bs, key_segments_bt)
-    return _attention(_Static(window, architecture), q_bshc, k_btkc, v_btkc, segments,
-                      jnp.asarray(query_offset, jnp.int32))  # fmt: skip
+    segments, offset = _integers(query_segments_bs, key_segments_bt, query_offset)
+    return _attention(_Static(window, architecture), q, k, v, segments, offset)
 
 
 def _partial_kernel(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
-    query_offset: jax.Array | int, window: int | None, *, architecture: str,
+    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
+    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None,
 ) -> PartialAttention:  # fmt: skip
-    segments, offset = _segments(query_segments_bs, key_segments_bt), jnp.asarray(query_offset, jnp.int32)
-    run = attention_decode if decodes(q_bshc, k_btkc) else attention_forward
-    return PartialAttention(*run(q_bshc, k_btkc, v_btkc, segments, offset, window=window, dtype=jnp.float32,
-                                 architecture=architecture))  # fmt: skip
+    integers = _integers(query_segments_bs, key_segments_bt, query_offset)
+    run = attention_decode if decodes(q, k) else attention_forward
+    return PartialAttention(*run(q, k, v, *integers, window=window, dtype=jnp.float32, architecture=architecture))
 
 
 def _partial_gradient_kernel(
-    q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
-    query_offset: jax.Array | int, window: int | None, whole: PartialAttention, do_bshc: jax.Array, *,
-    architecture: str,
+    architecture: str, q: jax.Array, k: jax.Array, v: jax.Array, query_segments_bs: jax.Array,
+    key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None, whole: PartialAttention,
+    do_bshc: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    segments, offset = _segments(query_segments_bs, key_segments_bt), jnp.asarray(query_offset, jnp.int32)
-    static = _Static(window, architecture)
-    return _gradient(static, q_bshc, k_btkc, v_btkc, segments, offset, whole, do_bshc, jnp.float32)
+    integers = _integers(query_segments_bs, key_segments_bt, query_offset)
+    return _gradient(_Static(window, architecture), q, k, v, *integers, whole, do_bshc, jnp.float32)
 
 
 class _Static(NamedTuple):
@@ -169,10 +158,10 @@ class _Static(NamedTuple):
     architecture: str
 
 
-def _segments(queries: jax.Array | None, keys: jax.Array | None) -> tuple[jax.Array, jax.Array] | None:
-    if queries is None or keys is None:
-        return None
-    return queries.astype(jnp.int32), keys.astype(jnp.int32)
+def _integers(queries: jax.Array | None, keys: jax.Array | None, offset: jax.Array | int) -> tuple[Any, jax.Array]:
+    """Segments, or None, and offset, as kernels take them."""
+    segments = None if queries is None or keys is None else (queries.astype(jnp.int32), keys.astype(jnp.int32))
+    return segments, jnp.asarray(offset, jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -213,20 +202,16 @@ _attention.defvjp(_forward_rule, _backward_rule)
 
 
 def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
-    def attend(window: int | None) -> Callable[..., jax.Array]:
-        def run(attention: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            segments = documents(q.shape[0])
-            return attention(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
+    def run(window: int | None, attention: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
+        segments = documents(qkv[0].shape[0])
+        return attention(*qkv, query_segments_bs=segments, key_segments_bt=segments, window=window)
 
-        return run
-
-    def decode(attention: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        segments, place = documents(q.shape[0]), 349
-        return attention(q, k, v, query_segments_bs=segments[:, place : place + 1], key_segments_bt=segments,
-                         query_offset=place)  # fmt: skip
+    def decode(attention: Callable[..., jax.Array], *qkv: jax.Array) -> jax.Array:
+        segments, place = documents(qkv[0].shape[0]), 349
+        return attention(*qkv, query_segments_bs=segments[:, [place]], key_segments_bt=segments, query_offset=place)
 
     queries, keys = _heads(model)
-    checks = {name: Check(attend(window), (queries, keys, keys), 3)
+    checks = {name: Check(functools.partial(run, window), (queries, keys, keys), 3)
               for name, window in (("attention", None), ("attention, window", 100))}  # fmt: skip
     if not training:
         token = Input((2, 1, *queries.shape[2:]))
@@ -236,24 +221,24 @@ def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
 
 def _heads(model: ModelConfig) -> tuple[Input, Input]:
     """Of queries and of keys."""
-    return (Input((2, ROWS, model.num_query_heads, model.head_dim)),
-            Input((2, ROWS, model.num_kv_heads, model.head_dim)))  # fmt: skip
+    heads = (model.num_query_heads, model.num_kv_heads)
+    queries, keys = (Input((2, ROWS, number, model.head_dim)) for number in heads)
+    return queries, keys
 
 
 def _partial_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
-    def run(partial_attention: Callable[..., PartialAttention], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-        o, lse = partial_attention(*arrays, *(documents(arrays[0].shape[0]),) * 2, 0, None)
+    def run(partial_attention: Callable[..., PartialAttention], *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        o, lse = partial_attention(*qkv, *(documents(qkv[0].shape[0]),) * 2, 0, None)
         return o, jnp.where(lse > FLOOR / 2, lse, 0)
 
     queries, keys = _heads(model)
-    check = Check(run, (queries, keys, keys), 3, gradient=False)
-    return {"partial_attention": check} if training else {}
+    return {"partial_attention": Check(run, (queries, keys, keys), 3, gradient=False)} if training else {}
 
 
 def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
-    def run(gradient: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, do: jax.Array) -> Any:
-        arguments: Any = (q, k, v, *(documents(q.shape[0]),) * 2, 0, None)
-        return gradient(*arguments, partial_attention(*arguments), do)
+    def run(gradient: Callable[..., Any], *arrays: jax.Array) -> Any:
+        arguments: Any = (*arrays[:3], *(documents(arrays[0].shape[0]),) * 2, 0, None)
+        return gradient(*arguments, partial_attention(*arguments), arrays[3])
 
     queries, keys = _heads(model)
     check = Check(run, (queries, keys, keys, queries), 4, gradient=False)
@@ -261,8 +246,10 @@ def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Ch
 
 
 ATTENTION = Operation("attention", attention, _checks, (Kernel("pallas", _attention_kernel, _unsupported),))
-PARTIAL_ATTENTION = Operation("partial_attention", partial_attention, _partial_checks,
-                              (Kernel("pallas", _partial_kernel, _unsupported),))  # fmt: skip
-PARTIAL_ATTENTION_GRADIENT = Operation("partial_attention_gradient", partial_attention_gradient,
-                                       _partial_gradient_checks,
-                                       (Kernel("pallas", _partial_gradient_kernel, _unsupported),))  # fmt: skip
+PARTIAL_ATTENTION = Operation(
+    "partial_attention", partial_attention, _partial_checks, (Kernel("pallas", _partial_kernel, _unsupported),)
+)
+PARTIAL_ATTENTION_GRADIENT = Operation(
+    "partial_attention_gradient", partial_attention_gradient, _partial_gradient_checks,
+    (Kernel("pallas", _partial_gradient_kernel, _unsupported),),
+)  # fmt: skip

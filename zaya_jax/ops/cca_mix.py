@@ -19,7 +19,7 @@ from pallas_kernels.cca_mix import MixArrays
 from pallas_kernels.cca_mix import cca_mix as mix_forward
 from pallas_kernels.cca_mix_backward import cca_mix_backward
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
 _MOST_ROWS = 8  # of the halo: half of the smallest tile, which more would read again and again
@@ -63,15 +63,9 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
 
 
 def cca_mix(
-    u_bsnc: jax.Array,
-    current_bsx: jax.Array,
-    delayed_bsx: jax.Array,
-    halo: Halo,
-    segments_bs: jax.Array,
-    rotary: tuple[jax.Array, jax.Array],
-    weights: MixWeights,
-    delayed_start_x: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift.
 
     Args:
@@ -160,13 +154,12 @@ def _shift_value(current_bsx: jax.Array, delayed_bsx: jax.Array, segments_bs: ja
 
 
 def _unsupported(
-    u: jax.Array, current: jax.Array, delayed: jax.Array, _halo: Halo, _segments: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None, *, architecture: str,
+    architecture: str, u: jax.Array, current: jax.Array, delayed: jax.Array, _halo: Halo, _segments: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None,
 ) -> str:  # fmt: skip
+    if why := other_dtypes("the mix", u, current, delayed):
+        return why
     c, pairs = u.shape[3], rotary[0].shape[2]
-    if u.dtype not in (jnp.bfloat16, jnp.float32) or {current.dtype, delayed.dtype} != {u.dtype}:
-        return (f"The mix's kernel takes projections all of bfloat16 or all of float32, not {u.dtype}, "
-                f"{current.dtype} and {delayed.dtype}.")  # fmt: skip
     # Ranges of channels are sides of products, which tensor cores do by 16; interpreted, any power of two does.
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
@@ -182,8 +175,8 @@ def _unsupported(
 
 
 def _kernel(
-    u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None, *, architecture: str,
+    architecture: str, u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo,
+    segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     dtype = u_bsnc.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2

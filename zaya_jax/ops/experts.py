@@ -18,9 +18,9 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.grouped_matmul import grouped_outer, grouped_product
 from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backward
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.grouped_matmul import grouped_matmul, other_dtypes, split
+from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT
-from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 
 
 def dispatch_experts(
@@ -83,10 +83,9 @@ permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _unsupported(
-    h: jax.Array, expert: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array, *, architecture: str
+    _architecture: str, h: jax.Array, expert: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array
 ) -> str:
-    del architecture
-    if why := other_dtypes(h, gate_up, down):
+    if why := other_dtypes("experts", h, gate_up, down):
         return why
     (t, d), (e, f, _) = h.shape, down.shape
     if gate_up.shape != (e, d, 2 * f) or down.shape[2] != d:
@@ -98,8 +97,8 @@ def _unsupported(
 
 
 def _kernel(
-    h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array, *,
-    architecture: str,
+    architecture: str, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array,
+    down_efd: jax.Array,
 ) -> jax.Array:  # fmt: skip
     order, sizes_e = _sort(expert_t, down_efd.shape[0])
     order = checkpoint_name(order, MATMUL_OUTPUT)  # 4 bytes a token, for a sort less

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.symmetric import gram, polynomial
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.operation import Check, Input, Kernel, Operation
+from zaya_jax.ops.operation import DTYPES, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
 
 
@@ -39,15 +39,14 @@ def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> ja
     return jnp.matmul(left, right, precision=precision, preferred_element_type=sums)
 
 
-def _unsupported(x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array, *, architecture: str) -> str:
-    del architecture
-    if x.dtype in (jnp.bfloat16, jnp.float32) and b.dtype == jnp.float32:
+def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array) -> str:
+    if x.dtype in DTYPES and b.dtype == jnp.float32:
         return ""
     return ("Kernels of symmetric products take bfloat16 or float32 and sum in float32, but this one is of "
             f"{x.dtype} with sums in {b.dtype}.")  # fmt: skip
 
 
-def _kernel(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array, *, architecture: str) -> jax.Array:
+def _kernel(architecture: str, x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
     *stack, p, q = x_xpq.shape
     low, exact = gram(x_xpq.reshape(math.prod(stack), p, q), scale_x.reshape(-1), architecture=architecture)
     return polynomial(low, exact, jnp.stack([b, c]), architecture=architecture).reshape(*stack, p, p)

@@ -16,11 +16,10 @@ import numpy as np
 
 from pallas_kernels import grouped_matmul as kernels
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
+from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
 ROW_BLOCKS = (64, 128, 192, 256, 384)
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
@@ -140,19 +139,9 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 # --- the kernels -----------------------------------------------------------------------------------------------
 
 
-def other_dtypes(*arrays: jax.Array) -> str:
-    """Why the kernels cannot multiply the arrays; '' where all are bf16, or all fp32."""
-    dtypes = [jnp.dtype(array.dtype) for array in arrays]
-    if dtypes[0] in DTYPES and len(set(dtypes)) == 1:
-        return ""
-    names = ", ".join(dtype.name for dtype in dtypes)
-    return f"The kernel of grouped products multiplies bfloat16 or float32, of one dtype, not {names}."
-
-
-def _unsupported(x: jax.Array, w: jax.Array, sizes: jax.Array, *, inner: int, architecture: str) -> str:
+def _unsupported(inner: int, _architecture: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> str:
     """`inner` is the axis of the matrices that is summed over."""
-    del architecture
-    if why := other_dtypes(x, w):
+    if why := other_dtypes("grouped products", x, w):
         return why
     if x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
@@ -160,12 +149,15 @@ def _unsupported(x: jax.Array, w: jax.Array, sizes: jax.Array, *, inner: int, ar
             f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
 
 
-def _outer_unsupported(x: jax.Array, y: jax.Array, _sizes: jax.Array, *, architecture: str) -> str:
-    del architecture
-    return other_dtypes(x, y)
+def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: jax.Array) -> str:
+    return other_dtypes("grouped products", x, y)
 
 
-def _outer_kernel(x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, architecture: str) -> jax.Array:
+def _kernel(transpose: bool, architecture: str, *arrays: jax.Array) -> jax.Array:
+    return kernels.grouped_product(*arrays, transpose=transpose, architecture=architecture)
+
+
+def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
     return kernels.grouped_outer(x_tp, y_tq, sizes_e, dtype=x_tp.dtype, architecture=architecture)
 
 
@@ -178,43 +170,30 @@ def split(groups: int, rows: int) -> np.ndarray:
     return (np.array(shares) * rows).astype(np.int32)
 
 
-def _product_checks(name: str, inputs: Callable[[ModelConfig], tuple[Input, Input]], rows: int) -> Any:
-    """The checks of one of the three operations, whose first `rows` arrays have a row a token."""
+def _inputs(model: ModelConfig) -> tuple[Input, Input, Input]:
+    """Rows of tokens, rows of gate and up, matrices between."""
+    d, f = model.hidden_size, 2 * model.expert_size
+    return Input((ROWS, d)), Input((ROWS, f)), Input((min(model.num_experts, 4), d, f), d**-0.5)
+
+
+def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> Operation:
+    """One of the three; `arrays` are those of `_inputs` that its check takes."""
+    name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
 
     def checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-        groups = min(model.num_experts, 4)
-
         def run(product: Product, x: jax.Array, y: jax.Array) -> jax.Array:
-            return product(x, y, jnp.asarray(split(groups, ROWS) * (x.shape[0] // ROWS)))
+            return product(x, y, jnp.asarray(split(min(model.num_experts, 4), ROWS) * (x.shape[0] // ROWS)))
 
-        return {name: Check(run, inputs(model), rows, gradient=False)}
+        inputs = tuple(_inputs(model)[index] for index in arrays)
+        return {name: Check(run, inputs, sum(x.shape[0] == ROWS for x in inputs), gradient=False)}
 
-    return checks
-
-
-def _matrices(model: ModelConfig) -> Input:
-    shape = (min(model.num_experts, 4), model.hidden_size, 2 * model.expert_size)
-    return Input(shape, model.hidden_size**-0.5)
+    return Operation(name, reference, checks, (kernel,))
 
 
-def _rows(width: int) -> Input:
-    return Input((ROWS, width))
-
-
-GROUPED_PRODUCT = Operation(
-    "grouped_product", grouped_product,
-    _product_checks("grouped_product", lambda model: (_rows(model.hidden_size), _matrices(model)), 1),
-    (Kernel("pallas", kernels.grouped_product, functools.partial(_unsupported, inner=1)),),
+GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED = (
+    _operation(reference, arrays, Kernel("pallas", functools.partial(_kernel, transpose),
+                                         functools.partial(_unsupported, 1 + transpose)))
+    for reference, arrays, transpose in
+    ((grouped_product, (0, 2), False), (grouped_product_transposed, (1, 2), True))
 )  # fmt: skip
-GROUPED_PRODUCT_TRANSPOSED = Operation(
-    "grouped_product_transposed", grouped_product_transposed,
-    _product_checks("grouped_product_transposed",
-                    lambda model: (_rows(2 * model.expert_size), _matrices(model)), 1),
-    (Kernel("pallas", functools.partial(kernels.grouped_product, transpose=True),
-            functools.partial(_unsupported, inner=2)),),
-)  # fmt: skip
-GROUPED_OUTER = Operation(
-    "grouped_outer", grouped_outer,
-    _product_checks("grouped_outer", lambda model: (_rows(model.hidden_size), _rows(2 * model.expert_size)), 2),
-    (Kernel("pallas", _outer_kernel, _outer_unsupported),),
-)  # fmt: skip
+GROUPED_OUTER = _operation(grouped_outer, (0, 1), Kernel("pallas", _outer_kernel, _outer_unsupported))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.momentum import momentum_and_direction
 from zaya_jax.config import ModelConfig
-from zaya_jax.ops.operation import Check, Input, Kernel, Operation
+from zaya_jax.ops.operation import DTYPES, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
 
 Scalar = jax.Array | float | bool
@@ -58,11 +58,9 @@ def step_momentum(
 
 
 def _unsupported(
-    gradient: jax.Array, momentum: jax.Array, _numbers: jax.Array, dtype: jax.typing.DTypeLike, *, architecture: str
+    _architecture: str, gradient: jax.Array, momentum: jax.Array, _numbers: jax.Array, dtype: jax.typing.DTypeLike
 ) -> str:
-    del architecture
-    allowed = (jnp.bfloat16, jnp.float32)
-    if gradient.dtype in allowed and jnp.dtype(dtype) in allowed and momentum.dtype == jnp.float32:
+    if gradient.dtype in DTYPES and jnp.dtype(dtype) in DTYPES and momentum.dtype == jnp.float32:
         return ""
     return ("The kernel of momentum takes gradients and gives directions in bfloat16 or float32, with momentum in "
             f"float32, but these are {gradient.dtype} and {jnp.dtype(dtype)}, with momentum in {momentum.dtype}."
@@ -70,7 +68,7 @@ def _unsupported(
 
 
 def _kernel(
-    gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike, *, architecture: str
+    architecture: str, gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
     return momentum_and_direction(gradient, momentum, numbers, dtype=dtype, architecture=architecture)
 

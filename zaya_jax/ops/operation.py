@@ -14,6 +14,7 @@ from zaya_jax.config import ModelConfig
 # The norm of the difference over the norm of the exact result, of outputs and gradients, the largest: a few
 # roundings of a dtype whose own relative error is at most 6e-8, or 4e-3. TF32 products, 5e-4, pass as fp32.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that kernels do
 ROWS = 384  # tokens of a check: several tiles of every kernel, the last of them ragged
 
 
@@ -23,7 +24,7 @@ class Kernel:
 
     Attributes:
       name: unique among the kernels of its operation.
-      run: takes the arguments of the reference, and `architecture` (`pallas_kernels.tiles.tile`).
+      run: takes the architecture (`pallas_kernels.tiles.tile`), then the arguments of the reference.
       supports: takes the same, looks at shapes, dtypes and static arguments (window, with or without segments) alone,
         and returns the reason why `run` cannot do them, a sentence; '' where it can.
       platforms: which have it.
@@ -84,6 +85,14 @@ class Operation:
     def kernel(self, name: str) -> Kernel:
         """The kernel of that name."""
         return next(kernel for kernel in self.kernels if kernel.name == name)
+
+
+def other_dtypes(what: str, *arrays: jax.Array) -> str:
+    """Why a kernel of `what` does not take the arrays together; '' where all are bf16, or all fp32."""
+    dtypes = [jnp.dtype(array.dtype) for array in arrays]
+    if dtypes[0] in DTYPES and len({*dtypes}) == 1:
+        return ""
+    return f"The kernels of {what} take all of bfloat16 or all of float32, not {', '.join(x.name for x in dtypes)}."
 
 
 def documents(rows: int) -> jax.Array:

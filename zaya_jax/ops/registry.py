@@ -6,6 +6,7 @@ from what is left.
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,8 +23,7 @@ from zaya_jax.ops.experts import EXPERTS
 from zaya_jax.ops.gram_polynomial import GRAM_POLYNOMIAL
 from zaya_jax.ops.grouped_matmul import GROUPED_OUTER, GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED
 from zaya_jax.ops.momentum import MOMENTUM
-from zaya_jax.ops.norm import RMS_NORM
-from zaya_jax.ops.operation import Check, Kernel, Operation
+from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory
@@ -33,7 +33,7 @@ from zaya_jax.ops.target import Target
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        RMS_NORM, RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, EXPERTS,
+        RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, EXPERTS,
         GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, MOMENTUM, ORTHOGONALIZE, GRAM_POLYNOMIAL,
     )
 }  # fmt: skip
@@ -129,7 +129,7 @@ def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: Mo
     reasons = []
 
     def implementation(*arguments: Any, **options: Any) -> Any:
-        reasons.append(kernel.supports(*arguments, **options, architecture=target.architecture))
+        reasons.append(kernel.supports(target.architecture, *arguments, **options))
         return operation.reference(*arguments, **options)
 
     with jax.enable_x64(dtype == "float64"):
@@ -141,10 +141,9 @@ def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: Mo
 
 def _bound(kernel: Kernel, target: Target) -> Callable[..., Any]:
     def run(*arguments: Any, **options: Any) -> Any:
-        options["architecture"] = target.architecture
-        if reason := kernel.supports(*arguments, **options):
+        if reason := kernel.supports(target.architecture, *arguments, **options):
             raise ValueError(reason)
-        return kernel.run(*arguments, **options)
+        return kernel.run(target.architecture, *arguments, **options)
 
     return run
 
@@ -192,16 +191,13 @@ def _try(
     operation, implementation, fits = OPERATIONS[name], selection.implementation(name), True
     try:
         for check in operation.checks(model, training).values():
-            check = check._replace(gradient=check.gradient and training)  # noqa: PLW2901
-            errors = {"": compare(check, dtype, implementation, operation.reference)}
-            if large:
-                apart = compare_large(check, dtype, implementation, large, free_memory())
-                fits = fits and apart is not None
-                errors[" with arrays beyond 4 GiB"] = apart or 0.0
-            allowed = check.tolerance[dtype]
+            tried = check if training else check._replace(gradient=False)
+            errors = {"": compare(tried, dtype, implementation, operation.reference)}
+            apart = compare_large(tried, dtype, implementation, large, free_memory()) if large else 0.0
+            errors[" with arrays beyond 4 GiB"], fits = apart or 0.0, fits and apart is not None
             for where, error in errors.items():
-                if not error <= allowed:  # written so that NaN fails
-                    return f"it is {error:.2g} off{where}, but may be {allowed:g}.", fits
+                if not error <= check.tolerance[dtype]:  # written so that NaN fails
+                    return f"it is {error:.2g} off{where}, but may be {check.tolerance[dtype]:g}.", fits
     except Exception as problem:  # the compiler's, the driver's: whatever it is, the reference remains
         return f"it fails with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
     return "", fits
@@ -230,16 +226,11 @@ def check_operations(
       `errors`, relative, by check and dtype, with the `tolerance` of each; and where one is above it `failed`, a
       sentence.
     """
-    result: dict[str, Any] = {"errors": {}}
-    wrong = []
+    errors, wrong = {}, []
     for operation in (OPERATIONS[name] for name in names):
-        checks: dict[str, Check] = operation.checks(model, True)
-        for name, dtype in ((name, dtype) for name in checks for dtype in dtypes):
-            error = compare(checks[name], dtype, selection.implementation(operation.name), operation.reference)
-            allowed = checks[name].tolerance[dtype]
-            result["errors"][f"{name} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": allowed}
-            if not error <= allowed:
-                wrong.append(f"{name} in {dtype} is {error:.2g} off, but may be {allowed:g}")
-    if wrong:
-        result["failed"] = "; ".join(wrong) + "."
-    return result
+        for (name, check), dtype in itertools.product(operation.checks(model, True).items(), dtypes):
+            error = compare(check, dtype, selection.implementation(operation.name), operation.reference)
+            errors[f"{name} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
+            if not error <= check.tolerance[dtype]:
+                wrong.append(f"{name} in {dtype} is {error:.2g} off, but may be {check.tolerance[dtype]:g}")
+    return {"errors": errors, **({"failed": "; ".join(wrong) + "."} if wrong else {})}

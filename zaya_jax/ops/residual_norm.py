@@ -14,10 +14,8 @@ import jax.numpy as jnp
 from pallas_kernels.residual_norm import WIDEST, residual_norm_backward, residual_norm_forward
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.norm import rms_norm
-from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation
+from zaya_jax.ops.operation import DTYPES, ROWS, Check, Input, Kernel, Operation
 from zaya_jax.ops.precision import accumulation_dtype
-
-_DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 
 class MergeVectors(NamedTuple):
@@ -40,13 +38,9 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | 
 
 
 def residual_norm(
-    output_bsd: jax.Array,
-    stream_bsd: jax.Array,
-    vectors: MergeVectors | None,
-    weight_d: jax.Array,
-    eps: float,
+    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array, eps: float,
     dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The new stream of `merge` and its norm.
 
     Args:
@@ -65,68 +59,41 @@ def residual_norm(
 
 
 def _unsupported(
-    output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array, _eps: float,
-    dtype: jax.typing.DTypeLike, *, architecture: str,
+    _architecture: str, output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array,
+    _eps: float, dtype: jax.typing.DTypeLike,
 ) -> str:  # fmt: skip
-    del architecture
-    if stream.dtype != jnp.float32:
-        return f"The residual-norm kernel wants an fp32 stream, not {stream.dtype}."
-    for name, kind in {
-        "output": output.dtype,
-        "norm": jnp.dtype(dtype),
-        "norm's weight": weight.dtype,
-        **{name: vector.dtype for name, vector in (vectors._asdict() if vectors else {}).items()},
-    }.items():
-        if kind not in _DTYPES:
-            return f"The residual-norm kernel does bfloat16 and float32, but its {name} is {kind}."
-    if output.shape != stream.shape:
-        return f"The residual-norm kernel wants output and stream of one shape, not {output.shape} and {stream.shape}."
-    width = stream.shape[-1] if stream.ndim else 0
-    if not 1 <= width <= WIDEST or stream.size == 0:
-        return f"The residual-norm kernel does rows of 1 to {WIDEST} elements, and at least one, not {stream.shape}."
-    for vector in (weight, *(vectors or ())):
-        if vector.shape != (width,):
-            return f"The residual-norm kernel wants vectors of shape {(width,)}, not {vector.shape}."
+    width, parameters = stream.shape[-1] if stream.ndim else 0, (weight, *(vectors or ()))
+    kinds = [jnp.dtype(kind) for kind in (output.dtype, dtype, *(x.dtype for x in parameters))]
+    if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
+        return (f"The residual-norm kernel does bfloat16 and float32 with a stream in float32, not {stream.dtype} with "
+                f"{', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
+    if output.shape != stream.shape or not 1 <= width <= WIDEST or stream.size == 0:
+        return (f"The residual-norm kernel does rows of 1 to {WIDEST} elements, at least one, of output and stream "
+                f"alike, not {output.shape} and {stream.shape}.")  # fmt: skip
+    if shapes := {x.shape for x in parameters} - {(width,)}:
+        return f"The residual-norm kernel wants vectors of shape {(width,)}, not {', '.join(map(str, shapes))}."
     return ""
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def _kernel(
-    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array, eps: float,
-    dtype: jax.typing.DTypeLike, *, architecture: str,
+    architecture: str, output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array,
+    eps: float, dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    return _residual_norm(output_bsd, stream_bsd, vectors, weight_d, eps, jnp.dtype(dtype), architecture)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _residual_norm(
-    output: jax.Array,
-    stream: jax.Array,
-    vectors: MergeVectors | None,
-    weight: jax.Array,
-    eps: float,
-    dtype: jnp.dtype,
-    architecture: str,
-) -> tuple[jax.Array, jax.Array]:
     new, normed = residual_norm_forward(
         _rows(output), _rows(stream), tuple(vectors or ()), weight, eps=eps, dtype=dtype, architecture=architecture
     )
     return new.reshape(stream.shape), normed.reshape(stream.shape)
 
 
-def _forward(
-    output: jax.Array,
-    stream: jax.Array,
-    vectors: MergeVectors | None,
-    weight: jax.Array,
-    eps: float,
-    dtype: jnp.dtype,
-    architecture: str,
+def _forward(architecture: str, *arguments: Any) -> tuple:
+    return _kernel(architecture, *arguments), arguments[:4]
+
+
+def _backward(
+    architecture: str, eps: float, _dtype: jax.typing.DTypeLike, saved: tuple[Any, ...], gradients: tuple
 ) -> tuple:
-    return _residual_norm(output, stream, vectors, weight, eps, dtype, architecture), (output, stream, vectors, weight)
-
-
-def _backward(eps: float, _dtype: jnp.dtype, architecture: str, kept: tuple, gradients: tuple) -> tuple:
-    output, stream, vectors, weight = kept
+    output, stream, vectors, weight = saved
     d_output, d_stream, d_parameters = residual_norm_backward(
         _rows(output), _rows(stream), tuple(vectors or ()), weight, *(_rows(gradient) for gradient in gradients),
         eps=eps, architecture=architecture,
@@ -137,7 +104,7 @@ def _backward(eps: float, _dtype: jnp.dtype, architecture: str, kept: tuple, gra
     return d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors, d_weight.astype(weight.dtype)
 
 
-_residual_norm.defvjp(_forward, _backward)
+_kernel.defvjp(_forward, _backward)
 
 
 def _rows(x: jax.Array) -> jax.Array:
