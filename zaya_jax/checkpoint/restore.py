@@ -107,7 +107,7 @@ def _manifest(folder: Path, step: int) -> Manifest:
 
 
 def _raise_everywhere(problem: str, kind: type[Exception]) -> None:
-    """Raise in every process where one has a problem."""
+    """Raise `kind` in every process where one has a problem."""
     if first := next(filter(None, all_gather("restore", problem, _PATIENCE)), ""):
         raise kind(first)
 

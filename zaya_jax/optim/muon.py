@@ -15,8 +15,6 @@ from zaya_jax.ops.momentum import Local, OfMatrices, OnMatrices, Pair, Scalar, m
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.skippable import SkippableTransform
 
-MATRIX_AXES = 2
-
 
 class MeanState(NamedTuple):
     """fp32 mean of the gradients, and the int32 number of steps, which its correction needs."""
@@ -78,7 +76,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
     def init(params: optax.Params) -> optax.OptState:
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-            if jnp.ndim(leaf) < MATRIX_AXES:
+            if jnp.ndim(leaf) < 2:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 raise ValueError(f"Muon moves matrices, but {name} has shape {jnp.shape(leaf)}. Give it to another "
                                  "transform, such as optax.adamw, with optax.partition.")  # fmt: skip
