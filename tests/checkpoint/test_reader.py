@@ -15,7 +15,7 @@ from tests.checkpoint.test_store import make_state, save_all
 from zaya_jax.checkpoint.digest import PIECE, Part
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.leaves import named
-from zaya_jax.checkpoint.orbax_save import OrbaxSave, _hide_closed_loops, _in_chunks, _Quiet
+from zaya_jax.checkpoint.orbax_save import _hide_closed_loops, _in_chunks, start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, verify_checkpoint, wrong_parts
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS
 from zaya_jax.checkpoint.writer import write_checkpoint
@@ -77,7 +77,7 @@ ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), SMALL_ARRAYS: np.arange(
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "1"
-    OrbaxSave(folder, ARRAYS).wait()
+    start_save(folder, ARRAYS)()
     return folder
 
 
@@ -96,8 +96,7 @@ def test_arrays_over_a_piece_are_cut_along_their_first_axis():
     assert (options.chunk_byte_size, options.shard_axes) == (PIECE, (0,))
 
 
-def test_a_thread_that_fails_after_the_end_of_a_save_prints_no_traceback(caplog):
-    _Quiet().end()
+def test_a_thread_that_fails_after_the_end_of_a_save_prints_no_traceback(saved, caplog):
     log = logging.getLogger("absl")
     log.error("[thread=%s] _SignalingThread.run() raised an exception: %s", "a", "no space")
     log.error("something else")

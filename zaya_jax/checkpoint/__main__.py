@@ -12,7 +12,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
     try:
-        return options.run(options)
+        return _run(options)
     except (InputError, KeyboardInterrupt) as error:
         sentence, status = last_words(error)
         print(sentence, file=sys.stderr)
@@ -26,21 +26,17 @@ def _parser() -> argparse.ArgumentParser:
 
     add = verbs.add_parser("ls", help="list the checkpoints of a run and its status")
     add.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    add.set_defaults(run=_ls)
 
     add = verbs.add_parser("verify", help="read a checkpoint, or all of a run, and compare its checksums")
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
     add.add_argument("--all", action="store_true", help="verify all checkpoints of the run RUN_DIR")
-    add.set_defaults(run=_verify)
 
     add = verbs.add_parser("inspect", help="list the arrays of a checkpoint, with their norms, and its metadata")
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
-    add.set_defaults(run=_inspect)
 
     add = verbs.add_parser("diff", help="list the arrays and configuration keys in which two checkpoints differ")
     add.add_argument("first", metavar="CHECKPOINT", help=checkpoint)
     add.add_argument("second", metavar="CHECKPOINT")
-    add.set_defaults(run=_diff)
 
     add = verbs.add_parser("prune", help="remove checkpoints of a run")
     add.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -49,20 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument("--keep-best", type=int, default=0, metavar="N", help="also keep the N of lowest held-out loss")
     add.add_argument("--quarantined", action="store_true", help="also remove quarantined checkpoints")
     add.add_argument("--dry-run", action="store_true", help="only print what would be removed")
-    add.set_defaults(run=_prune)
 
     add = verbs.add_parser("average", help="average checkpoints into one that init_from takes")
     add.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=checkpoint)
     add.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new run folder")
     add.add_argument("--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of the "
                      "newest checkpoint's run)")  # fmt: skip
-    add.set_defaults(run=_average)
 
     add = verbs.add_parser("import-hf", help="convert a transformers folder to a checkpoint")
     add.add_argument("folder", type=Path, metavar="FOLDER")
     add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="a new run folder")
     add.add_argument("--allow-nonfinite", action="store_true", help="import NaN and infinite values too")
-    add.set_defaults(run=_import_hf)
 
     add = verbs.add_parser("export-hf", help="convert a checkpoint to a folder that transformers, vLLM and SGLang load")
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{checkpoint}, or hf:FOLDER")
@@ -79,80 +72,60 @@ def _parser() -> argparse.ArgumentParser:
     add.add_argument(
         "--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of their run)"
     )
-    add.set_defaults(run=_export_hf)
 
     add = verbs.add_parser("verify-hf", help="compare the released 8B here with transformers")
     add.add_argument("folder", type=Path, metavar="FOLDER")
-    add.set_defaults(run=_verify_hf)
     return parser
 
 
-def _ls(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.listing import list_run
+def _run(options: argparse.Namespace) -> ExitCode:
+    """Each verb imports what it needs: `ls` works without jax."""
+    match options.verb:
+        case "ls":
+            from zaya_jax.checkpoint.listing import list_run
 
-    print(list_run(options.run_dir))
-    return ExitCode.OK
+            print(list_run(options.run_dir))
+        case "verify":
+            from zaya_jax.checkpoint.commands import verify
 
+            text, intact = verify(options.checkpoint, options.all)
+            print(text)
+            return ExitCode.OK if intact else ExitCode.STOPPED
+        case "inspect":
+            from zaya_jax.checkpoint.commands import inspect
 
-def _verify(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.commands import verify
+            for line in inspect(options.checkpoint):
+                print(line)
+        case "diff":
+            from zaya_jax.checkpoint.commands import diff
 
-    text, intact = verify(options.checkpoint, options.all)
-    print(text)
-    return ExitCode.OK if intact else ExitCode.STOPPED
+            lines = list(diff(options.first, options.second))
+            print("\n".join(lines) or "They are equal.")
+            return ExitCode.STOPPED if lines else ExitCode.OK
+        case "prune":
+            from zaya_jax.checkpoint.prune import prune
+            from zaya_jax.config import CheckpointConfig
 
+            config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
+            print(prune(options.run_dir, config, options.quarantined, options.dry_run))
+        case "average":
+            from zaya_jax.weights.average import average_checkpoints
 
-def _inspect(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.commands import inspect
+            folder = average_checkpoints(options.checkpoints, options.output, options.base)
+            print(f"Averaged {len(options.checkpoints)} checkpoints into {folder}.")
+        case "import-hf":
+            from zaya_jax.weights.interop import import_hf
 
-    for line in inspect(options.checkpoint):
-        print(line)
-    return ExitCode.OK
+            print(import_hf(options.folder, options.output, options.allow_nonfinite))
+        case "export-hf":
+            from zaya_jax.weights.interop import export_hf
 
+            print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry,
+                            options.base))  # fmt: skip
+        case "verify-hf":
+            from zaya_jax.weights.verify import verify_hf
 
-def _diff(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.commands import diff
-
-    lines = list(diff(options.first, options.second))
-    print("\n".join(lines) or "They are equal.")
-    return ExitCode.STOPPED if lines else ExitCode.OK
-
-
-def _prune(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.checkpoint.prune import prune
-    from zaya_jax.config import CheckpointConfig
-
-    config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
-    print(prune(options.run_dir, config, options.quarantined, options.dry_run))
-    return ExitCode.OK
-
-
-def _average(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.weights.average import average_checkpoints
-
-    folder = average_checkpoints(options.checkpoints, options.output, options.base)
-    print(f"Averaged {len(options.checkpoints)} checkpoints into {folder}.")
-    return ExitCode.OK
-
-
-def _import_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.weights.interop import import_hf
-
-    print(import_hf(options.folder, options.output, options.allow_nonfinite))
-    return ExitCode.OK
-
-
-def _export_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.weights.interop import export_hf
-
-    print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry, options.base))
-    return ExitCode.OK
-
-
-def _verify_hf(options: argparse.Namespace) -> ExitCode:
-    from zaya_jax.weights.verify import verify_hf
-
-    print(verify_hf(options.folder))
+            print(verify_hf(options.folder))
     return ExitCode.OK
 
 

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.checkpoint.reader import CheckpointReader
-from zaya_jax.errors import InputError
 from zaya_jax.run.digests import read_slice
-from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.run.folder import flatten_keys
+from zaya_jax.run.manifest import Manifest, read_digests, read_manifest
 
 
 class Leaf(NamedTuple):
@@ -39,11 +39,8 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
     Raises:
       InputError: it is not what was saved, as far as that is known without reading its values.
     """
-    try:
-        manifest = read_manifest(folder)
-        return manifest, CheckpointReader(folder, manifest.leaves)
-    except Damaged as error:
-        raise InputError(str(error)) from error
+    manifest = read_manifest(folder)
+    return manifest, CheckpointReader(folder, manifest.leaves)
 
 
 def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
@@ -59,7 +56,7 @@ def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
     for name, slices in sorted(saved_slices(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
         for where in slices:
-            x = _float64(read_array(reader, name, read_slice(where)))
+            x = _float64(reader.read(name, read_slice(where)))
             squares += float(np.vdot(x, x))
             largest = max(largest, float(np.abs(x).max(initial=0.0)))
             finite = finite and bool(np.isfinite(x).all())
@@ -87,7 +84,7 @@ def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Dis
 
 def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
     """The keys of the configurations that differ, with both values."""
-    before, after = (dict(_flat(manifest.metadata.get("config", {}))) for manifest in (first, second))
+    before, after = (dict(flatten_keys(manifest.metadata.get("config", {}))) for manifest in (first, second))
     for key in [*before, *(key for key in after if key not in before)]:
         if before.get(key) != after.get(key):
             yield key, before.get(key), after.get(key)
@@ -96,7 +93,7 @@ def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any
 def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slices: list[str]) -> Distance | None:
     same, squares, norm, largest = True, 0.0, 0.0, 0.0
     for where in slices:
-        a, b = (read_array(reader, name, read_slice(where)) for reader in (first, second))
+        a, b = (reader.read(name, read_slice(where)) for reader in (first, second))
         same = same and a.tobytes() == b.tobytes()
         x, y = _float64(a), _float64(b)
         squares, norm = squares + float(np.vdot(x - y, x - y)), norm + float(np.vdot(x, x))
@@ -105,21 +102,5 @@ def _distance(name: str, first: CheckpointReader, second: CheckpointReader, slic
     return None if same else Distance(name, largest, relative)
 
 
-def read_array(reader: CheckpointReader, name: str, where: tuple[Any, ...]) -> np.ndarray:
-    """The part of an array at the index `where`; InputError where it cannot be read."""
-    try:
-        return reader.read(name, where)
-    except Damaged as error:
-        raise InputError(str(error)) from error
-
-
 def _float64(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64).reshape(-1)
-
-
-def _flat(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _flat(value, f"{where}.{key}" if where else str(key))
-    else:
-        yield where, tree

@@ -3,7 +3,7 @@
 import functools
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,41 @@ _HANDLERS = ocp.handlers.local_registry(include_global_registry=False)
 _HANDLERS.add(ocp.handlers.PyTreeHandler)
 
 
-class OrbaxSave:
-    """Arrays being written into the folder `work`, since it was made; they may be donated at once."""
+def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
+    """Write arrays into the folder `work` in the background; they may be donated at once.
 
-    def __init__(self, work: Path, arrays: Mapping[str, Any]) -> None:
-        """Begin; arrays of numpy are written by process 0.
+    Until the end Orbax logs nothing, in whichever thread: errors are raised here.
 
-        Raises:
-          ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
-        """
-        self._quiet = _Quiet()  # until the end: threads of Orbax's tell of errors whenever they meet them
+    Args:
+      work: a new folder.
+      arrays: by name; arrays of numpy are written by process 0.
+
+    Returns:
+      Waits until this process's arrays are durable, and raises what writing them did.
+
+    Raises:
+      ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
+    """
+    log = logging.getLogger("absl")
+    level = log.level
+    # Where one of Orbax's threads has failed, another may fail after the end. A filter is added once, for good.
+    log.addFilter(_is_of_no_thread)
+    _hide_closed_loops()
+    log.setLevel(logging.CRITICAL)
+    try:
+        with _context():
+            response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
+    except BaseException:
+        log.setLevel(level)
+        raise
+
+    def wait() -> None:
         try:
-            with _context():
-                self._response = ocp.save_checkpointables_async(str(work), {STATE: dict(arrays)})
-        except BaseException:
-            self._quiet.end()
-            raise
-
-    def wait(self) -> None:
-        """Until this process's arrays are durable; raises what writing them did."""
-        try:
-            self._response.result()
+            response.result()
         finally:
-            self._quiet.end()
+            log.setLevel(level)
+
+    return wait
 
 
 def _context() -> ocp.Context:
@@ -59,21 +71,6 @@ def _in_chunks(key: Any, value: Any) -> Any:
     if value.nbytes <= PIECE:
         return None
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
-
-
-class _Quiet:
-    """From when it is made to its end Orbax tells nothing in the log: errors are told in a sentence of ours."""
-
-    def __init__(self) -> None:
-        self._level = logging.getLogger("absl").level
-        # Where one of Orbax's threads has failed, another may fail after the end. A filter is added once, for good.
-        logging.getLogger("absl").addFilter(_is_of_no_thread)
-        _hide_closed_loops()
-        logging.getLogger("absl").setLevel(logging.CRITICAL)
-
-    def end(self) -> None:
-        """Let the log be as it was."""
-        logging.getLogger("absl").setLevel(self._level)
 
 
 @functools.cache  # a hook is set once, for good

@@ -11,7 +11,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import FOLDER, remove, usable_checkpoints
 from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.retention import steps_to_keep
-from zaya_jax.run.run import Run, open_run
+from zaya_jax.run.run import open_run
 
 
 def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
@@ -31,32 +31,28 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
     """
     config.check()
     run = open_run(path)
-    with lock_folder(run.folder):
-        return _prune(run, config, quarantined, dry_run)
-
-
-def _prune(run: Run, config: CheckpointConfig, quarantined: bool, dry_run: bool) -> str:
     folder = run.folder / FOLDER
-    usable = usable_checkpoints(folder)
-    damaged = set()
-    for checkpoint in reversed(usable):
-        if not verify_checkpoint(folder / str(checkpoint.step)):
-            break
-        damaged.add(checkpoint.step)
-    else:
-        raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact: none is removed.")
-    intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
-    kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
-    with contextlib.suppress(InputError):  # phases.json is damaged
-        kept |= set(run.phases.values())
-    gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
-    gone += run.quarantined if quarantined else []
-    size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())
-    for path in gone if not dry_run else ():
-        if path.name.isdecimal():
-            remove(folder, int(path.name))
+    with lock_folder(run.folder):
+        usable = usable_checkpoints(folder)
+        damaged = set()
+        for checkpoint in reversed(usable):
+            if not verify_checkpoint(folder / str(checkpoint.step)):
+                break
+            damaged.add(checkpoint.step)
         else:
-            shutil.rmtree(path)
-    names = ", ".join(path.name for path in gone) or "nothing"
+            raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact: none is removed.")
+        intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
+        kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
+        with contextlib.suppress(InputError):  # phases.json is damaged
+            kept |= set(run.phases.values())
+        gone = [folder / str(checkpoint.step) for checkpoint in usable if checkpoint.step not in kept]
+        gone += run.quarantined if quarantined else []
+        size = sum(file.stat().st_size for path in gone for file in path.rglob("*") if file.is_file())
+        for target in gone if not dry_run else ():
+            if target.name.isdecimal():
+                remove(folder, int(target.name))
+            else:
+                shutil.rmtree(target)
+    names = ", ".join(target.name for target in gone) or "nothing"
     left = f" Kept, though damaged: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
     return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"

@@ -97,7 +97,7 @@ def _manifest(folder: Path, step: int) -> Manifest:
             raise Damaged(f"{path} holds the checkpoint of step {manifest.step}.")
         if not is_current(folder, step, manifest.generation):
             raise Damaged(f"{path} was saved by processes that had been given up for dead.")
-    except (Damaged, InputError) as error:
+    except InputError as error:
         problems[Damaged if isinstance(error, Damaged) else InputError] = str(error)
     for kind in (InputError, Damaged):
         _raise_everywhere(problems.get(kind, ""), kind)
@@ -123,7 +123,7 @@ def _restore(
         digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
         if store is not None and digests:
             arrays = store.local.read(manifest.step, expected, digests)
-    except (Damaged, ValueError) as error:
+    except ValueError as error:
         problem = str(error)
     _raise_everywhere(problem, Damaged)
     # All from their own copies, or none: what Orbax reads, all processes read together.

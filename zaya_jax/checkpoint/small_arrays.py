@@ -15,19 +15,12 @@ _SMALL = 2**14  # bytes of an array, at most
 
 
 class PackedArrays(NamedTuple):
-    """Arrays as they are written.
+    """Arrays as they are written."""
 
-    Attributes:
-      arrays: by name; the small ones are in `SMALL_ARRAYS` (uint8 [bytes of all of them]).
-      small: the small ones in host memory; none but in process 0, which writes them.
-      types: dtype and shape of each array.
-      offsets: where each small one begins in `SMALL_ARRAYS`, in bytes.
-    """
-
-    arrays: dict[str, Any]
-    small: dict[str, np.ndarray]
-    types: dict[str, tuple[np.dtype, tuple[int, ...]]]
-    offsets: dict[str, int]
+    arrays: dict[str, Any]  # by name; the small ones are in `SMALL_ARRAYS` (uint8 [bytes of all of them])
+    small: dict[str, np.ndarray]  # the small ones in host memory; none but in process 0, which writes them
+    types: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape of each array
+    offsets: dict[str, int]  # where each small one begins in `SMALL_ARRAYS`, in bytes
 
     def large_parts(self) -> list[Part]:
         """What this process has to save of the arrays that are not small; waits for copies from devices."""

@@ -20,7 +20,7 @@ import jax
 from zaya_jax.checkpoint.digest import Part, digests
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
-from zaya_jax.checkpoint.orbax_save import OrbaxSave
+from zaya_jax.checkpoint.orbax_save import start_save
 from zaya_jax.checkpoint.reader import CheckpointReader, wrong_parts
 from zaya_jax.checkpoint.small_arrays import PackedArrays, pack_arrays
 from zaya_jax.config import CheckpointConfig
@@ -53,7 +53,7 @@ class _Saving:
     parts: list[Part] = dataclasses.field(default_factory=list)
     packed: PackedArrays | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
-    writing: OrbaxSave | None = None
+    wait: Callable[[], None] | None = None  # for the arrays to be durable
     problem: str = ""  # that kept it from beginning in this process
 
 
@@ -175,23 +175,19 @@ class CheckpointStore:
             problem = broadcast(self._obstacle(step, work, size) if is_primary() else "")
             if problem is None:
                 return
-        future: Future[None] = Future()
         if problem:
-            future.set_exception(SaveFailed(problem))
-        else:
-            saving = _Saving(step, work, dict(metadata))
-            try:
-                packed = pack_arrays(arrays)
-                saving.parts = packed.large_parts() if self._config.verify != "none" else []
-                self.local.stage(arrays)
-                saving.writing = OrbaxSave(work, packed.arrays)
-                saving.packed = packed._replace(arrays={})  # which the next step is given
-            except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
-                saving.problem = as_sentence(error)
-            future = self._pool.submit(self._finish, saving)
-        self._in_flight = (step, future)
-        if problem:
-            self.wait()
+            self._failed(step, problem)
+            return
+        saving = _Saving(step, work, dict(metadata))
+        try:
+            packed = pack_arrays(arrays)
+            saving.parts = packed.large_parts() if self._config.verify != "none" else []
+            self.local.stage(arrays)
+            saving.wait = start_save(work, packed.arrays)
+            saving.packed = packed._replace(arrays={})  # which the next step is given
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
+            saving.problem = as_sentence(error)
+        self._in_flight = (step, self._pool.submit(self._finish, saving))
 
     def _obstacle(self, step: int, work: Path, size: int) -> str | None:
         """In process 0: what stands against saving `size` bytes of `step` as `work`; None where it is saved.
@@ -317,13 +313,13 @@ class CheckpointStore:
         """The rest of a save, in a thread of each process."""
         problem, verifying = saving.problem, self._config.verify != "none"
         try:
-            if saving.writing is None or saving.packed is None:
+            if saving.wait is None or saving.packed is None:
                 raise SaveFailed(problem)
             saving.leaves = saving.packed.leaves()
             if verifying:
                 saving.parts += saving.packed.small_parts()
             own_digests = digests(saving.parts)
-            saving.writing.wait()
+            saving.wait()
             if verifying:
                 folder = saving.work / DIGESTS
                 folder.mkdir(exist_ok=True)

@@ -1,5 +1,6 @@
 """`config.json` of a `transformers` ZAYA folder to `ModelConfig` and back (zaya1.md §12.1)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.config import ModelConfig
@@ -22,9 +23,7 @@ _SIZES = {  # ours: theirs
 }
 _KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
 _ONLY = {"attention": "cca", "router": "zaya", "residual_scaling": True}
-_FIXED = {"hidden_act": "silu", "tie_word_embeddings": True, "num_experts_per_tok": 1}
-
-
+_FIXED = {"hidden_act": ("silu",), "tie_word_embeddings": (True,), "num_experts_per_tok": (1,)}
 _LARGEST = 1e300  # of a number: a longer integer is no float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
 
@@ -35,22 +34,15 @@ def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
     Raises:
       InputError: a key is missing or has a value this model has no form of; `where` is named.
     """
-    require_zaya(tree, where)
-    refuse_variants(tree, where)
-    for key, value in _FIXED.items():
-        if tree.get(key, value) != value:
-            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {value!r} is supported.")
+    require_zaya(tree, _FIXED, where)
     sizes = {ours: whole(tree, theirs, where) for ours, theirs in _SIZES.items()}
     types = _layer_types(tree, sizes["num_layers"], where)
     bases, fraction = _rope(tree.get("rope_parameters"), types, where)
-    window = tree.get("sliding_window") if "hybrid_sliding" in types else None
-    if window is not None and type(window) is not int:
-        raise InputError(f"{where} has sliding_window {window!r:.200}, but must have a whole number.")
     return build(
         where,
         **sizes,
         layer_pattern=tuple(_KINDS[kind] for kind in types),
-        sliding_window=window,
+        sliding_window=window(tree, where) if "hybrid_sliding" in types else None,
         rope_base=bases["hybrid"],
         sliding_rope_base=bases["hybrid_sliding"],
         rotary_fraction=fraction,
@@ -71,17 +63,17 @@ def build(where: str, **fields: Any) -> ModelConfig:
     return config
 
 
-def require_zaya(tree: dict[str, Any], where: str) -> None:
-    """Refuse the configuration of another model."""
+def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str) -> None:
+    """Refuse another model, and a ZAYA with more or other weights than this one or another value of a `fixed` key."""
     if tree.get("model_type") != "zaya":
         raise InputError(f"{where} has model_type {tree.get('model_type')!r:.200}, but must have 'zaya'.")
 
-
-def refuse_variants(tree: dict[str, Any], where: str) -> None:
-    """Refuse what is a ZAYA with more or other weights than this model has."""
     for key in _QUANTIZED:
         if tree.get(key):
             raise InputError(f"{where} has {key}, but quantized (FP8, MXFP4) and vision variants are not supported.")
+    for key, values in fixed.items():
+        if tree.get(key, values[0]) not in values:
+            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {values[0]!r} is supported.")
 
 
 def whole(tree: dict[str, Any], key: str, where: str) -> int:
@@ -89,6 +81,14 @@ def whole(tree: dict[str, Any], key: str, where: str) -> int:
     if type(tree.get(key)) is not int or tree[key] < 1:
         raise InputError(f"{where} has {key} {tree.get(key)!r:.200}, but must have a positive whole number.")
     return tree[key]
+
+
+def window(tree: dict[str, Any], where: str) -> int | None:
+    """The tokens that a query of a sliding layer sees, itself included; None where it is not given."""
+    value = tree.get("sliding_window")
+    if value is not None and type(value) is not int:
+        raise InputError(f"{where} has sliding_window {value!r:.200}, but must have a whole number.")
+    return value
 
 
 def flag(tree: dict[str, Any], key: str, where: str) -> bool:
@@ -150,15 +150,11 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises:
       InputError: a part of ZAYA1 is taken away, of which `transformers` has no form; its key is named.
     """
-    theirs_only(config)
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
     ropes = {"full": config.rope_base, "sliding": config.sliding_rope_base}
     return {
-        "architectures": ["ZayaForCausalLM"],
-        "model_type": "zaya",
-        "dtype": dtype,
-        **_FIXED,
+        **header(config, dtype, _FIXED),
         **{name: getattr(config, ours) for ours, name in _SIZES.items()},
         "layer_types": [theirs[kind] for kind in pattern],
         "sliding_window": config.sliding_window,
@@ -173,9 +169,11 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
     }
 
 
-def theirs_only(config: ModelConfig) -> None:
-    """Refuse an architecture with a part of ZAYA1 taken away, of which the folders have no form."""
+def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What every `config.json` begins with; refuses a part of ZAYA1 taken away, of which the folders have no form."""
     for key, value in _ONLY.items():
         if getattr(config, key) != value:
             raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "
                              f"only where it is {value!r}.")  # fmt: skip
+    return {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype,
+            **{key: values[0] for key, values in fixed.items()}}  # fmt: skip

@@ -2,7 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from zaya_jax.hf.legacy import is_legacy, legacy_tensors
 from zaya_jax.hf.legacy_config import from_legacy
 from zaya_jax.hf.safetensors import Stored, read_header
 from zaya_jax.hf.tensors import Tensor, tensors
-from zaya_jax.run.files import read_json
+from zaya_jax.run.files import read_object
 
 INDEX = "model.safetensors.index.json"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -21,21 +21,13 @@ _BLOCK = 2**26  # bytes compared at once
 
 
 class Folder(NamedTuple):
-    """A folder whose tensors are those of its architecture.
-
-    Attributes:
-      path: of the folder.
-      config: the architecture its `config.json` describes.
-      legacy: whether it is of alternating layers (zaya1.md §12.2).
-      tensors: what it holds and where that belongs.
-      stored: by name, where each is.
-    """
+    """A folder whose tensors are those of its architecture."""
 
     path: Path
-    config: ModelConfig
-    legacy: bool
-    tensors: tuple[Tensor, ...]
-    stored: dict[str, Stored]
+    config: ModelConfig  # the architecture its `config.json` describes
+    legacy: bool  # whether it is of alternating layers (zaya1.md §12.2)
+    tensors: tuple[Tensor, ...]  # what it holds and where that belongs
+    stored: dict[str, Stored]  # by name, where each is
 
 
 def open_folder(folder: str | Path) -> Folder:
@@ -68,14 +60,6 @@ def open_folder(folder: str | Path) -> Folder:
         _check_shape(folder, _HEAD, stored[_HEAD], stored[_EMBEDDING].shape)
         _check_tied(folder, stored[_HEAD], stored[_EMBEDDING])
     return Folder(folder, config, legacy, expected, stored)
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object a file holds; `InputError` where it holds none."""
-    tree = read_json(path)
-    if not isinstance(tree, dict):
-        raise InputError(f"{path} holds no JSON object.")
-    return tree
 
 
 def _check_shape(folder: Path, name: str, stored: Stored, shape: tuple[int, ...]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
-from zaya_jax.hf.config import build, flag, number, refuse_variants, require_zaya, theirs_only, whole
+from zaya_jax.hf.config import build, flag, header, number, require_zaya, whole, window
 
 _FIXED: dict[str, tuple[Any, ...]] = {  # what the model here does; the first is written
     "cca": (True,),
@@ -50,11 +50,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
     Raises:
       InputError: a key is missing, unknown, or has a value this model has no form of; `where` is named.
     """
-    require_zaya(tree, where)
-    refuse_variants(tree, where)
-    for key, values in _FIXED.items():
-        if tree.get(key, values[0]) not in values:
-            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {values[0]!r} is supported.")
+    require_zaya(tree, _FIXED, where)
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
             raise InputError(f"{where} has {key}, which is not known: the model may compute something else by it.")
@@ -66,7 +62,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
     fused = _one_of(tree, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture, where)
     if fused % 2:
         raise InputError(f"{where} has an ffn_hidden_size of {fused}, but must have an even one, of gate and up.")
-    pattern, window = _windows(tree, sublayers, where)
+    pattern, sliding_window = _windows(tree, sublayers, where)
     sizes = {
         "vocab_size": whole(tree, "vocab_size", where),
         "hidden_size": hidden,
@@ -83,7 +79,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
         "grouped_kernel": whole({"cca_time1": tree.get("cca_time1", 2)}, "cca_time1", where),
     }  # fmt: skip
     return build(
-        where, **sizes, layer_pattern=pattern, sliding_window=window,
+        where, **sizes, layer_pattern=pattern, sliding_window=sliding_window,
         rope_base=number(tree, "rope_theta" if "rope_theta" in tree else "rotary_base", 5.0e6, where),
         sliding_rope_base=number(tree, "swa_rotary_base", 1.0e4, where),
         rotary_fraction=number(tree, "partial_rotary_factor" if "partial_rotary_factor" in tree else "rope_pct", 0.5,
@@ -148,12 +144,10 @@ def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[At
     spans = {one for one, kind in zip(windows, kinds, strict=True) if one and kind == "sliding"}
     if len(spans) > 1:
         raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}); one is supported.")
-    window = tree.get("sliding_window")
-    if window is None and spans:
-        window = spans.pop() + 1
-    if window is not None and type(window) is not int:
-        raise InputError(f"{where} has sliding_window {window!r:.200}, but must have a whole number.")
-    return tuple(kinds), window if "sliding" in kinds else None
+    width = window(tree, where)
+    if width is None and spans:
+        width = spans.pop() + 1
+    return tuple(kinds), width if "sliding" in kinds else None
 
 
 def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
@@ -162,7 +156,7 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
     Raises:
       InputError: the legacy layout has no form of the architecture; its key is named.
     """
-    theirs_only(config)
+    described = header(config, dtype, _FIXED)
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern
     if sliding and config.sliding_window == 1:
@@ -170,10 +164,7 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
                          "takes 0 for all of them: write the layout of transformers.")  # fmt: skip
     back = (config.sliding_window or 1) - 1
     return {
-        "architectures": ["ZayaForCausalLM"],
-        "model_type": "zaya",
-        "dtype": dtype,
-        **{key: values[0] for key, values in _FIXED.items()},
+        **described,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": 2 * config.num_layers,

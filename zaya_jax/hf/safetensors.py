@@ -5,13 +5,14 @@ the tensors' bytes, without gaps. The package `safetensors` writes only what is 
 says of a damaged file names neither tensor nor remedy; hence this module. Each reads what the other wrote.
 """
 
+import dataclasses
 import json
 import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes  # numpy's bfloat16; jax itself depends on it
 import numpy as np
@@ -34,25 +35,25 @@ _LONGEST_HEADER = 2**24  # bytes; the legacy 74B, of 60 layers with 24 experts e
 _LONGEST_NAME = 1000  # characters
 
 
-class Stored(NamedTuple):
-    """One tensor of a file.
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """What must be known of a tensor before a file is begun."""
 
-    Attributes:
-      path: of the file.
-      dtype: one of `DTYPES`.
-      shape: its shape.
-      start: of its bytes, from the beginning of the file.
-    """
-
-    path: Path
-    dtype: np.dtype
+    dtype: np.dtype  # one of `DTYPES`
     shape: tuple[int, ...]
-    start: int
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Its size in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Described):
+    """One tensor of a file."""
+
+    path: Path
+    start: int  # of its bytes, from the beginning of the file
 
     def open(self) -> np.ndarray:
         """Its content, mapped read-only: memory is taken by what is touched, and given back with the array."""
@@ -140,23 +141,11 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
                          "the released FP8 and MXFP4 variants are not supported.")  # fmt: skip
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise _damaged(path, f"the tensor {name} is of the unknown dtype {dtype!r}")
-    stored = Stored(path, DTYPES[dtype], tuple(shape), base + offsets[0] if offsets else base)
+    stored = Stored(DTYPES[dtype], tuple(shape), path, base + offsets[0] if offsets else base)
     if len(offsets) != 2 or offsets[1] - offsets[0] != stored.bytes:
         raise _damaged(path, f"the tensor {name} of dtype {dtype} and shape {shape} takes {stored.bytes} bytes, but "
                              f"its data_offsets are {offsets}")  # fmt: skip
     return stored
-
-
-class Described(NamedTuple):
-    """What must be known of a tensor before a file is begun; `dtype` is one of `DTYPES`."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Its size in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def write_file(path: Path, described: Mapping[str, Described], content: Iterable[tuple[str, Iterable[Buffer]]]) -> None:

@@ -15,24 +15,15 @@ def is_bias(leaf: str) -> bool:
 
 
 class Tensor(NamedTuple):
-    """One tensor of the folder.
+    """One tensor of the folder."""
 
-    Attributes:
-      name: its name there.
-      path: attributes that lead to the parameter here; the position in the period follows 'blocks'.
-      group: index in the parameter's stack, None where it is not stacked.
-      shape: its shape there.
-      to_ours, to_theirs: between the two layouts.
-      part: the slice of the parameter it fills, along the first axis behind the stack.
-    """
-
-    name: str
-    path: tuple[str | int, ...]
-    group: int | None
-    shape: tuple[int, ...]
-    to_ours: Change
+    name: str  # there
+    path: tuple[str | int, ...]  # attributes that lead to the parameter; the position in the period follows 'blocks'
+    group: int | None  # index in the parameter's stack, None where it is not stacked
+    shape: tuple[int, ...]  # there
+    to_ours: Change  # from the layout there to the one here, and back
     to_theirs: Change
-    part: slice | None = None
+    part: slice | None = None  # of the parameter that it fills, along the first axis behind the stack
 
     @property
     def leaf(self) -> str:

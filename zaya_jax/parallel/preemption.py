@@ -3,7 +3,6 @@
 import os
 import signal
 from types import FrameType
-from typing import Self
 
 import jax
 from jax.experimental import multihost_utils
@@ -11,7 +10,7 @@ from jax.experimental import multihost_utils
 from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
-class Preemption:
+class Preemption(Listener):
     """Takes a first Ctrl-C or SIGTERM for a request to save and end, inside a `with` block and once it is `arm`ed.
 
     Before that, and from the second signal on, the process ends as it would without it: at once.
@@ -22,19 +21,10 @@ class Preemption:
     def __init__(self) -> None:
         self._several = jax.process_count() > 1
         numbers = (int(signal.SIGINT),) if self._several else tuple(NAMES)
-        self._listener = Listener(self._announce, self._handle_signal, numbers)
+        super().__init__(self._announce, self._handle_signal, numbers)
         self._armed = self._announced = self._reached = False
         self._number: int | None = None
         self._polls = 0
-
-    def __enter__(self) -> Self:
-        """Begin to listen."""
-        self._listener.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the signals to whoever had them before."""
-        self._listener.__exit__()
 
     def arm(self) -> None:
         """From now on there is something to save."""
@@ -70,8 +60,8 @@ class Preemption:
             self._number = number
             if self._several:
                 os.kill(os.getpid(), signal.SIGTERM)
-        elif not self._listener.nested:
-            before = self._listener.before.get(number)
+        elif not self.nested:
+            before = self.before.get(number)
             if callable(before):
                 before(number, frame)
             else:
@@ -84,4 +74,4 @@ class Preemption:
             self._announced = True
             warn(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.")
         else:
-            self._listener.pass_on(number)
+            self.pass_on(number)

@@ -28,21 +28,13 @@ _MARGIN = 5.0  # seconds beyond process 0's time, since it is the one that knows
 
 
 class Job(NamedTuple):
-    """A process and the job it belongs to.
+    """A process and the job it belongs to."""
 
-    Attributes:
-      host: where process 0 listens; an IPv6 address without brackets.
-      port: at which.
-      source: the flag or the launcher that names the two.
-      processes: of the job.
-      process: the number of this one.
-    """
-
-    host: str
+    host: str  # where process 0 listens; an IPv6 address without brackets
     port: int
-    source: str
-    processes: int
-    process: int
+    source: str  # the flag or the launcher that names the two
+    processes: int  # of the job
+    process: int  # the number of this one
 
     @property
     def address(self) -> str:
@@ -193,20 +185,17 @@ class _Gathering:
                                         dualstack_ipv6=host == "::")  # fmt: skip
         except OSError as error:
             if error.errno == errno.EADDRINUSE:  # by another program, or by another process 0, which then tells both
-                self._query_other_process()
+                try:
+                    _wait_for_admission(_connect(self._job, 0), self._job, _ANSWER)
+                except _Refused:
+                    raise
+                except InputError:
+                    pass
             raise InputError(
                 f"Process 0 cannot listen at {self._job.coordinator}: {os.strerror(error.errno or 0)}. End the program "
                 f"that uses port {port}, or choose another port"
                 f"{'' if self._job.source.startswith('--') else ' (JAX_COORDINATOR_PORT)'}."
             ) from error
-
-    def _query_other_process(self) -> None:
-        try:
-            _wait_for_admission(_connect(self._job, 0), self._job, _ANSWER)
-        except _Refused:
-            raise
-        except InputError:
-            return
 
     def _receive_own(self, itself: Peer) -> None:
         lines = itself.receive()

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zaya_jax.errors import InputError
 from zaya_jax.run.fencing import read_token
 from zaya_jax.run.files import read_json
-from zaya_jax.run.manifest import Damaged, Manifest, has_manifest, read_manifest
+from zaya_jax.run.manifest import Manifest, has_manifest, read_manifest
 
 FOLDER = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
@@ -52,7 +52,7 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
         path = folder / str(step)
         try:
             manifest = read_manifest(path, check_files=check_files)
-        except (Damaged, InputError) as error:
+        except InputError as error:
             return Checkpoint(step, problem=str(error))
         metadata, verified = manifest.metadata, manifest.read_back or (path / VERIFIED).exists()
         superseded = token is not None and not token.accepts(step, manifest.generation)

@@ -60,6 +60,14 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file holds; `InputError` where it holds none, see `read_json`."""
+    tree = read_json(path)
+    if not isinstance(tree, dict):
+        raise InputError(f"{path} holds no JSON object.")
+    return tree
+
+
 @contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
     """Hold the file's lock, which the system lets go of when the process ends, however it ends.
@@ -85,18 +93,6 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
         yield
 
 
-def is_file_locked(path: Path) -> bool:
-    """Whether a process holds the lock of the file `path`."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at once
-    except BlockingIOError:
-        return True
-    except OSError:  # there is no such file, or no such locks
-        pass
-    return False
-
-
 def _locked_file(path: Path, wait: bool) -> IO[str]:
     """The open file at `path`, locked, which is still the one at `path`: its last owner may have removed it."""
     while True:
@@ -114,7 +110,7 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
 
 
 def _lock(file: IO[str], wait: bool) -> None:
-    for pause in () if wait else (0.01, 0.05, 0.2):  # `is_file_locked` of another process holds it for a moment
+    for pause in () if wait else (0.01, 0.05, 0.2):  # `is_locked` of another process holds it for a moment
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(pause)

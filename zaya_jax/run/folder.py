@@ -1,5 +1,6 @@
 """The folder of a run: its files, its one lock, and the configuration that it belongs to."""
 
+import fcntl
 import json
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -14,7 +15,7 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import FOLDER as CHECKPOINTS
 from zaya_jax.run.checkpoints import PHASES
-from zaya_jax.run.files import is_file_locked, locked, write_atomically
+from zaya_jax.run.files import locked, write_atomically
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -48,7 +49,14 @@ def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[N
 
 def is_locked(folder: Path) -> bool:
     """Whether a process of this machine, or of any whose locks the file system shares, holds the lock of a run."""
-    return is_file_locked(folder / _LOCK)
+    try:
+        with (folder / _LOCK).open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at once
+    except BlockingIOError:
+        return True
+    except OSError:  # there is no such file, or no such locks
+        pass
+    return False
 
 
 @contextmanager
@@ -94,7 +102,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
 
 def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
     phases = {phase["name"]: phase for phase in tree["phases"]}
-    return {key: value for key, value in _leaves({**tree, "phases": phases}, "") if key.startswith(_RECORDED)}
+    return {key: value for key, value in flatten_keys({**tree, "phases": phases}) if key.startswith(_RECORDED)}
 
 
 def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> None:
@@ -116,11 +124,11 @@ def _compare(folder: Path, config: Config) -> None:
         return
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        old = {"resume_from": None} | dict(_leaves(saved, ""))  # a key that runs of earlier versions do not have
+        old = {"resume_from": None} | dict(flatten_keys(saved))  # a key that runs of earlier versions do not have
         _recorded(saved)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
         raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
-    new = dict(_leaves(to_dict(config), ""))
+    new = dict(flatten_keys(to_dict(config)))
     for key in [*new, *(key for key in old if key not in new)]:
         if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
             was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
@@ -136,9 +144,10 @@ def _is_free(key: str) -> bool:
     return moved or key.startswith(_FREE)
 
 
-def _leaves(tree: dict[str, Any], where: str) -> Iterator[tuple[str, Any]]:
+def flatten_keys(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts by dotted key, such as 'train.batch.tokens'; `where` begins each key."""
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{where}{key}.")
+            yield from flatten_keys(value, f"{where}{key}.")
         else:
             yield f"{where}{key}", value

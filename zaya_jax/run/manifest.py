@@ -20,7 +20,7 @@ _METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, 
                    "heldout_loss": {int, float, type(None)}}  # fmt: skip
 
 
-class Damaged(Exception):
+class Damaged(InputError):
     """A checkpoint is not what was saved: a full sentence says what of it."""
 
 
@@ -71,7 +71,7 @@ def try_read(folder: Path) -> Manifest | None:
     """The manifest of the checkpoint in `folder`, without a look at its files; None where it cannot be used."""
     try:
         return read_manifest(folder, check_files=False)
-    except (Damaged, InputError):
+    except InputError:
         return None
 
 

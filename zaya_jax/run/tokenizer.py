@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_json, write_atomically
+from zaya_jax.run.files import read_object, write_atomically
 
 TOKENIZER_FOLDER = "tokenizer"  # of a run
 GENERATION = "generation_config.json"
@@ -30,9 +30,7 @@ def special_ids(folder: Path) -> dict[str, Any]:
     """The ids of special tokens by `config.json` and, where that has none, `generation_config.json`."""
     ids: dict[str, Any] = {}
     for path in (folder / GENERATION, folder / "config.json"):
-        tree = read_json(path) if path.exists() else {}
-        if not isinstance(tree, dict):
-            raise InputError(f"{path} holds no JSON object.")
+        tree = read_object(path) if path.exists() else {}
         ids.update({key: tree[key] for key in _IDS if key in tree})
     return ids
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.checkpoint.digest import Part
-from zaya_jax.checkpoint.inspection import read_array, saved_slices
+from zaya_jax.checkpoint.inspection import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import is_bias
@@ -85,12 +85,12 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
 
 
 def _mean(checkpoints: Sequence[CheckpointWeights], name: str, where: str) -> np.ndarray:
-    first = read_array(checkpoints[0].reader, name, read_slice(where))
+    first = checkpoints[0].reader.read(name, read_slice(where))
     if len(checkpoints) == 1:
         return first
     total = first.astype(np.float64)
     for checkpoint in checkpoints[1:]:
-        total += read_array(checkpoint.reader, name, read_slice(where))
+        total += checkpoint.reader.read(name, read_slice(where))
     return (total / len(checkpoints)).astype(first.dtype)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.checkpoint.finite import is_finite, not_finite
-from zaya_jax.checkpoint.inspection import open_checkpoint, read_array
+from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import ModelConfig, model_from_dict
@@ -113,7 +113,7 @@ class CheckpointWeights(Weights):
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; an adapter, too, by its name."""
-        return read_array(self.reader, saved_name(name), () if group is None else (group,))
+        return self.reader.read(saved_name(name), () if group is None else (group,))
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
         """See `Weights.load`; each process reads what its devices hold, in the stored dtype, and casts it there."""
