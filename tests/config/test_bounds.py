@@ -63,6 +63,11 @@ def test_every_number_has_bounds(key, kind, put):
         assert len(said) < 300
 
 
+@pytest.mark.parametrize("key", ["model.norm_eps", "evaluation.every", "checkpoint.keep_every", "optimizer.clip_norm"])
+def test_zero_is_not_positive(key):
+    assert refused({key: 0}).startswith(f"{key} is 0, but must be greater than zero")
+
+
 def test_the_bounds_are_of_fields():
     fields = {f"{cls.__name__}.{field.name}" for cls in sections(Config) for field in dataclasses.fields(cls)}
     assert set(LARGEST) <= fields

@@ -1,15 +1,32 @@
-"""The largest number that each field may hold.
+"""The smallest and the largest number that each field may hold.
 
-Larger values overflow 32-bit indices or are beyond any machine. Whether a device has enough memory is checked where the
-devices are known.
+A field's type names the smallest. Values above the largest overflow 32-bit indices or are beyond any machine. Whether a
+device has enough memory is checked where the devices are known.
 """
 
 import dataclasses
+import functools
 import math
-from typing import Any
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from zaya_jax.config.checks import item_keys, require
 from zaya_jax.config.table import Table
+
+Number = TypeVar("Number", int, float)
+
+
+class Range(NamedTuple):
+    """The numbers that a field may hold, as a part of its type."""
+
+    words: str
+    contains: Callable[[float], bool]
+
+
+Positive = Annotated[Number, Range("greater than zero", lambda number: number > 0)]
+NonNegative = Annotated[Number, Range("at least 0", lambda number: number >= 0)]
+Decay = Annotated[float, Range("at least 0 and below 1", lambda number: 0 <= number < 1)]
 
 _INT, _FLOAT = 2**31 - 1, 1e12  # of fields that are not listed
 _TOKENS = 10**15  # of a phase or a part of it
@@ -60,18 +77,27 @@ LARGEST: dict[str, float] = {
 
 
 def check_bounds(section: Any, where: str = "") -> None:
-    """Raise `InputError` where a number in `section` or below it is not finite, or larger than its field allows.
+    """Raise `InputError` where a number in `section` or below it is not finite, or outside its field's bounds.
 
     Args:
       section: a dataclass of the schema.
       where: its key; empty for the whole configuration.
     """
-    for field in dataclasses.fields(section):
-        largest = LARGEST.get(f"{type(section).__name__}.{field.name}")
-        _check(getattr(section, field.name), f"{where}.{field.name}" if where else field.name, largest)
+    for name, allowed in _ranges(type(section)).items():
+        largest = LARGEST.get(f"{type(section).__name__}.{name}")
+        _check(getattr(section, name), f"{where}.{name}" if where else name, largest, allowed)
 
 
-def _check(value: Any, key: str, largest: float | None) -> None:
+@functools.cache
+def _ranges(section: type) -> dict[str, Range | None]:
+    """The range in the type of each field of a section."""
+    hints = typing.get_type_hints(section, include_extras=True)
+    metadata = {name: [getattr(part, "__metadata__", (None,))[0] for part in (hint, *typing.get_args(hint))]
+                for name, hint in hints.items()}  # fmt: skip
+    return {name: next(filter(None, ranges), None) for name, ranges in metadata.items()}
+
+
+def _check(value: Any, key: str, largest: float | None, allowed: Range | None = None) -> None:
     if dataclasses.is_dataclass(value):
         check_bounds(value, key)
     elif isinstance(value, tuple):
@@ -85,3 +111,4 @@ def _check(value: Any, key: str, largest: float | None) -> None:
         most = (_INT if whole else _FLOAT) if largest is None else largest
         require(whole or math.isfinite(value), key, value, "a finite number")
         require(value <= most, key, value, f"at most {most:,}" if whole else f"at most {most:g}")
+        require(allowed is None or allowed.contains(value), key, value, allowed.words if allowed else "")

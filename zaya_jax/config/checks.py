@@ -50,13 +50,6 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
         raise InputError(f"{key} is {shown(value)}, but must be {allowed}.")
 
 
-def require_positive(section: str, config: object, *names: str) -> None:
-    """Raise `InputError` unless the fields `names` of a section are all greater than zero."""
-    for name in names:
-        value = getattr(config, name)
-        require(value > 0, f"{section}.{name}", value, "greater than zero")
-
-
 def require_path(key: str, text: str) -> None:
     """Raise `InputError` unless `text` can be a path here.
 

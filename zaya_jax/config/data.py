@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from zaya_jax.config.checks import is_name, require, require_path, require_positive
+from zaya_jax.config.bounds import Positive
+from zaya_jax.config.checks import is_name, require, require_path
 from zaya_jax.config.table import Table
 
 CORPUS = "corpus"  # the source's name where data.sources names none
@@ -13,7 +14,7 @@ class SourceConfig:
     """A folder that `python -m zaya_jax.data prepare` wrote."""
 
     path: str  # the folder
-    max_epochs: float | None = None  # times a run may read it at most
+    max_epochs: Positive[float] | None = None  # times a run may read it at most
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,11 @@ class DataConfig:
         default_factory=Table[SourceConfig]
     )  # read instead of the corpus if any is given
     cache_dir: str = "runs/data"  # what is made of sources and corpus is kept here, by content
-    context: int = 512  # tokens a row, of phases that do not say and of held-out text
+    context: Positive[int] = 512  # tokens a row, of phases that do not say and of held-out text
     workers: int = 0  # processes that make batches; with 0, threads of the training process do
 
     def check(self) -> None:
         """Raise `InputError` for a value outside its range."""
-        require_positive("data", self, "context")
         require_path("data.corpus", self.corpus)
         require_path("data.cache_dir", self.cache_dir)
         require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
@@ -42,8 +42,6 @@ class DataConfig:
             require(is_name(name), "data.sources", name, "a name of at most 200 letters, digits, _ and -")
             require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")
             require_path(f"data.sources.{name}.path", source.path)
-            require(source.max_epochs is None or source.max_epochs > 0, f"data.sources.{name}.max_epochs",
-                    source.max_epochs, "greater than zero")  # fmt: skip
 
     @property
     def source_names(self) -> list[str]:

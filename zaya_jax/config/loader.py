@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import math
 import re
 import types
@@ -10,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config.bounds import check_bounds
 from zaya_jax.config.checks import item_keys, require_path, shown
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
@@ -21,6 +21,7 @@ from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
 from zaya_jax.errors import InputError
 
 _MAX_PARTS = 20  # names in a dotted key, files in a chain of `extends`; the schema has 5 levels
+_type_hints = functools.cache(typing.get_type_hints)
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
@@ -71,7 +72,6 @@ def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
       InputError: as `load_config`, for the section `model`.
     """
     config: ModelConfig = _build(ModelConfig, tree, "model")
-    check_bounds(config, "model")
     config.check()
     return config
 
@@ -171,7 +171,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
             hint = f"did you mean {_join(where, near[0])}? Allowed" if near else "allowed"
             raise InputError(f"The key {unknown} is unknown; {hint} are: {', '.join(fields)}.")
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     values = {}
     for name, field in fields.items():
         if name in tree:

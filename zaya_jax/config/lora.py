@@ -2,20 +2,15 @@
 
 from dataclasses import dataclass
 
-from zaya_jax.config.checks import require, require_positive
+from zaya_jax.config.bounds import Positive
 
 
 @dataclass(frozen=True)
 class LoraConfig:
     """Low-rank adapters of attention and expert matrices (arXiv 2106.09685): W + (alpha / rank)·A·B."""
 
-    rank: int
-    alpha: float
-
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        require(self.rank >= 1, "lora.rank", self.rank, "at least 1")
-        require_positive("lora", self, "alpha")
+    rank: Positive[int]
+    alpha: Positive[float]
 
     @property
     def scale(self) -> float:

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zaya_jax.config.checks import require, require_positive
+from zaya_jax.config.bounds import Positive, check_bounds
+from zaya_jax.config.checks import require
 
 AttentionKind = Literal["full", "sliding"]
 AttentionForm = Literal["cca", "gqa"]
@@ -35,37 +36,34 @@ class ModelConfig:
     `attention`, `router` and `residual_scaling` take a part of it away, to see what the part is worth.
     """
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int  # each is one CCA and one mixture-of-experts sublayer
-    num_query_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int  # real experts; the router has one more class, skip
-    expert_size: int  # width of each of gate and up
-    router_size: int
-    max_positions: int
+    vocab_size: Positive[int]
+    hidden_size: Positive[int]
+    num_layers: Positive[int]  # each is one CCA and one mixture-of-experts sublayer
+    num_query_heads: Positive[int]
+    num_kv_heads: Positive[int]
+    head_dim: Positive[int]
+    num_experts: Positive[int]  # real experts; the router has one more class, skip
+    expert_size: Positive[int]  # width of each of gate and up
+    router_size: Positive[int]
+    max_positions: Positive[int]
     layer_pattern: tuple[AttentionKind, ...] = ("full",)  # repeated along the depth
-    sliding_window: int | None = None  # keys a query sees, itself included
+    sliding_window: Positive[int] | None = None  # keys a query sees, itself included
     attention: AttentionForm = "cca"  # or grouped-query attention without compression, convolutions and norms
     router: RouterForm = "zaya"  # or one matrix, without depth averaging and without the class skip
     residual_scaling: bool = True  # or plain sums of stream and output
-    rope_base: float = 5.0e6  # of full layers; a phase may have its own
-    sliding_rope_base: float = 1.0e4
+    rope_base: Positive[float] = 5.0e6  # of full layers; a phase may have its own
+    sliding_rope_base: Positive[float] = 1.0e4
     rotary_fraction: float = 0.5  # part of each head's channels that carries the position
-    depthwise_kernel: int = 2
-    grouped_kernel: int = 2
+    depthwise_kernel: Positive[int] = 2
+    grouped_kernel: Positive[int] = 2
     attention_bias: bool = False
     head_bias: bool = False
-    norm_eps: float = 1.0e-5
-    init_std: float = 0.02  # of the embedding; matrices start at the inverse root of their input's width
+    norm_eps: Positive[float] = 1.0e-5
+    init_std: Positive[float] = 0.02  # of the embedding; matrices start at the inverse root of their input's width
 
     def check(self) -> None:
         """Raise `InputError` where the sizes do not fit one another."""
-        require_positive("model", self, "vocab_size", "hidden_size", "num_layers", "num_query_heads", "num_kv_heads",
-                         "head_dim", "num_experts", "expert_size", "router_size", "max_positions",
-                         "depthwise_kernel", "grouped_kernel", "norm_eps", "init_std", "rope_base",
-                         "sliding_rope_base")  # fmt: skip
+        check_bounds(self, "model")
         require(self.num_query_heads % self.num_kv_heads == 0, "model.num_query_heads", self.num_query_heads,
                 f"a multiple of model.num_kv_heads ({self.num_kv_heads})")  # fmt: skip
         require((self.num_kv_heads * self.head_dim) % 2 == 0, "model.head_dim", self.head_dim,
@@ -80,8 +78,6 @@ class ModelConfig:
         require(experts <= MAX_PARAMETERS, "model.num_experts", self.num_experts,
                 f"such that the experts of all layers have at most {MAX_PARAMETERS:,} parameters (they would have "
                 f"{experts:,})")  # fmt: skip
-        require(self.sliding_window is None or self.sliding_window > 0, "model.sliding_window", self.sliding_window,
-                "null or greater than zero")  # fmt: skip
         if "sliding" in self.layer_pattern:
             require(self.sliding_window is not None, "model.sliding_window",
                     self.sliding_window, "a positive number of tokens, since a layer is sliding")  # fmt: skip

@@ -1,9 +1,9 @@
 """The optimizers of all parameters."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from zaya_jax.config.checks import require, require_positive
+from zaya_jax.config.bounds import Decay, NonNegative, Positive
 
 Dtype = Literal["float32", "bfloat16"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
@@ -19,55 +19,35 @@ Matrices = Literal["muon", "adamw"]
 class MuonConfig:
     """Muon for attention, router and expert matrices (zaya1.md §3.1)."""
 
-    learning_rate: float = 6.0e-4  # with match_rms_adamw an update has RMS 0.2 times this, as AdamW's have
-    momentum: float = 0.95
+    learning_rate: Positive[float] = 6.0e-4  # with match_rms_adamw an update has RMS 0.2 times this, as AdamW's have
+    momentum: Decay = 0.95
     momentum_form: MomentumForm = "sum"  # m ← μm + g, or Optax's mean with its correction of the first steps
     nesterov: bool = True
-    newton_schulz_steps: int = 5
+    newton_schulz_steps: Positive[int] = 5
     coefficients: Coefficients = "standard"  # of the Newton–Schulz polynomial
     iterates: Dtype = "bfloat16"  # of Newton–Schulz; its sums are fp32 whatever they are
     scaling: Scaling = "match_rms_adamw"  # of the orthogonal matrix, by its shape
     gate_up: GateUp = "joint"  # an expert's gate and up projections as the one matrix they are stored as, or as two
-    weight_decay: float = 0.1
-
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        require_positive("optimizer.muon", self, "learning_rate", "newton_schulz_steps")
-        require(0 <= self.momentum < 1, "optimizer.muon.momentum", self.momentum, "at least 0 and below 1")
-        require(self.weight_decay >= 0, "optimizer.muon.weight_decay", self.weight_decay, "at least 0")
+    weight_decay: NonNegative[float] = 0.1
 
 
 @dataclass(frozen=True)
 class AdamWConfig:
     """AdamW for every other trained parameter."""
 
-    learning_rate: float = 6.0e-4
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1.0e-8
-    weight_decay: float = 0.1
-
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        require_positive("optimizer.adamw", self, "learning_rate", "eps")
-        for name in ("b1", "b2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.adamw.{name}", getattr(self, name),
-                    "at least 0 and below 1")  # fmt: skip
-        require(self.weight_decay >= 0, "optimizer.adamw.weight_decay", self.weight_decay, "at least 0")
+    learning_rate: Positive[float] = 6.0e-4
+    b1: Decay = 0.9
+    b2: Decay = 0.95
+    eps: Positive[float] = 1.0e-8
+    weight_decay: NonNegative[float] = 0.1
 
 
 @dataclass(frozen=True)
 class RoleConfig:
     """Factors on the learning rate and weight decay of the parameters of one role."""
 
-    learning_rate: float = 1.0  # times the optimizer's
-    weight_decay: float | None = None  # likewise; where None, 1 for matrices, embedding, convolutions, else 0
-
-    def check(self, where: str) -> None:
-        """Raise `InputError` for a value outside its range; `where` is the role's own key."""
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            require(value is None or value >= 0, f"{where}.{name}", value, "at least 0")
+    learning_rate: NonNegative[float] = 1.0  # times the optimizer's
+    weight_decay: NonNegative[float] | None = None  # likewise; None: 1 for matrices, embedding, convolutions, else 0
 
 
 @dataclass(frozen=True)
@@ -84,28 +64,16 @@ class RolesConfig:
     temperature: RoleConfig = field(default_factory=RoleConfig)
     bias: RoleConfig = field(default_factory=RoleConfig)
 
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        for role in fields(self):
-            getattr(self, role.name).check(f"optimizer.roles.{role.name}")
-
 
 @dataclass(frozen=True)
 class BalanceConfig:
     """The optimizer of the balancing bias, whose gradient is the load's distance from uniform (zaya1.md §3.3)."""
 
     rule: BalanceRule = "adamw"  # or a fixed step against the sign of the distance, or no step
-    learning_rate: float = 1.0e-3
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1.0e-8
-
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        require_positive("optimizer.balance", self, "learning_rate", "eps")
-        for name in ("b1", "b2"):
-            require(0 <= getattr(self, name) < 1, f"optimizer.balance.{name}", getattr(self, name),
-                    "at least 0 and below 1")  # fmt: skip
+    learning_rate: Positive[float] = 1.0e-3
+    b1: Decay = 0.9
+    b2: Decay = 0.999
+    eps: Positive[float] = 1.0e-8
 
 
 @dataclass(frozen=True)
@@ -117,10 +85,4 @@ class OptimizerConfig:
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    clip_norm: float = 1.0  # of the gradient over all parameters
-
-    def check(self) -> None:
-        """Raise `InputError` for a value outside its range."""
-        for section in (self.muon, self.adamw, self.roles, self.balance):
-            section.check()
-        require_positive("optimizer", self, "clip_norm")
+    clip_norm: Positive[float] = 1.0  # of the gradient over all parameters

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from zaya_jax.config.checks import require, require_positive
+from zaya_jax.config.bounds import Positive
 
 Reduce = Literal["step", "micro_batch"]
 ContextAttention = Literal["all_gather", "ring"]
@@ -20,19 +20,14 @@ class ParallelConfig:
     of the experts. Sequences of a batch are split over `data`, `fsdp` and `expert`, each sequence over `context`.
     """
 
-    data: int | None = None  # what the other axes leave where None
-    fsdp: int = 1
-    expert: int = 1
-    context: int = 1
+    data: Positive[int] | None = None  # what the other axes leave where None
+    fsdp: Positive[int] = 1
+    expert: Positive[int] = 1
+    context: Positive[int] = 1
     reduce: Reduce = "step"  # when gradients are added up over devices: once, or after each micro-batch (less memory)
     context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, a hop for each
     context_layout: ContextLayout = "zigzag"  # evens out causal attention; contiguous has one halo less
     expert_exchange: ExpertExchange = "all_gather"  # ragged moves each token only where it must, on GPUs alone
-
-    def check(self, where: str) -> None:
-        """Raise `InputError` for a value outside its range; `where` is the section's own key."""
-        require(self.data is None or self.data > 0, f"{where}.data", self.data, "greater than zero")
-        require_positive(where, self, "fsdp", "expert", "context")
 
     @property
     def chunks(self) -> int:

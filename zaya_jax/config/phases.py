@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zaya_jax.config.checks import is_name, require, require_path, require_positive
+from zaya_jax.config.bounds import NonNegative, Positive
+from zaya_jax.config.checks import is_name, require, require_path
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.table import Table
 
@@ -25,17 +26,15 @@ class ScheduleConfig:
     """
 
     shape: ScheduleShape = "cosine"  # wsd stays at the peak until its linear decay
-    peak: float = 1.0
+    peak: Positive[float] = 1.0
     final: float = 0.1  # at the end of the last phase it spans; not used by constant
-    warmup_tokens: int = 0
+    warmup_tokens: NonNegative[int] = 0
     decay_tokens: int | None = None  # of wsd, and of it alone: tokens before the end over which it decays
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the schedule's own key."""
-        require_positive(where, self, "peak")
         require(self.final >= 0 and (self.shape == "constant" or self.final <= self.peak), f"{where}.final", self.final,
                 f"at least 0 and at most {where}.peak ({self.peak})")  # fmt: skip
-        require(self.warmup_tokens >= 0, f"{where}.warmup_tokens", self.warmup_tokens, "at least 0")
         if self.shape == "wsd":
             require(self.decay_tokens is not None and self.decay_tokens > 0, f"{where}.decay_tokens",
                     self.decay_tokens, "greater than zero, since the shape is wsd")  # fmt: skip
@@ -49,28 +48,25 @@ class BatchSizeConfig:
     """The size of steps up to a point of a phase."""
 
     until: int  # tokens of the phase
-    tokens: int  # a step
+    tokens: Positive[int]  # a step
 
 
 @dataclass(frozen=True)
 class BatchConfig:
     """Tokens of a step, padding included. They may rise along the phase: linearly, or in given steps."""
 
-    tokens: int = 8192  # a step, once any ramp is over
-    start: int | None = None  # a step, where a linear ramp begins; the sizes between are multiples of it
+    tokens: Positive[int] = 8192  # a step, once any ramp is over
+    start: Positive[int] | None = None  # a step, where a linear ramp begins; the sizes between are multiples of it
     ramp_tokens: int = 0  # of the phase, over which a linear ramp rises
     stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
-    micro: int | None = None  # sequences a device works through at once, gradients added up; all of its own where None
+    micro: Positive[int] | None = None  # sequences of a micro-batch on a device; all of its own where None
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the batch's own key."""
-        require_positive(where, self, "tokens")
-        require(self.micro is None or self.micro > 0, f"{where}.micro", self.micro, "greater than zero")
         if self.start is None:
             require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens,
                     f"0 where {where}.start is not given")  # fmt: skip
         else:
-            require(self.start > 0, f"{where}.start", self.start, "greater than zero")
             require(self.start < self.tokens and self.tokens % self.start == 0, f"{where}.start", self.start,
                     f"a part of {where}.tokens ({self.tokens}) that divides it")  # fmt: skip
             require(self.ramp_tokens > 0, f"{where}.ramp_tokens", self.ramp_tokens,
@@ -81,7 +77,6 @@ class BatchConfig:
                 f"a list of at most {MAX_SIZES - 1} sizes, since each is compiled")  # fmt: skip
         before = 0
         for index, size in enumerate(self.stepped):
-            require_positive(f"{where}.stepped.{index}", size, "tokens")
             require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")
             before = size.until
 
@@ -106,10 +101,10 @@ class BatchConfig:
 class PhaseConfig:
     """A phase of the run. Values that it does not give are those of the run."""
 
-    tokens: int  # budget, padding included; the phase ends with the step that reaches it
+    tokens: Positive[int]  # budget, padding included; the phase ends with the step that reaches it
     name: str = "train"
-    context: int | None = None  # tokens a row; data.context where None
-    rope_base: float | None = None  # of full layers; model.rope_base where None
+    context: Positive[int] | None = None  # tokens a row; data.context where None
+    rope_base: Positive[float] | None = None  # of full layers; model.rope_base where None
     mixture: Table[float] = field(
         default_factory=Table[float]
     )  # rows of each source, as parts; by their tokens where empty
@@ -124,9 +119,6 @@ class PhaseConfig:
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
         require(is_name(self.name), f"{where}.name", self.name, "a name of at most 200 letters, digits, _ and -")
-        require_positive(where, self, "tokens")
-        require(self.context is None or self.context > 0, f"{where}.context", self.context, "greater than zero")
-        require(self.rope_base is None or self.rope_base > 0, f"{where}.rope_base", self.rope_base, "greater than zero")
         for name, weight in self.mixture.items():
             require(weight > 0, f"{where}.mixture.{name}", weight, "greater than zero (a source not named is not read)")
         if self.template is not None:
@@ -135,5 +127,3 @@ class PhaseConfig:
             self.schedule.check(f"{where}.schedule")
         if self.batch is not None:
             self.batch.check(f"{where}.batch")
-        if self.parallel is not None:
-            self.parallel.check(f"{where}.parallel")
