@@ -102,7 +102,7 @@ def test_an_interrupted_call_is_gone_on_with(chat, tmp_path, monkeypatch):
     real, calls = module.RenderWork.__call__, []
 
     def once(self, unit):
-        calls.append(unit.shard.file)
+        calls.append(unit.file)
         if len(calls) == 2:
             raise KeyboardInterrupt
         yield from real(self, unit)

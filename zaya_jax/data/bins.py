@@ -19,11 +19,9 @@ class Bins:
     starts: np.ndarray  # int64 [bins + 1]: where in `members` each bin begins, and where the last one ends
 
     def __len__(self) -> int:
-        """Number of bins."""
         return len(self.starts) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        """The items of one bin: int64 [items of the bin], a view of `members`."""
         return self.members[self.starts[index] : self.starts[index + 1]]
 
 

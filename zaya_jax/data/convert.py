@@ -59,6 +59,7 @@ class Skipped(NamedTuple):
 
 T = TypeVar("T", Record, int)
 Work = Callable[[Any], Iterable[Record | Skipped]]  # from a unit to its records, in order; picklable
+Check = Callable[[Any], Iterable[int | Skipped]]  # from a unit to the bytes of each document it can use
 
 
 class _Job(NamedTuple):
@@ -87,33 +88,18 @@ _Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argum
 
 @dataclass(frozen=True)
 class Conversion:
-    """Units of input, and how they are worked through.
+    """Units of input, and how they are worked through."""
 
-    Attributes:
-      folder: gets for unit i `train-i.arrayrecord`, `heldout-i.arrayrecord` and the note `unit-i.json`.
-      units: all units, in order.
-      sizes: bytes of each unit, for progress.
-      advice: what to do where too many documents cannot be used, a sentence in which `{count}` stands for how many
-        there are.
-      numbers: of the units to do now; those that have a note are passed over. None means all.
-      workers: processes; with one the work is done in this one.
-      limit: documents that may be skipped, over `numbers`.
-    """
+    folder: Path  # gets for unit i `train-i.arrayrecord`, `heldout-i.arrayrecord` and the note `unit-i.json`
+    units: Sequence[Any]  # all, in order
+    sizes: Sequence[int]  # bytes of each unit, for progress
+    advice: str  # what to do where too many documents cannot be used; `{count}` stands for how many there are
+    numbers: Sequence[int] | None = None  # of the units to do now, but for those with a note; None means all
+    workers: int = 1  # processes; with one the work is done in this one
+    limit: int = 0  # documents that may be skipped, over `numbers`
 
-    folder: Path
-    units: Sequence[Any]
-    sizes: Sequence[int]
-    advice: str
-    numbers: Sequence[int] | None = None
-    workers: int = 1
-    limit: int = 0
-
-    def check(self, check: Callable[[Any], Iterable[int | Skipped]], label: str) -> None:
-        """Read the units without writing anything, and refuse them where too many documents cannot be used.
-
-        Args:
-          check: gives for each document of a unit its bytes, or why it cannot be used.
-          label: what the progress bar says.
+    def check(self, check: Check, label: str) -> None:
+        """Read the units without writing anything, under a progress bar that says `label`.
 
         Raises:
           InputError: more documents cannot be used than `limit`; all are counted.
@@ -122,11 +108,7 @@ class Conversion:
         self._run(functools.partial(_check_unit, check), label)
 
     def convert(self, work: Work, label: str) -> None:
-        """Turn the units into shards of `folder`.
-
-        Args:
-          work: what is done with each.
-          label: what the progress bar says.
+        """Turn the units into shards of `folder`, under a progress bar that says `label`.
 
         Raises:
           InputError: more documents cannot be used than `limit` once all units are done, or one of the work's own.
@@ -263,7 +245,7 @@ def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None
     add(job.size - reported)
 
 
-def _check_unit(check: Callable[[Any], Iterable[int | Skipped]], job: _Job, add: Callable[[int], None]) -> UnitNote:
+def _check_unit(check: Check, job: _Job, add: Callable[[int], None]) -> UnitNote:
     skipped, examples = Counter[str](), []
     for _ in _usable(check(job.unit), job, add, skipped, examples):
         pass

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from zaya_jax.config import DataConfig
+from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
 
 Split = Literal["train", "heldout"]
@@ -113,9 +114,8 @@ def find_corpus(config: DataConfig) -> Corpus:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise InputError(f"The corpus file {path} cannot be read: {error.strerror}.") from error
+        with reading(f"The corpus file {path}"):
+            return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
             f"The corpus file {path} is not UTF-8: the byte at offset {error.start} cannot be decoded. "
@@ -130,13 +130,9 @@ def _files(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> I
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if name not in excluded]
         for name in names:
-            path = Path(folder, name)
-            if name.endswith(suffixes) and not _is_empty(path):
-                yield path.relative_to(root).as_posix()
-
-
-def _is_empty(path: Path) -> bool:
-    try:
-        return path.stat().st_size == 0
-    except OSError as error:
-        raise InputError(f"The corpus file {path} cannot be read: {error.strerror}.") from error
+            if name.endswith(suffixes):
+                path = Path(folder, name)
+                with reading(f"The corpus file {path}"):
+                    is_empty = path.stat().st_size == 0
+                if not is_empty:
+                    yield path.relative_to(root).as_posix()

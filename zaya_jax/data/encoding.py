@@ -17,7 +17,6 @@ from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
-from zaya_jax.errors import InputError
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # documents encoded together, and their size
 
@@ -32,11 +31,6 @@ class PrepareSettings:
     eot: str | None = None  # token that ends a document; where None, the one the tokenizer is known to have
     heldout: float = 0.01  # part of the documents held out, by a hash of their content
     bos: str | None = None  # token that begins a document, or 'none'; where None, see `find_special_tokens`
-
-    def check(self) -> None:
-        """Raise `InputError` where the held-out part cannot be."""
-        if not 0 <= self.heldout < 1:
-            raise InputError(f"--heldout is {self.heldout}, but must be at least 0 and below 1.")
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,5 @@ def io_estimate(*, sequences: int, context: int, token_bytes: int, extra_pages: 
     fragmentation = 1 + extra_pages * PAGE_BYTES / (context * token_bytes)
     bytes_per_step = sequences * context * token_bytes
     operations = fragmentation * bytes_per_step / PAGE_BYTES
-    return StorageLoad(
-        bytes_per_step=bytes_per_step,
-        fragmentation=fragmentation,
-        operations_per_step=operations,
-        operations_per_second=operations / step_seconds,
-        shortest_step_seconds=operations / max_operations_per_second,
-    )
+    return StorageLoad(bytes_per_step, fragmentation, operations, operations_per_second=operations / step_seconds,
+                       shortest_step_seconds=operations / max_operations_per_second)  # fmt: skip

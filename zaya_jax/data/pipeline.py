@@ -65,11 +65,9 @@ class TrainBatches(Iterator[Batch]):
         return batch
 
     def __enter__(self) -> Self:
-        """Close at the end of a `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the threads and processes."""
         self.close()
 
     def close(self) -> None:

@@ -58,22 +58,16 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run. Picklable; safe to read from several threads."""
+    """All rows of a run, see `rows.PackedRows.row`. Picklable; safe to read from several threads."""
 
     phases: tuple[PhasePlan, ...]
 
     def __len__(self) -> int:
-        """Rows of the run."""
         return self.phases[-1].first_row + self.phases[-1].rows
 
     def __getitem__(self, index: int) -> Row:
-        """One row, see `rows.PackedRows.row`."""
-        phase = self.phase_at(index)
+        phase = self.phases[bisect.bisect_right(self.phases, index, key=lambda phase: phase.first_row) - 1]
         return phase.row(index - phase.first_row)
-
-    def phase_at(self, index: int) -> PhasePlan:
-        """The phase that a row of the run belongs to."""
-        return self.phases[bisect.bisect_right([phase.first_row for phase in self.phases], index) - 1]
 
 
 def plan_run(config: Config, prepared: Prepared) -> RunPlan:

@@ -12,16 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config.checks import shown
-from zaya_jax.data.convert import (
-    EXAMPLES,
-    Conversion,
-    UnitNote,
-    default_workers,
-    read_note,
-    remove_notes,
-    save_lengths,
-)
+from zaya_jax.config.checks import require, shown
+from zaya_jax.data.convert import EXAMPLES, Conversion, UnitNote, default_workers, read_note, remove_notes, save_lengths
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
 from zaya_jax.data.manifest import (
@@ -83,13 +75,11 @@ def prepare(
         too many documents cannot be used. What is done stays done.
       RunStopped: a process was killed.
     """
-    settings.check()
-    if max_bad < 0:
-        raise InputError(f"--max-bad is {max_bad}, but must be at least 0.")
-    if not 0 <= task < tasks:
-        raise InputError(f"--task is {task}, but must be at least 0 and below --of ({tasks}).")
-    if workers is not None and workers < 1:
-        raise InputError(f"--workers is {workers}, but must be at least 1.")
+    if not 0 <= settings.heldout < 1:  # NaN as the command line spells it
+        raise InputError(f"--heldout is {settings.heldout}, but must be at least 0 and below 1.")
+    require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
+    require(0 <= task < tasks, "--task", task, f"at least 0 and below --of ({tasks})")
+    require(workers is None or workers >= 1, "--workers", workers, "at least 1")
     try:
         is_file = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
     except (OSError, ValueError) as error:
@@ -145,15 +135,7 @@ def merge(output: Path) -> Manifest:
 
 
 def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens) -> Manifest:
-    """Write the lengths and the manifest of a folder whose units are all converted and have notes.
-
-    Args:
-      folder: with the shards, the notes, the tokenizer and any files beside it.
-      units: how many were converted.
-      kind: of the documents.
-      inputs: digest of the inputs and settings.
-      special: tokens that begin and end documents.
-    """
+    """Write the lengths and the manifest of a folder whose `units` units are all converted and have notes."""
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip

@@ -30,12 +30,10 @@ class WorkProgress:
         self._started = self._reported = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Take the bar away, and print what was done in which time."""
         self._bar.stop()
         if kind is None and self._total:
             self._line("done")

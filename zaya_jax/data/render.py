@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from zaya_jax.data.chat import Conversation, Span, Template, encode_pieces, load_template
-from zaya_jax.data.convert import (
-    Conversion,
-    Record,
-    Skipped,
-    default_workers,
-    refuse_in_worker,
-    remove_notes,
-)
+from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
 from zaya_jax.data.prepare import TOKENIZER, write_merged
@@ -29,15 +22,6 @@ from zaya_jax.run.files import locked, write_atomically
 
 
 @dataclass(frozen=True)
-class RenderUnit:
-    """One shard of conversations."""
-
-    folder: Path
-    split: Split
-    shard: ShardEntry
-
-
-@dataclass(frozen=True)
 class RenderWork:
     """A shard of conversations to records of tokens and a loss mask that covers assistant turns only."""
 
@@ -45,12 +29,14 @@ class RenderWork:
     special: SpecialTokens
     template: Template
     limit: int | None  # tokens; None trims nothing
+    folder: Path  # of the conversations
+    split: Split
 
-    def __call__(self, unit: RenderUnit) -> Iterator[Record | Skipped]:
+    def __call__(self, shard: ShardEntry) -> Iterator[Record | Skipped]:
         """A record a conversation; one that cannot fit has no tokens, and so keeps its number."""
         tokenizer = _tokenizer(self.tokenizer, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
-        records = Records(unit.folder, (unit.shard,))
+        records = Records(self.folder, (shard,))
 
         def render(conversation: Conversation) -> list[Span]:
             pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos)
@@ -65,13 +51,13 @@ class RenderWork:
                 else:
                     spans, outcome = trim(conversation, self.limit, render)
             except ValueError as error:
-                yield Skipped(f"{unit.folder / unit.shard.file}:{number}", "template", str(error))
+                yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
                 continue
             spans = spans or []
             tokens = np.array([token for span in spans for token in span.tokens], dtype)
             loss_mask = np.repeat([span.generated for span in spans], [len(span.tokens) for span in spans]).astype(bool)
             text_bytes = len(tokenizer.decode(tokens[loss_mask].tolist()).encode())
-            yield Record(unit.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
+            yield Record(self.split, pack_text(tokens, loss_mask), len(tokens), text_bytes, len(data), outcome)
 
 
 def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
@@ -84,7 +70,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     Args:
       folder: of the kind 'chat'.
       manifest: of it.
-      split: train or heldout.
+      split: of it.
       template: a Jinja file; None is the built-in one.
       limit: tokens that a conversation may have, see `trim`; None trims nothing.
       cache: a folder.
@@ -114,13 +100,13 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
             inputs: str) -> None:  # fmt: skip
     target.mkdir(exist_ok=True)
     write_atomically(target / TOKENIZER, (folder / manifest.tokenizer.file).read_text(encoding="utf-8"))
-    units = [RenderUnit(folder, split, shard) for shard in manifest.split(split).shards]
-    work = RenderWork(target / TOKENIZER, manifest.special, template, limit)
-    conversion = Conversion(target, units, [unit.shard.bytes for unit in units],
+    shards = manifest.split(split).shards
+    work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
+    conversion = Conversion(target, shards, [shard.bytes for shard in shards],
                             f"The chat template {template.name} must write out each of them.",
                             workers=default_workers())  # fmt: skip
     conversion.convert(work, f"writing out the {split} conversations of {folder.name}")
-    write_merged(target, len(units), kind="masked", inputs=inputs, special=manifest.special)
+    write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)
 
 

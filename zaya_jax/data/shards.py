@@ -43,17 +43,14 @@ class ShardWriter:
     """One shard, which appears under its name whole or not at all; a context manager."""
 
     def __init__(self, path: Path) -> None:
-        """Prepare to write the shard `path`."""
         self._path, self._part = path, partial_name(path)
         self._writer: ArrayRecordWriter | None = None
         self.documents = 0
 
     def __enter__(self) -> Self:
-        """Return the writer; its file is created by the first record."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remove a shard that was not finished."""
         try:
             if self._writer is not None:
                 self._writer.close()
@@ -115,7 +112,6 @@ class Records:
     """The records of shards, by index. Safe to read from several threads; picklable."""
 
     def __init__(self, folder: Path, shards: tuple[ShardEntry, ...]) -> None:
-        """Open the shards; no record is read yet."""
         self._folder, self._shards = folder, shards
         self._ends = np.cumsum([shard.documents for shard in shards]).tolist()
         # Open shards are kept, but leave room for what else the process opens.
@@ -124,7 +120,6 @@ class Records:
         self._open = functools.lru_cache(maxsize=kept)(self._source)
 
     def __len__(self) -> int:
-        """Number of records."""
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> bytes:
@@ -163,7 +158,7 @@ class Records:
 
 
 class Documents:
-    """The documents of one split, by index. Safe to read from several threads; picklable."""
+    """The documents of one split, by index, see `Records`. Safe to read from several threads; picklable."""
 
     def __init__(self, records: Records, lengths: np.ndarray, dtype: np.dtype, masked: bool) -> None:
         """Wrap the records; see `open_documents`."""
@@ -172,16 +167,9 @@ class Documents:
         self._read = functools.lru_cache(maxsize=_CACHED_DOCUMENTS)(self._decode)
 
     def __len__(self) -> int:
-        """Number of documents."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Text:
-        """One document.
-
-        Raises:
-          IndexError: `index` is not in [0, len).
-          InputError: its record is damaged.
-        """
         return self._read(index)
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -39,11 +39,7 @@ class Prepared:
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
         """The documents of a source as `phase` reads them, and the manifest that counts them.
 
-        Args:
-          name: of the source.
-          split: train or heldout.
-          phase: its template writes conversations out, and with 'trim' they are made to fit a row.
-          context: tokens a row.
+        The phase's template writes conversations out; with 'trim' they are made to fit a row of `context` tokens.
 
         Raises:
           InputError: the template cannot be used, or a conversation with it.

@@ -118,18 +118,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
 
 def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer,
                 text_bytes: int) -> SplitEntry:  # fmt: skip
-    """Write each document as the token that begins one, its tokens, and the token that ends one.
-
-    Args:
-      folder: an existing folder; gets the shards and the lengths of the split.
-      split: the start of their names.
-      documents: token ids of each.
-      tokenizer: of the token ids.
-      text_bytes: UTF-8 bytes of the split's texts, for the entry.
-
-    Returns:
-      The split's entry in the manifest.
-    """
+    """Write shards and lengths: each document as the token that begins one, its token ids, and the one that ends it."""
     dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
     records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
     while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths):

@@ -8,6 +8,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from zaya_jax.config.checks import require
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
 
@@ -78,7 +79,7 @@ class Tokenizer:
 
     def encode_template(self, text: str) -> list[int]:
         """The token ids of a text in which special tokens are meant: what a chat template writes."""
-        return self._template.encode(text, add_special_tokens=False).ids
+        return self.encode_rendering(text)[0]
 
     def encode_rendering(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """As `encode_template`, and for each token the first character it stands for and the one after the last."""
@@ -114,10 +115,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises:
       InputError: the vocabulary has no room for every byte and the end of a text.
     """
-    if vocab_size < MIN_VOCAB:
-        raise InputError(
-            f"model.vocab_size is {vocab_size}, but must be at least {MIN_VOCAB}: one token a byte and {EOT_TEXT}."
-        )
+    allowed = f"at least {MIN_VOCAB}: one token a byte and {EOT_TEXT}"
+    require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

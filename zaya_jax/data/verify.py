@@ -19,14 +19,8 @@ def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> 
     time of change, and they are read again only when these differ. A change without a new time is reported when its
     record is read (see `Documents`).
 
-    Args:
-      folder: a prepared folder.
-      manifest: of it.
-      cache: a folder for the notes.
-      remedy: the sentence that says what to do about a damaged file.
-
     Raises:
-      InputError: a file was altered.
+      InputError: a file was altered; `remedy` is the sentence that says what to do about it.
     """
     notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
     if not _unverified(folder, manifest, notes):

@@ -4,13 +4,13 @@ A stream has no index of its batches, so it is one unit; `datasets` cuts shards 
 """
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from functools import partial
 
 import pyarrow as pa
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share
+from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share, reading
 from zaya_jax.errors import InputError
 
 _FILE_MAGIC = b"ARROW1"  # a stream begins with the length of its schema
@@ -27,30 +27,23 @@ def count_pieces(file: str) -> int:
         return reader.num_record_batches if isinstance(reader, pa.RecordBatchFileReader) else 1
 
 
-def count_rows(file: str) -> int:
-    """How many rows the file has; reads no column.
+def count_rows(file: str, stop: int | None = None) -> int:
+    """How many rows the file has, or of a file of Arrow's its first `stop` record batches; reads no column.
 
     Raises:
       InputError: the file cannot be read, is damaged or incomplete.
     """
-    with closing(_map(file)) as source:
+    with closing(_map(file)) as source, _reading(file):
         reader = _reader(file, source)
         if isinstance(reader, pa.RecordBatchFileReader):
-            batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            batches = map(reader.get_batch, range(reader.num_record_batches if stop is None else stop))
         else:
             batches = _batches(file, reader, source)
-        try:
-            return sum(batch.num_rows for batch in batches)
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, error) from error
+        return sum(batch.num_rows for batch in batches)
 
 
 def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
     """The rows of the unit's record batches; a null is `BadDocument`.
-
-    Args:
-      unit: a range of record batches, or a stream.
-      field: the column.
 
     Raises:
       InputError: the file cannot be read, is damaged, has fewer batches than it had, or has no such column.
@@ -66,7 +59,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
                     f"The file {file} has {reader.num_record_batches} record batches, fewer than the {unit.stop} "
                     "it had; do not change it meanwhile."
                 )
-            first = FirstLine(partial(_row_number, file, unit.start)) if unit.start else first
+            first = FirstLine(partial(_first_row, file, unit.start)) if unit.start else first
             batches = _file_batches(reader, unit)
         else:
             batches = _stream_batches(reader, source, unit)
@@ -76,10 +69,8 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
 
 
 def _map(file: str) -> pa.MemoryMappedFile:
-    try:
+    with _reading(file):
         return pa.memory_map(file)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
 
 
 def _reader(
@@ -88,13 +79,11 @@ def _reader(
     """A reader of some columns, each there once, or of all."""
     indices = [] if columns is None else [_reader(file, source).schema.get_field_index(name) for name in columns]
     options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
-    try:
+    with _reading(file):
         source.seek(0)
         is_file = source.read(len(_FILE_MAGIC)) == _FILE_MAGIC
         source.seek(0)
         return (pa.ipc.open_file if is_file else pa.ipc.open_stream)(source, options=options)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
 
 
 def _file_batches(reader: pa.RecordBatchFileReader, unit: Unit) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -126,7 +115,7 @@ def _batches(file: str, reader: pa.RecordBatchStreamReader, source: pa.MemoryMap
 
 def _checked(file: str, batches: Iterator[tuple[pa.RecordBatch, int]]) -> Iterator[tuple[pa.RecordBatch, int]]:
     """The batches, each with offsets that lie inside it: what is memory-mapped nobody has looked at."""
-    try:
+    with _reading(file):
         for batch, size in batches:
             try:
                 batch.validate(full=True)
@@ -134,20 +123,12 @@ def _checked(file: str, batches: Iterator[tuple[pa.RecordBatch, int]]) -> Iterat
                 if "UTF8" not in str(error):  # that is told row by row
                     raise
             yield batch, size
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
 
 
-def _row_number(file: str, batch: int) -> int:
+def _first_row(file: str, batch: int) -> int:
     """The number of a record batch's first row, counted from 1."""
-    with closing(_map(file)) as source:
-        reader = _reader(file, source)
-        try:
-            return 1 + sum(reader.get_batch(i).num_rows for i in range(batch))
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, error) from error
+    return 1 + count_rows(file, batch)
 
 
-def _unreadable(file: str, error: Exception) -> InputError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
-    return InputError(f"The Arrow file {file} cannot be read: {why}.")
+def _reading(file: str) -> AbstractContextManager[None]:
+    return reading(f"The Arrow file {file}", pa.ArrowException)

@@ -36,15 +36,9 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
 def column_documents(
     batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
 ) -> Iterator[Entry]:
-    """The rows of a batch; lists of structs become lists of dicts.
+    """The rows of a batch, of `size` bytes and after `before` others of its unit, whose first row is `first`.
 
-    Args:
-      batch: some rows of the columns.
-      file: its path.
-      columns: names, see `check_columns`.
-      size: bytes of input that the batch stands for.
-      before: rows of the unit before the batch.
-      first: the unit's first row.
+    Lists of structs become lists of dicts; `columns` are of `check_columns`.
     """
     array, (field, *others) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in others}

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.config.checks import require
 from zaya_jax.data.readers.jsonl import COMPRESSED
 from zaya_jax.data.readers.megatron import index_path, open_index
 from zaya_jax.data.readers.saved import saved_files
-from zaya_jax.data.readers.unit import Format, Unit, even_share
+from zaya_jax.data.readers.unit import Format, Unit, even_share, reading
 from zaya_jax.errors import InputError
 
 ENDINGS: dict[str, Format] = {
@@ -47,8 +48,7 @@ def list_units(
       InputError: an input is missing, cannot be read, is empty or given twice, has an unknown ending, or is a
         folder with nothing to read; or `unit_bytes` is not positive.
     """
-    if unit_bytes is not None and unit_bytes < 1:
-        raise InputError(f"unit_bytes is {unit_bytes}, but must be at least 1.")
+    require(unit_bytes is None or unit_bytes >= 1, "unit_bytes", unit_bytes, "at least 1")
     if isinstance(inputs, str | Path) or not inputs:
         raise InputError(f"The inputs are {inputs!r}, but must be a list of at least one file or folder.")
     files = [file for path in inputs for file in _list_files(Path(path).expanduser(), suffixes)]
@@ -115,10 +115,8 @@ def _known(suffixes: tuple[str, ...]) -> str:
 
 
 def _file(path: Path, kind: Format) -> _File:
-    try:
+    with reading(f"The input {path}"):
         status = path.stat()
-    except OSError as error:
-        raise InputError(f"The input {path} cannot be read: {error.strerror}.") from error
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"The input {path} is neither a file nor a folder.")
     if not os.access(path, os.R_OK):

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, Any
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Reason, Unit, Value
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Reason, Unit, Value, reading
 from zaya_jax.data.readers.values import find_field, is_document, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
@@ -31,10 +31,6 @@ def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
 
     Lines are numbered from the file's start; far into a file, where to count them would be to read it all for every
     unit with a bad line, from the byte that is named beside the file.
-
-    Args:
-      unit: a range of bytes of a plain file, or a compressed file as a whole.
-      field: the key of each object.
 
     Raises:
       InputError: the file cannot be read, is damaged, is shorter than it was, or has a line of over 1 GiB.
@@ -91,23 +87,20 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
 def _first_start(unit: Unit) -> int:
     """Where the first line that starts in the unit does, or the unit's end where none does."""
     [file] = unit.files
-    try:
-        with open(file, "rb") as stream:
-            size = stream.seek(0, io.SEEK_END)
-            if size < unit.stop:
-                raise InputError(
-                    f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change it meanwhile."
-                )
-            if unit.start == 0:
-                return 0
-            position = stream.seek(unit.start - 1)  # a newline here ends the line before the unit
-            while tail := stream.readline(min(_READ_BYTES, unit.stop - 1 - position)):
-                position += len(tail)
-                if tail.endswith(b"\n"):
-                    return position
-            return unit.stop
-    except OSError as error:
-        raise _unreadable(file, error) from error
+    with reading(f"The file {file}"), open(file, "rb") as stream:
+        size = stream.seek(0, io.SEEK_END)
+        if size < unit.stop:
+            raise InputError(
+                f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change it meanwhile."
+            )
+        if unit.start == 0:
+            return 0
+        position = stream.seek(unit.start - 1)  # a newline here ends the line before the unit
+        while tail := stream.readline(min(_READ_BYTES, unit.stop - 1 - position)):
+            position += len(tail)
+            if tail.endswith(b"\n"):
+                return position
+        return unit.stop
 
 
 def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
@@ -140,17 +133,13 @@ def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
 
 
 def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
-    try:
+    with reading(f"The file {file}"):
         return open(file, "rb", buffering=buffering)
-    except OSError as error:
-        raise _unreadable(file, error) from error
 
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
-    try:
+    with reading(f"The file {file}", EOFError, zlib.error):  # the compressed end too early or hold nonsense
         line = stream.readline(LONGEST_LINE + 1)
-    except (OSError, EOFError, zlib.error) as error:  # the compressed end too early or hold nonsense
-        raise _unreadable(file, error) from error
     if len(line) > LONGEST_LINE:
         raise InputError(
             f"The file {file} has a line of more than {LONGEST_LINE} bytes; write JSONL, which has one document a line."
@@ -161,16 +150,8 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
 def _line_number(file: str, position: int) -> int:
     """The number of the line that starts there, counted from 1."""
     number = 1
-    with _open(file) as stream:
-        try:
-            while position > 0 and (block := stream.read(min(_READ_BYTES, position))):
-                number += block.count(b"\n")
-                position -= len(block)
-        except OSError as error:
-            raise _unreadable(file, error) from error
+    with reading(f"The file {file}"), open(file, "rb") as stream:
+        while position > 0 and (block := stream.read(min(_READ_BYTES, position))):
+            number += block.count(b"\n")
+            position -= len(block)
     return number
-
-
-def _unreadable(file: str, error: Exception) -> InputError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).rstrip(".")
-    return InputError(f"The file {file} cannot be read: {why}.")

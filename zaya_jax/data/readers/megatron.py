@@ -28,21 +28,13 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4",
 
 
 class Index(NamedTuple):
-    """What the header of an `.idx` says, checked against the sizes of both files.
+    """What the header of an `.idx` says, checked against the sizes of both files."""
 
-    Attributes:
-      file: path of the `.idx`.
-      dtype: of a token; an integer.
-      sequences: how many there are.
-      documents: how many there are.
-      bin_bytes: size of the `.bin`.
-    """
-
-    file: str
-    dtype: np.dtype
-    sequences: int
+    file: str  # path of the `.idx`
+    dtype: np.dtype  # of a token; an integer
+    sequences: int  # how many there are
     documents: int
-    bin_bytes: int
+    bin_bytes: int  # size of the `.bin`
 
 
 def index_path(file: str) -> str:
@@ -96,9 +88,6 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
 
     Ids are as the file has them: the end-of-document token is in there if it was written, and none is checked
     against a vocabulary.
-
-    Args:
-      unit: a range of documents.
 
     Raises:
       InputError: as `open_index`; or the index points outside the `.bin`, or has fewer documents than it had.

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share
+from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share, reading
 from zaya_jax.errors import InputError
 
 _BATCH_ROWS = 256  # as an array
@@ -26,10 +26,6 @@ def count_row_groups(file: str) -> int:
 
 def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
     """The rows of the unit's row groups; a null is `BadDocument`.
-
-    Args:
-      unit: a range of row groups.
-      field: the column.
 
     Raises:
       InputError: the file cannot be read, is damaged, has fewer row groups than it had, or has no such column.
@@ -52,21 +48,11 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
 
 
 def _open(file: str) -> pq.ParquetFile:
-    try:
+    with reading(f"The Parquet file {file}", pa.ArrowException):
         return pq.ParquetFile(file, buffer_size=_READ_BYTES, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise _unreadable(file, error) from error
 
 
 def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -> Iterator[pa.RecordBatch]:
     for group in range(unit.start, unit.stop):
-        try:
-            batches = table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
-            yield from batches
-        except (pa.ArrowException, OSError) as error:
-            raise _unreadable(file, error) from error
-
-
-def _unreadable(file: str, error: Exception) -> InputError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
-    return InputError(f"The Parquet file {file} cannot be read: {why}.")
+        with reading(f"The Parquet file {file}", pa.ArrowException):
+            yield from table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)

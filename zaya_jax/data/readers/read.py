@@ -2,6 +2,9 @@
 
 from collections.abc import Iterator
 
+from zaya_jax.data.readers.jsonl import read_jsonl
+from zaya_jax.data.readers.megatron import read_megatron
+from zaya_jax.data.readers.text import read_text
 from zaya_jax.data.readers.unit import Entry, Unit
 
 
@@ -23,12 +26,8 @@ def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
     """
     match unit.format:  # pyarrow is imported only for what needs it
         case "text":
-            from zaya_jax.data.readers.text import read_text
-
             return read_text(unit)
         case "jsonl":
-            from zaya_jax.data.readers.jsonl import read_jsonl
-
             return read_jsonl(unit, field)
         case "parquet":
             from zaya_jax.data.readers.parquet import read_parquet
@@ -39,6 +38,4 @@ def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
 
             return read_arrow(unit, field)
         case "megatron":
-            from zaya_jax.data.readers.megatron import read_megatron
-
             return read_megatron(unit)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.data.readers.unit import reading
 from zaya_jax.errors import InputError
 
 _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
@@ -62,9 +63,8 @@ def _json(path: Path, key: str) -> list[Any]:
 
 def _tree(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"The file {path} of a saved dataset cannot be read: {error.strerror}.") from error
+        with reading(f"The file {path} of a saved dataset"):
+            tree = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(f"The file {path} of a saved dataset is not JSON: {error}.") from error
     if not isinstance(tree, dict):

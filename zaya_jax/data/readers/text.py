@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit
-from zaya_jax.errors import InputError
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit, reading
 
 
 def read_text(unit: Unit) -> Iterator[Entry]:
@@ -14,10 +13,8 @@ def read_text(unit: Unit) -> Iterator[Entry]:
       InputError: a file cannot be read.
     """
     for file in unit.files[unit.start : unit.stop]:
-        try:
+        with reading(f"The file {file}"):
             data = Path(file).read_bytes()
-        except OSError as error:
-            raise InputError(f"The file {file} cannot be read: {error.strerror}.") from error
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:

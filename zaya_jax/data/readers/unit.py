@@ -1,10 +1,13 @@
 """Units of input, and the documents and bad documents that reading them gives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+
+from zaya_jax.errors import InputError
 
 Format = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
 Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "lost field"]
@@ -16,21 +19,16 @@ Value = str | list[Any] | np.ndarray
 class Unit(NamedTuple):
     """A piece of input that one worker turns into one shard. It can be pickled and written as JSON.
 
-    Attributes:
-      format: of the files.
-      files: paths; several for text alone, where each file is one document.
-      start: first of a half-open range, in what the format counts: bytes (plain JSONL, in which a line belongs to
-        the unit it starts in), row groups (Parquet), record batches (Arrow files), documents (Megatron), `files`
-        (text). What cannot be split, compressed JSONL and Arrow streams, is 0 to 1.
-      stop: end of the range.
-      bytes: of input, for progress. Those of all the units of a file add up to its size.
+    Its range counts what the format has: bytes (plain JSONL, in which a line belongs to the unit it starts in), row
+    groups (Parquet), record batches (Arrow files), documents (Megatron), `files` (text). What cannot be split,
+    compressed JSONL and Arrow streams, is 0 to 1.
     """
 
     format: Format
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # paths; several for text alone, where each file is one document
     start: int
-    stop: int
-    bytes: int
+    stop: int  # the first that is not of the range
+    bytes: int  # of input, for progress; those of all the units of a file add up to its size
 
 
 class FirstLine:
@@ -50,21 +48,13 @@ class FirstLine:
 
 
 class Document(NamedTuple):
-    """A document that was read; its `value` is neither empty nor only white space.
-
-    Attributes:
-      value: see `Value`.
-      file: its path.
-      bytes: of input that it stands for, for progress.
-      lines_before: lines of the unit before it, from which `line` is found.
-      first: the unit's first line, shared by all its documents.
-    """
+    """A document that was read; its `value` is neither empty nor only white space."""
 
     value: Value
-    file: str
-    bytes: int
-    lines_before: int
-    first: FirstLine
+    file: str  # its path
+    bytes: int  # of input that it stands for, for progress
+    lines_before: int  # lines of the unit before it, from which `line` is found
+    first: FirstLine  # of the unit, shared by all its documents
 
     @property
     def line(self) -> int:
@@ -79,19 +69,12 @@ class Document(NamedTuple):
 
 
 class BadDocument(NamedTuple):
-    """A place that should hold a document and does not.
+    """A place that should hold a document and does not."""
 
-    Attributes:
-      file: its path.
-      line: as `Document.line`.
-      reason: what is wrong, one of a few.
-      detail: what is wrong exactly, a clause.
-    """
-
-    file: str
-    line: int
+    file: str  # its path
+    line: int  # as `Document.line`
     reason: Reason
-    detail: str
+    detail: str  # what is wrong exactly, a clause
 
 
 Entry = Document | BadDocument  # what a reader yields
@@ -100,3 +83,13 @@ Entry = Document | BadDocument  # what a reader yields
 def even_share(total: int, count: int, start: int, stop: int) -> int:
     """The integers that `count` equal parts have of `total`, summed over the parts `start` to `stop`."""
     return total * stop // count - total * start // count
+
+
+@contextmanager
+def reading(what: str, *errors: type[Exception]) -> Iterator[None]:
+    """Raise `InputError` that `what` cannot be read where the block raises `OSError` or one of `errors`."""
+    try:
+        yield
+    except (OSError, *errors) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error).strip().rstrip(".")
+        raise InputError(f"{what} cannot be read: {why}.") from error
