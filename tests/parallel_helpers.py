@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch, make_program
+from tests.train_helpers import CONFIG, fast_jit, leaves, make_program, placed_step
 from zaya_jax.config import BatchConfig, ParallelConfig
 from zaya_jax.config.optimizer import ComputeDtype
-from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
@@ -87,20 +85,13 @@ def run_layout(
         config = dataclasses.replace(WIDE, parallel=parallel, train=train)
         config.check()
         program = make_program(config, devices)
-        placement, mesh = program.placement, program.placement.mesh
-        shardings = placement.shardings(start(dtype))
-        state = jax.device_put(start(dtype), shardings)
-        order = sequence_order(parallel, config.data.context)
-        batch = make_batch(config)
-        if order is not None:
-            batch = {name: array[..., order] for name, array in batch.items()}
-        batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
+        state = jax.device_put(start(dtype), program.placement.shardings(start(dtype)))
+        # The CPU code of a quick compilation lacks products of bf16.
+        step, batch = placed_step(program, jax.jit if dtype == "bfloat16" else fast_jit)
         sums, grads = {}, {}
         if gradient:
-            region = fast_jit(placement.gradient(make_local_loss(program)))
+            region = fast_jit(program.placement.gradient(make_local_loss(program)))
             sums, grads = jax.device_get(region(state.params, state.balance, batch))
-        jit = jax.jit if dtype == "bfloat16" else fast_jit  # whose CPU code lacks products of bf16
-        step = jit(program.train_step, out_shardings=(shardings, replicated(mesh)))
         found = Found([], [], [], [], [], sums, grads)
         for _ in range(3):
             state, metrics = step(state, batch)

@@ -44,6 +44,7 @@ from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import compiled, initialization, resumption, trainer
 from zaya_jax.train import program as program_module
+from zaya_jax.train.loop import TrainResult, run_training
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import Batch
@@ -108,6 +109,14 @@ def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
 def micro(array: np.ndarray, count: int) -> np.ndarray:
     """[sequences, …] as [count, sequences / count, …]."""
     return array.reshape(count, -1, *array.shape[1:])
+
+
+def placed_step(program: PhaseProgram, jit: Callable[..., Any] = fast_jit) -> tuple[Any, dict[str, jax.Array]]:
+    """The training step of a program over devices, and `make_batch` where it lies there."""
+    batch, placement = make_batch(program.config), program.placement
+    rows = {name: array.reshape(-1, array.shape[-1]) for name, array in batch.items()}
+    out = placement.shardings(program.abstract_state), replicated(placement.mesh)
+    return jit(program.train_step, out_shardings=out), placement.place(rows, len(batch["tokens"]))
 
 
 def leaves(tree: Any) -> dict[str, np.ndarray]:
@@ -201,6 +210,13 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
     monkeypatch.setattr(initialization, "init_state", lambda program: _start(_same_start(program.config)))
     monkeypatch.setattr(trainer, "plot_run", _plot_run)
+
+
+def trained(config: Config) -> tuple[Config, TrainResult]:
+    """A configuration and what its run gives, see `compile_once`."""
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        return config, run_training(config)
 
 
 _cached_jit = functools.cache(fast_jit)

@@ -142,9 +142,7 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
 
 def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
     said: list[str] = []
-    restored = newest(run, said, WIDTH)
-    assert restored is not None, done
-    step, state = restored
+    step, state = newest(run, said, WIDTH)
     if differing(state, states[step]):
         return "silent"
     assert (step == 1) == any("It is kept as 2.corrupt-" in one for one in said), (done, said)

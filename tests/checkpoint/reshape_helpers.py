@@ -16,14 +16,12 @@ import numpy as np
 from tests.checkpoint.test_store import ABOUT
 from tests.parallel.processes_helpers import CHEAP, free_port, wide_everywhere
 from tests.parallel_helpers import WIDE
-from tests.train_helpers import ROOT, fast_jit, make_batch, make_program
+from tests.train_helpers import ROOT, fast_jit, make_program, placed_step
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.reader import CheckpointReader
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, ParallelConfig
-from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.parallel.multihost import join
 from zaya_jax.train.state import init_state
 
@@ -91,13 +89,7 @@ class Job:
 
     def losses(self) -> Callable[[Any], list[float]]:
         """What gives the losses of the two steps after a state."""
-        batch, order = make_batch(self.config), sequence_order(self.config.parallel, self.config.data.context)
-        if order is not None:
-            batch = {name: array[..., order] for name, array in batch.items()}
-        placed = batch_sharding(self.mesh, leading=1)
-        batch = {name: jax.make_array_from_callback(x.shape, placed, x.__getitem__) for name, x in batch.items()}
-        step = fast_jit(self.program.train_step, out_shardings=(
-            self.program.placement.shardings(self.abstract), replicated(self.mesh)))  # fmt: skip
+        step, batch = placed_step(self.program)
 
         def after(state: Any) -> list[float]:
             found = []

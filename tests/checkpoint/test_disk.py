@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.test_restore import data_file, flip
-from tests.checkpoint.test_store import ABOUT, abstract, open_store
+from tests.checkpoint.test_store import ABOUT, open_store
+from tests.checkpoint.test_store import restored as newest_of
 from tests.train_helpers import ROOT
-from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.errors import InputError
 
@@ -25,11 +25,8 @@ def make_large(step):
 
 def restored(folder):
     """The step of the newest checkpoint, whose values are bitwise those that were saved."""
-    store = open_store(folder, [])
-    found = restore_newest(store, lambda manifest: abstract(make_large(0)), lambda said: None)
-    assert found is not None
-    step = found.manifest.step
-    assert all(np.array_equal(found.state[name], array) for name, array in make_large(step).items())
+    step, state = newest_of(open_store(folder, []), make_large(0))
+    assert all(np.array_equal(state[name], array) for name, array in make_large(step).items())
     return step
 
 

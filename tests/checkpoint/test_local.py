@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import ABOUT, abstract_state, check, make_state, newest, open_store
+from tests.checkpoint.test_store import restored as newest_of
 from tests.train_helpers import differing
 from zaya_jax.checkpoint import restore
 from zaya_jax.run.checkpoints import saved_steps, usable_checkpoints
@@ -29,10 +30,9 @@ def save(folder, steps=(1, 2), **config):
 
 
 def restored(folder):
-    found = newest(folder / "run", None, WIDTH, local_dir=str(folder / "node"))
-    assert found is not None
-    assert not differing(found[1], make_state(found[0], WIDTH))
-    return found[0]
+    step, state = newest(folder / "run", None, WIDTH, local_dir=str(folder / "node"))
+    assert not differing(state, make_state(step, WIDTH))
+    return step
 
 
 def copy_of(folder, step):
@@ -100,14 +100,12 @@ def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
     """Reading it must not let retention take the checkpoint itself for whole: nodes are lost with their copies."""
     save(tmp_path, [1])
     with open_store(tmp_path / "run") as store:  # which reads it from the run's own folder
-        assert restore.restore_newest(store, lambda manifest: abstract_state(WIDTH), print) is not None
+        newest_of(store, abstract_state(WIDTH))
         store.take_over(1)
     save(tmp_path, [2], keep=1)
     flip(data_file(tmp_path / "run" / "2"), 30)
     with open_store(tmp_path / "run", local_dir=str(tmp_path / "node"), keep=1) as store:
-        found = restore.restore_newest(store, lambda manifest: abstract_state(WIDTH), print)
-        assert found is not None
-        assert found.manifest.step == 2  # of the copy
+        assert newest_of(store, abstract_state(WIDTH))[0] == 2  # of the copy
         store.take_over(2)
         store.save(3, make_state(3, WIDTH), ABOUT)
     assert saved_steps(tmp_path / "run") == [1, 3]

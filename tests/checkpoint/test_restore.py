@@ -8,9 +8,9 @@ import pytest
 
 from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
 from tests.checkpoint.saved_helpers import write_soak
-from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, save_all
+from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, restored, save_all
 from tests.train_helpers import differing
-from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
+from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 
@@ -57,9 +57,7 @@ def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
     for step in (2, 3):
         flip(data_file(tmp_path / str(step)))
     said = []
-    found = newest(tmp_path, said)
-    assert found is not None
-    assert found[0] == 1
+    assert newest(tmp_path, said)[0] == 1
     assert [one.rpartition("It is kept as ")[2][:9] for one in said] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
@@ -75,9 +73,7 @@ def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):
     next((tmp_path / "2").glob("manifest-*")).unlink()
     said = []
     with open_store(tmp_path, said) as store:
-        found = restore_newest(store, lambda manifest: abstract(make_state()), said.append)
-        assert found is not None
-        assert found.manifest.step == 1
+        assert restored(store, make_state(), said)[0] == 1
         store.take_over(1)
         store.save(2, make_state(2), ABOUT)
     assert "holds 0 manifests, where a checkpoint has one. It is kept as 2.corrupt-" in said[0]
@@ -95,24 +91,20 @@ def test_arrays_that_are_not_wanted_or_not_there_are_named(tmp_path):
     save_all(tmp_path, [1])
     state = make_state()
 
-    def restored(**changes):
-        return newest_as(tmp_path, {**state, **changes})
+    def restore_as(**changes):
+        with open_store(tmp_path) as store:
+            restored(store, {**state, **changes})
 
     with pytest.raises(InputError, match=r"it holds no array extra\."):
-        restored(extra=state["step"])
+        restore_as(extra=state["step"])
     with pytest.raises(InputError, match=r"its step is int32 \[\], and here it is float32 \[\]\."):
-        restored(step=state["step"].astype("float32"))
+        restore_as(step=state["step"].astype("float32"))
     with pytest.raises(InputError, match=r"its params\.norm is bfloat16 \[3\], and here it is bfloat16 \[4\]\."):
-        restored(params={**state["params"], "norm": jax.numpy.ones(4, "bfloat16")})
+        restore_as(params={**state["params"], "norm": jax.numpy.ones(4, "bfloat16")})
     del state["step"]
     with pytest.raises(InputError, match=r"it also holds step\."):
-        restored()
+        restore_as()
     assert saved_steps(tmp_path) == [1]  # nothing of which is damage
-
-
-def newest_as(folder, state):
-    with open_store(folder) as store:
-        return restore_newest(store, lambda manifest: abstract(state), print)
 
 
 def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):

@@ -51,20 +51,24 @@ def abstract_state(width):
     return abstract(make_state(0, width))
 
 
+def restored(store, state, said=None):
+    """Step and state of the newest checkpoint, laid out as `state`."""
+    found = restore_newest(store, lambda manifest: abstract(state), [].append if said is None else said.append)
+    assert found is not None
+    return found.manifest.step, found.state
+
+
 def newest(folder, said=None, width=3, **config):
-    """What `restore_newest` gives, and its step."""
-    said = [] if said is None else said
+    """Step and state of the newest checkpoint in `folder`."""
     with open_store(folder, said, **config) as store:
-        found = restore_newest(store, lambda manifest: abstract_state(width), said.append)
-    return None if found is None else (found.manifest.step, found.state)
+        return restored(store, abstract_state(width), said)
 
 
 def check(folder, step):
     """The newest checkpoint is that of `step`, and is what `save_all` saved."""
-    found = newest(folder)
-    assert found is not None
-    assert found[0] == step
-    assert not differing(found[1], make_state(step))
+    newest_step, state = newest(folder)
+    assert newest_step == step
+    assert not differing(state, make_state(step))
 
 
 @pytest.mark.parametrize("verify", ["none", "hash", "readback"])
@@ -78,7 +82,7 @@ def test_what_was_saved_comes_back_bitwise(tmp_path, verify):
 def test_the_one_that_was_read_stays_until_a_newer_one_was(tmp_path):
     save_all(tmp_path, [1, 2], keep=1)
     with open_store(tmp_path, keep=1) as store:
-        restore_newest(store, lambda manifest: abstract(make_state()), print)
+        restored(store, make_state())
         for step in (3, 4):
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [2, 4]
@@ -119,9 +123,9 @@ def test_arrays_can_be_donated_as_soon_as_a_save_has_begun(tmp_path):
             assert float(state["x"][0]) == -1
     for step in (3, 2, 1):
         with open_store(tmp_path) as store:
-            found = restore_newest(store, lambda manifest: kept, print)
-        assert found is not None
-        assert np.array_equal(found.state["x"], np.full(1 << 21, found.manifest.step, np.float32))
+            newest_step, state = restored(store, kept)
+        assert newest_step == step
+        assert np.array_equal(state["x"], np.full(1 << 21, step, np.float32))
         (tmp_path / str(step)).rename(tmp_path / f"gone{step}")
 
 

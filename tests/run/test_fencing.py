@@ -125,7 +125,5 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     check(tmp_path, 3)
     quarantine(tmp_path, 3, "corrupt")
     next(tmp_path.glob("3.stale-*")).rename(tmp_path / "3")
-    found = newest(tmp_path, said)
-    assert found is not None
-    assert found[0] == 2
+    assert newest(tmp_path, said)[0] == 2
     assert "was saved by processes that had been given up for dead" in said[-1]

@@ -5,10 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoint.test_restore import data_file, flip
-from tests.checkpoint.test_store import ABOUT, abstract_state, make_state, open_store
+from tests.checkpoint.test_store import ABOUT, abstract_state, make_state, open_store, restored
 from tests.train_helpers import differing
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.checkpoints import Checkpoint, remove, saved_steps, usable_checkpoints
@@ -58,10 +57,6 @@ def test_the_best_are_those_of_lowest_loss_and_of_equals_the_newer():
     assert steps_to_keep(saved, CheckpointConfig(keep=1, keep_best=3)) == {1, 2, 3, 6}
 
 
-def restored(store):
-    return restore_newest(store, lambda manifest: abstract_state(3), lambda said: None)
-
-
 class History:
     """A folder of checkpoints, what happens to it, and what is known of each: the model that the store is held to."""
 
@@ -84,14 +79,12 @@ class History:
         self.store = open_store(self.folder, **self.config)
         if not whole:
             with pytest.raises(RunStopped):
-                restored(self.store)
+                restored(self.store, abstract_state(3))
             self.store.__exit__(None)
             raise StopIteration
-        found = restored(self.store)
-        assert found is not None
-        self.step = found.manifest.step
+        self.step, state = restored(self.store, abstract_state(3))
         assert self.step == max(whole)
-        assert not differing(found.state, make_state(self.step))
+        assert not differing(state, make_state(self.step))
         self.verified.add(self.step)
         self.store.take_over(self.step)
 
@@ -150,7 +143,7 @@ def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):
     for step in (1, 2, 3, 4):
         with open_store(tmp_path, keep=1) as store:
             if step == 2:
-                assert restored(store) is not None
+                restored(store, abstract_state(3))
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [1, 4]
     assert [one.is_verified for one in usable_checkpoints(tmp_path)] == [True, False]

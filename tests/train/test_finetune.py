@@ -13,7 +13,8 @@ import yaml
 
 from tests.checkpoint.test_store import abstract
 from tests.data_helpers import small_tokenizer
-from tests.train_helpers import MODEL, compile_once, differing, fast_jit, make_program
+from tests.train.test_loop import train_until
+from tests.train_helpers import MODEL, differing, fast_jit, make_program, trained
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main
 from zaya_jax.data.pipeline import heldout_batches, train_batches
@@ -23,7 +24,7 @@ from zaya_jax.evaluate.evaluator import ModelSnapshot
 from zaya_jax.evaluate.heldout import heldout_loss
 from zaya_jax.model.tree import parameters
 from zaya_jax.run.folder import METRICS
-from zaya_jax.run.metrics import JsonlSink, read_rows
+from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.initialization import open_init_from
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.report import report
@@ -74,9 +75,7 @@ def tuned(tmp_path_factory):
     }  # fmt: skip
     (folder / "tune.yaml").write_text(yaml.safe_dump(tree))
     config = load_config(folder / "tune.yaml")
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        return config, run_training(config), folder
+    return *trained(config), folder
 
 
 def test_the_model_learns_to_answer(tuned):
@@ -97,31 +96,14 @@ def test_the_model_learns_to_answer(tuned):
     assert "documents of talk: " in text
 
 
+@pytest.mark.usefixtures("quick")
 def test_a_later_start_goes_on_between_the_phases(tuned, tmp_path):
     """The run cut at step 10, the boundary, and gone on with: bitwise the rows of the run that was not."""
     _, result, folder = tuned
-    for steps in (10, 30):
-        short = load_config(folder / "tune.yaml", [f"run_dir={tmp_path / 'run'}"])
-        with pytest.MonkeyPatch.context() as patch:
-            compile_once(patch)
-            if steps == 10:
-                patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(10))
-                with pytest.raises(KeyboardInterrupt):
-                    run_training(short)
-            else:
-                run_training(short)
+    config = load_config(folder / "tune.yaml", [f"run_dir={tmp_path / 'run'}"])
+    train_until(config, 11)
+    run_training(config)
     assert (tmp_path / "run" / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
-
-
-def _stop_after(step):
-    write = JsonlSink.write
-
-    def stop(self, metrics, timings):
-        if metrics["step"] > step:
-            raise KeyboardInterrupt
-        write(self, metrics, timings)
-
-    return stop
 
 
 def test_the_loss_depends_on_what_assistants_say_alone(tuned):
@@ -190,10 +172,7 @@ def adapters_on(folder, run, *overrides):
 def adapted(tuned):
     """The configuration and the result of a run of adapters."""
     _, _, folder = tuned
-    config = adapters_on(folder, folder / "adapted")
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        return config, run_training(config)
+    return trained(adapters_on(folder, folder / "adapted"))
 
 
 def test_adapters_learn_to_answer_and_nothing_else_moves(tuned, adapted):
@@ -220,32 +199,26 @@ def test_the_merged_model_has_the_loss_of_the_run(adapted):
     assert heldout_loss(model, batches) == result.heldout_by_source["talk"]
 
 
-def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned, monkeypatch):
+@pytest.mark.usefixtures("quick")
+def test_a_run_of_adapters_goes_on_bitwise(adapted, tuned):
     _, result = adapted
     _, _, folder = tuned
     config = adapters_on(folder, folder / "stopped")
-    compile_once(monkeypatch)
-    with monkeypatch.context() as patch:
-        patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(12))
-        with pytest.raises(KeyboardInterrupt):
-            run_training(config)
+    train_until(config, 13)
     again = run_training(config)
     assert not differing(again.state, result.state)
     assert (again.run_dir / METRICS).read_bytes() == (result.run_dir / METRICS).read_bytes()
 
 
-def test_another_base_is_refused_and_nothing_is_written(adapted, tuned, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("quick")
+def test_another_base_is_refused_and_nothing_is_written(adapted, tuned, tmp_path):
     """The folder that init_from names holds another run's parameters when the run goes on."""
     _, result = adapted
     _, _, folder = tuned
-    compile_once(monkeypatch)
     moved = tmp_path / "base"
     shutil.copytree(folder / "run" / "checkpoints" / "10", moved / "checkpoints" / "10")
     first = adapters_on(folder, tmp_path / "run", f"init_from={moved}")
-    with monkeypatch.context() as patch:
-        patch.setattr("zaya_jax.run.metrics.JsonlSink.write", _stop_after(7))
-        with pytest.raises(KeyboardInterrupt):
-            run_training(first)
+    train_until(first, 8)
     shutil.copytree(folder / "run" / "checkpoints" / "30", moved / "checkpoints" / "30")  # the run has gone on
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(InputError, match=r"^init_from=.* other parameters than the adapters"):

@@ -10,12 +10,22 @@ import pytest
 
 from tests.parallel_helpers import WIDE, uneven
 from tests.train.test_step import mean_loss
-from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, make_program, on_devices, setup
+from tests.train_helpers import (
+    CONFIG,
+    change,
+    differing,
+    fast_jit,
+    leaves,
+    make_batch,
+    make_program,
+    on_devices,
+    placed_step,
+    setup,
+)
 from zaya_jax.config import LoraConfig, ParallelConfig
 from zaya_jax.machine.dry_run.estimate import simulated_programs
 from zaya_jax.model.lora import Adapted, adapted, merged
-from zaya_jax.parallel.context import sequence_order
-from zaya_jax.parallel.mesh import batch_sharding, replicated
+from zaya_jax.parallel.mesh import replicated
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
@@ -147,20 +157,15 @@ def run_layout(parallel, devices=4, steps=2):
         config = change(WIDE, {"parallel": parallel, "lora": LORA, "init_from": "a run"})
         config.check()
         program, full = make_program(config, devices), make_program(change(WIDE, {"parallel": parallel}), devices)
-        placement, mesh = program.placement, program.placement.mesh
+        placement = program.placement
         whole = fast_jit(lambda: init_state(full).params)()
         start = fast_jit(lambda: uneven(init_state(program)))()
         start = dataclasses.replace(start, params=filled(start.params))
         state, whole = (jax.device_put(tree, placement.shardings(tree)) for tree in (start, whole))
-        order, batch = sequence_order(parallel, config.data.context), make_batch(config)
-        if order is not None:
-            batch = {name: array[..., order] for name, array in batch.items()}
-        batch = jax.device_put(batch, batch_sharding(mesh, leading=1))
+        step, batch = placed_step(program)
         region = fast_jit(placement.gradient(make_local_loss(program)))
         _, grads = region(state.params, state.balance, batch, whole)
         found = {f"gradient {name}": np.array(x) for name, x in grads.items()}
-        placed = (placement.shardings(state), replicated(mesh))
-        step = fast_jit(program.train_step, out_shardings=placed)
         for number in range(steps):
             state, metrics = step(state, batch, whole)
             found[f"loss {number}"] = np.array(metrics["loss"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.train.test_loop import refused, rows_of, train_until
-from tests.train_helpers import change, compile_once, differing, on_devices, restore, small_run
+from tests.train_helpers import change, differing, on_devices, restore, small_run, trained
 from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, SpikeConfig, load_config
 from zaya_jax.config.stages import phase_steps, stages, total_steps
 from zaya_jax.errors import InputError
@@ -45,17 +45,16 @@ def whole(tmp_path_factory):
     """Configuration, result, and the shape of each batch that was trained on."""
     config = phased(tmp_path_factory.mktemp("phases"))
     shapes = []
+    place = Placement.place
+
+    def record_shape(placement, batch, count=None, share=WHOLE):
+        if count is not None:
+            shapes.append((count, *batch["tokens"].shape))
+        return place(placement, batch, count, share)
+
     with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        place = Placement.place
-
-        def noted(layout, batch, count=None, share=WHOLE):
-            if count is not None:
-                shapes.append((count, *batch["tokens"].shape))
-            return place(layout, batch, count, share)
-
-        patch.setattr(Placement, "place", noted)
-        return config, run_training(config), shapes
+        patch.setattr(Placement, "place", record_shape)
+        return *trained(config), shapes
 
 
 @pytest.fixture(autouse=True)
@@ -102,9 +101,7 @@ def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step)
 
 def losses_on_devices(folder):
     """Of each step of the phases, on the devices of this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        return [row["loss"] for row in rows_of(run_training(phased(Path(folder))).run_dir)]
+    return [row["loss"] for row in rows_of(trained(phased(Path(folder)))[1].run_dir)]
 
 
 @pytest.mark.soak
@@ -265,10 +262,7 @@ def test_skipped_steps_are_skipped_again_when_a_run_goes_on(spiky, tmp_path, ste
 def spiky(whole, tmp_path_factory):
     """A run that takes every loss a little above the one before for a spike."""
     folder = tmp_path_factory.mktemp("spiky")
-    config = change(whole[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)})
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        return config, run_training(config)
+    return trained(change(whole[0], {"run_dir": str(folder / "run"), "train.spike": SpikeConfig(1, 1e-3)}))
 
 
 @pytest.mark.soak

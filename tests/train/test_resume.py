@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.test_loop import rows_of, train_until
-from tests.train_helpers import CONFIG, change, compile_once, differing, small_run, snapshot
+from tests.train_helpers import CONFIG, change, differing, small_run, snapshot, trained
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.train import loop, trainer
@@ -29,10 +29,7 @@ def of_steps(config, steps, **changes):
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     """A run of 14 steps at a constant rate."""
-    config = of_steps(small_run(tmp_path_factory.mktemp("long")), 14)
-    with pytest.MonkeyPatch.context() as patch:
-        compile_once(patch)
-        return config, run_training(config)
+    return trained(of_steps(small_run(tmp_path_factory.mktemp("long")), 14))
 
 
 def full_at_first(action):

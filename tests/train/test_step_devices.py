@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close
-from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch, make_program, on_devices, setup
+from tests.train_helpers import CONFIG, fast_jit, leaves, make_batch, make_program, on_devices, placed_step, setup
 from zaya_jax.config.stages import total_steps
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.state import init_state
@@ -34,8 +34,7 @@ def two_steps(devices):
     else:
         shardings = program.placement.shardings(program.abstract_state)
         state = fast_jit(lambda: init_state(program), out_shardings=shardings)()
-        batch = jax.device_put(make_batch(), batch_sharding(mesh, leading=1))
-        step = fast_jit(program.train_step, out_shardings=(shardings, replicated(mesh)))
+        step, batch = placed_step(program)
     # Adam's first update of a gradient that is zero but for rounding is as large as any: at small rates it is small.
     last = jax.device_put(np.int32(total_steps(CONFIG)), replicated(mesh))
     state, _ = step(dataclasses.replace(state, step=last), batch)
