@@ -71,7 +71,7 @@ def run_config(folder: Path, sources: list[str], phases: list[dict[str, Any]], *
         "data": {"sources": {name: {"path": str(folder / name)} for name in sources},
                  "cache_dir": str(folder / "cache"), "context": 16, **data},
         "phases": parts,
-        "evaluation": {"batch": 3},
+        "evaluation": {"batch_size": 3},
     })  # fmt: skip
 
 

@@ -17,11 +17,11 @@ from zaya_jax.train.step import make_local_loss
 WIDE = dataclasses.replace(
     CONFIG,
     model=dataclasses.replace(CONFIG.model, num_experts=8, hidden_size=32, expert_size=32),
-    train=dataclasses.replace(CONFIG.train, compute_dtype="float64", batch=BatchConfig(tokens=16 * 32, micro=8)),
+    train=dataclasses.replace(CONFIG.train, compute_dtype="float64", batch=BatchConfig(tokens=16 * 32, micro_batch=8)),
 )
 LAYOUTS = {
     "data": ParallelConfig(),
-    "micro_batch": ParallelConfig(reduce="micro_batch"),
+    "micro_batch": ParallelConfig(gradient_reduction="micro_batch"),
     "fsdp": ParallelConfig(fsdp=8),
     "hybrid": ParallelConfig(data=2, fsdp=4),
     "expert2": ParallelConfig(expert=2),
@@ -37,7 +37,7 @@ LAYOUTS = {
     },
     "fsdp_expert_context": ParallelConfig(fsdp=2, expert=2, context=2),
     "data_fsdp_ring": ParallelConfig(data=2, fsdp=2, context=2, context_attention="ring"),
-    "data_fsdp_expert": ParallelConfig(data=2, fsdp=2, expert=2, reduce="micro_batch"),
+    "data_fsdp_expert": ParallelConfig(data=2, fsdp=2, expert=2, gradient_reduction="micro_batch"),
 }
 
 

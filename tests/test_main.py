@@ -44,7 +44,7 @@ def refused(capsys, folder, *arguments):
     [
         ("model.hiden_size=3", ["model.hiden_size", "model.hidden_size"]),
         ("phases.0.tokens=many", ["phases.train.tokens", "'many'"]),
-        ("train.batch.micro=3", ["train.batch.micro", "3", "phases.train"]),
+        ("train.batch.micro_batch=3", ["train.batch.micro_batch", "3", "phases.train"]),
         ("data.context=65", ["data.context", "65", "model.max_positions"]),
         ("model.vocab_size=200", ["model.vocab_size"]),
         ("steps", ["'steps'", "section.key=value"]),

@@ -80,11 +80,11 @@ def test_the_layouts_shown_are_those_of_the_devices_that_are_asked_for(tmp_path:
     (devices,) = {int(line[line.index("--devices") + 1]) for line in commands("python -m zaya_jax.main")
                   if "--devices" in line}  # fmt: skip
     for index, phase in enumerate(config.phases):
-        sizes = axis_sizes(config.parallel_of(phase), devices)
+        sizes = axis_sizes(config.parallel_for(phase), devices)
         sequences = [stage.sequences for stage in stages(config) if stage.phase == index]
         assert all(count % (devices // sizes["context"]) == 0 for count in sequences), phase.name
-    assert config.parallel_of(config.phases[0]).fsdp == 8
-    assert config.parallel_of(config.phases[-1]).context == 8
+    assert config.parallel_for(config.phases[0]).fsdp == 8
+    assert config.parallel_for(config.phases[-1]).context == 8
 
 
 @pytest.mark.parametrize("arguments", commands("python -m zaya_jax.main"), ids=" ".join)
@@ -121,7 +121,7 @@ def test_the_manual_shows_a_configuration_and_commands_that_are_accepted(tmp_pat
     path = tmp_path / "shown.yaml"
     path.write_text(f"extends: {ROOT / 'configs' / 'zaya1_8b.yaml'}\n{shown}")
     config = load_config(path)
-    assert [config.context_of(phase) for phase in config.phases] == [4096, 32768]
+    assert [config.context_for(phase) for phase in config.phases] == [4096, 32768]
     sizes = [(stage.phase, stage.tokens) for stage in stages(config)]
     assert sizes == [*((0, size * 2**20) for size in (1, 2, 3, 4)), (1, 4 * 2**20)]
     for override in re.findall(r"`(phases\.[^`]*=[^`]*)`", manual):

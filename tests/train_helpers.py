@@ -38,7 +38,7 @@ from zaya_jax.config import (
     TrainConfig,
     load_config,
 )
-from zaya_jax.config.stages import Stage, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
 from zaya_jax.run.metrics import read_rows
@@ -54,11 +54,13 @@ MODEL = ModelConfig(
     expert_size=16, router_size=8, max_positions=64, rope_base=1.0e4,
 )  # fmt: skip
 # Its rates fall to a twentieth at the last step, so that a step can be a large or a small one in one compiled function.
-RATES = OptimizerConfig(muon=MuonConfig(learning_rate=0.01, iterates="float32"), adamw=AdamWConfig(learning_rate=0.01))
+RATES = OptimizerConfig(
+    muon=MuonConfig(learning_rate=0.01, newton_schulz_dtype="float32"), adamw=AdamWConfig(learning_rate=0.01)
+)
 FALLING = ScheduleConfig(final=0.05)
 CONFIG = Config(
     MODEL, (PhaseConfig(tokens=100 * 8 * 32, schedule=FALLING),), data=DataConfig(context=32), optimizer=RATES,
-    train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro=4)),
+    train=TrainConfig(batch=BatchConfig(tokens=8 * 32, micro_batch=4)),
 )  # fmt: skip
 
 
@@ -103,7 +105,7 @@ def make_batch(config: Config = CONFIG, seed: int = 0) -> dict[str, np.ndarray]:
         mask[row, end - 1 :] = False
     batch = {"tokens": text[:, :-1], "targets": text[:, 1:], "segment_ids": segments, "positions": positions}
     batch = {name: array.astype(np.int32) for name, array in batch.items()} | {"loss_mask": mask}
-    return {name: micro(array, b // (config.train.batch.micro or b)) for name, array in batch.items()}
+    return {name: micro(array, b // (config.train.batch.micro_batch or b)) for name, array in batch.items()}
 
 
 def micro(array: np.ndarray, count: int) -> np.ndarray:
@@ -159,9 +161,10 @@ def run_tree(folder: Path, run: str = "run") -> dict[str, Any]:
         "data": {"corpus": str(folder / "corpus"), "suffixes": [".txt"], "heldout_fraction": 0.3,
                  "cache_dir": str(folder / "cache"), "context": 32},
         "phases": [{"tokens": 12 * 128, "schedule": {"warmup_tokens": 256}}],
-        "optimizer": {"adamw": {"learning_rate": 0.01}, "muon": {"learning_rate": 0.01, "iterates": "float32"}},
-        "train": {"batch": {"tokens": 128, "micro": 2}, "log_every": 4},
-        "evaluation": {"every": 6, "batches": 1, "batch": 2},
+        "optimizer": {"adamw": {"learning_rate": 0.01},
+                      "muon": {"learning_rate": 0.01, "newton_schulz_dtype": "float32"}},
+        "train": {"batch": {"tokens": 128, "micro_batch": 2}, "log_every": 4},
+        "evaluation": {"every": 6, "batches": 1, "batch_size": 2},
         "checkpoint": {"every": 5, "keep": 2},
         "sample": {"prompt": "the model", "tokens": 8},
     }  # fmt: skip
@@ -260,7 +263,7 @@ _compile = PhaseProgram.compile
 _compiled: dict[Any, Callable] = {}
 
 
-def _compiled_step(program: PhaseProgram, stage: Stage) -> Callable:
+def _compiled_step(program: PhaseProgram, stage: BatchStage) -> Callable:
     key = _shared(program), program.batch_shape(stage)
     if key not in _compiled:
         _compiled[key] = _compile(key[0], stage)
@@ -320,11 +323,11 @@ def check_kills(folder: Path, steps: int, kills: int, seed: int) -> None:
     phases = [
         {"name": "one", "tokens": third * 128, "schedule": {"warmup_tokens": 256}},
         {"name": "two", "tokens": third * 128, "context": 64, "rope_base": 1e3, "packing": "bins",
-         "batch": {"tokens": 128, "micro": 2}},
+         "batch": {"tokens": 128, "micro_batch": 2}},
         {"name": "three", "tokens": (steps - 2 * third) * 128, "schedule": {"shape": "linear", "final": 0.0}},
     ]  # fmt: skip
-    overrides = {"phases": json.dumps(phases), "train.batch.micro": 4, "checkpoint.every": 4, "evaluation.every": 15,
-                 "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
+    overrides = {"phases": json.dumps(phases), "train.batch.micro_batch": 4, "checkpoint.every": 4,
+                 "evaluation.every": 15, "train.log_every": 10, "sample.tokens": 4}  # fmt: skip
     alone, killed = (_KilledRun(folder, run, overrides) for run in ("alone", "killed"))
     alone.finish()
     for moment in draw_moments(rng, kills):

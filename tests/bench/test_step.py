@@ -41,7 +41,7 @@ from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.train.state import init_state
 from zaya_jax.train.step import make_local_loss
 
-CONFIG = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro=2)})
+CONFIG = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro_batch=2)})
 TINY = ["--config", str(ROOT / "configs" / "tiny.yaml"), "train.batch.tokens=1024"]
 SECONDS = {"step": [9.0, 10.0, 40.0], "optimizer": [2.0] * 3, "without_newton_schulz": [0.5] * 3}
 OURS = {"device": "NVIDIA H200", "platform": "cuda", "micro_batch": 2, "remat": "dots", "seconds": SECONDS,

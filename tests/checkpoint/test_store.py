@@ -155,16 +155,18 @@ def test_a_save_that_fails_is_told_and_tried_again(tmp_path, monkeypatch):
 def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path):
     (tmp_path / "run").write_text("in the way")
     said = []
-    with open_store(tmp_path / "run", said, loss_window=0.5) as store:
+    with open_store(tmp_path / "run", said, max_unsaved_seconds=0.5) as store:
         store.save(1, make_state(1), ABOUT)
         time.sleep(0.6)
-        with pytest.raises(RunStopped, match=r"more than checkpoint.loss_window \(0.5 s\); nothing is saved yet"):
+        with pytest.raises(
+            RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(0.5 s\); nothing is saved yet"
+        ):
             store.save(2, make_state(2), ABOUT)
 
 
 def test_how_long_nothing_can_be_saved_counts_from_the_first_failure(tmp_path):
     said = []
-    with open_store(tmp_path / "run", said, loss_window=0.3) as store:
+    with open_store(tmp_path / "run", said, max_unsaved_seconds=0.3) as store:
         store.save(1, make_state(1), ABOUT)
         assert store.wait()
         time.sleep(0.4)  # as between two saves of a run that saves rarely

@@ -17,7 +17,7 @@ PHASE = dataclasses.replace(
 )  # fmt: skip
 EVERYTHING = changed(SMALL, {
     "phases": (PHASE,), "lora": LoraConfig(2, 2.0), "init_from": "x", "data.sources": SOURCES,
-    "model.sliding_window": 8, "train.batch.start": 32, "train.batch.ramp_tokens": 64, "train.batch.micro": 1,
+    "model.sliding_window": 8, "train.batch.start": 32, "train.batch.ramp_tokens": 64, "train.batch.micro_batch": 1,
     "checkpoint.keep_every": 3, "parallel.data": 1,
 })  # fmt: skip
 

@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, refused_to_load, written
 from tests.helpers import TINY
-from zaya_jax.config import Config, load_config, to_dict, to_yaml
+from zaya_jax.config import Config, load_config, to_dict, to_yaml, with_current_keys
+from zaya_jax.config.renamed import RENAMED
 from zaya_jax.errors import InputError
 
 ROOT = Path(__file__).parents[2]
@@ -251,3 +253,28 @@ def test_the_tree_is_plain_and_in_the_order_of_the_fields():
     assert list(tree) == [field.name for field in dataclasses.fields(Config)]
     assert tree["model"]["layer_pattern"] == ["full"]
     assert tree["optimizer"]["muon"] == dataclasses.asdict(SMALL.optimizer.muon)
+
+
+@pytest.mark.parametrize(("section", "key"), RENAMED)
+def test_a_key_of_an_earlier_version_is_refused_with_its_name_now(base, section, key):
+    where = {"batch": "train.batch", "muon": "optimizer.muon"}.get(section, section)
+    said = refused_to_load(base, f"{where}.{key}=1")
+    assert f"{where}.{key} " in said
+    assert f"{where}.{RENAMED[section, key]}" in said
+
+
+def test_what_an_earlier_version_saved_is_read():
+    earlier = {(section, current): key for (section, key), current in RENAMED.items()}
+
+    def as_saved_then(tree, section=""):
+        if isinstance(tree, list):
+            return [as_saved_then(item) for item in tree]
+        if isinstance(tree, dict):
+            return {earlier.get((section, key), key): as_saved_then(value, key) for key, value in tree.items()}
+        return tree
+
+    for path in sorted(GOLDEN.glob("*.yaml")):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        then = as_saved_then(tree)
+        assert then != tree
+        assert with_current_keys(then) == tree

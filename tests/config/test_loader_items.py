@@ -31,7 +31,7 @@ schedules = st.one_of(
     st.builds(ScheduleConfig, st.just("wsd"), decay_tokens=st.integers(1, 64)),
 )  # fmt: skip
 batches = st.one_of(
-    st.builds(BatchConfig, tokens=st.sampled_from([128, 192]), micro=st.none() | st.just(1)),
+    st.builds(BatchConfig, tokens=st.sampled_from([128, 192]), micro_batch=st.none() | st.just(1)),
     st.builds(BatchConfig, tokens=st.just(128), start=st.sampled_from([32, 64]), ramp_tokens=st.integers(1, 9999)),
     st.builds(BatchConfig, tokens=st.just(64), stepped=st.just((BatchSizeConfig(7, 32), BatchSizeConfig(500, 256)))),
 )

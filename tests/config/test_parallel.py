@@ -26,7 +26,7 @@ def test_a_phase_has_the_layout_of_the_run_or_its_own():
     own = ParallelConfig(context=2)
     phases = (PhaseConfig(1000), PhaseConfig(1000, "mid", parallel=own))
     config = changed(SMALL, {"parallel": ParallelConfig(fsdp=2), "phases": phases})
-    assert [config.parallel_of(phase) for phase in phases] == [ParallelConfig(fsdp=2), own]
+    assert [config.parallel_for(phase) for phase in phases] == [ParallelConfig(fsdp=2), own]
 
 
 @pytest.mark.parametrize(("context", "layout", "chunks"), [(1, "zigzag", 1), (4, "zigzag", 8), (4, "contiguous", 4)])

@@ -43,8 +43,8 @@ BAD = [
     # the batch
     *((batch(tokens), "batch.tokens", tokens) for tokens in (0, 100)),
     (batch(128, stepped=(size(9, 40),)), "batch.stepped.0.tokens", 40),
-    *((batch(128, micro=micro), "batch.micro", micro) for micro in (0, 3)),
-    (batch(128, start=64, ramp_tokens=9, micro=4), "batch.micro", 4),
+    *((batch(128, micro_batch=micro), "batch.micro_batch", micro) for micro in (0, 3)),
+    (batch(128, start=64, ramp_tokens=9, micro_batch=4), "batch.micro_batch", 4),
     *((batch(tokens, start=start, ramp_tokens=9), "batch.start", start)
       for tokens, start in [(128, 16), (128, 0), (128, -32), (160, 64), (128, 128), (128, 256)]),
     (batch(128, ramp_tokens=9), "batch.ramp_tokens", 9),
@@ -106,7 +106,7 @@ def test_a_template_that_can_be_no_path_is_named(value):
     {"tokens": 10**15},
     {"context": 64},
     batch(32),
-    batch(128, micro=4),
+    batch(128, micro_batch=4),
     batch(128, stepped=tuple(SIZES[1:])),
     batch(32 * 10**6, start=32, ramp_tokens=1),
     schedule(warmup_tokens=1000),

@@ -21,8 +21,8 @@ def test_the_small_configuration_is_possible():
                                    "sliding_rope_base")),
     "data.context", "optimizer.muon.learning_rate", "optimizer.muon.newton_schulz_steps",
     "optimizer.adamw.learning_rate", "optimizer.adamw.eps", "optimizer.balance.learning_rate", "optimizer.balance.eps",
-    "optimizer.clip_norm", "train.batch.tokens", "train.batch.micro", "train.spike.threshold",
-    "train.max_skipped_steps", "train.log_every", "evaluation.every", "evaluation.batches", "evaluation.batch",
+    "optimizer.clip_norm", "train.batch.tokens", "train.batch.micro_batch", "train.spike.threshold",
+    "train.max_skipped_steps", "train.log_every", "evaluation.every", "evaluation.batches", "evaluation.batch_size",
     "checkpoint.every", "checkpoint.keep",
 ])  # fmt: skip
 def test_sizes_and_rates_are_positive(key):
@@ -84,7 +84,7 @@ def test_what_a_phase_does_not_give_is_that_of_the_run():
     own = PhaseConfig(1, context=8, rope_base=5.0, batch=BatchConfig(64), remat="full")
     for phase, expected in ((PhaseConfig(1), (32, config.train.batch, "dots", config.model)),
                             (own, (8, BatchConfig(64), "full", dataclasses.replace(TINY, rope_base=5.0)))):  # fmt: skip
-        settings = config.context_of(phase), config.batch_of(phase), config.remat_of(phase), config.model_of(phase)
+        settings = config.context_for(phase), config.batch_for(phase), config.remat_for(phase), config.model_for(phase)
         assert settings == expected
 
 

@@ -74,9 +74,9 @@ def simulate(config):
     """Every step of the run, one after another."""
     steps, rows, tokens = [], 0, 0
     for index, phase in enumerate(config.phases):
-        context, begun = config.context_of(phase), tokens
+        context, begun = config.context_for(phase), tokens
         while tokens - begun < phase.tokens:
-            size = size_at(config.batch_of(phase), tokens - begun)
+            size = size_at(config.batch_for(phase), tokens - begun)
             steps.append(Step(index, context, size, rows, tokens))
             rows, tokens = rows + size // context, tokens + size
     return steps, rows, tokens

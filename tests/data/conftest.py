@@ -26,7 +26,7 @@ def make_config():
             seed=seed,
             data=DataConfig(corpus=str(corpus), cache_dir=str(cache), context=context, **data),
             train=TrainConfig(batch=BatchConfig(tokens=batch * context)),
-            evaluation=EvaluationConfig(batch=3),
+            evaluation=EvaluationConfig(batch_size=3),
         )
         config.check()
         return config

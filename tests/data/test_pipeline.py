@@ -133,7 +133,7 @@ sys.stdout.buffer.write(next(batches)["tokens"].tobytes())
 
 def test_heldout_is_given_once_in_order_and_filled_up(tiny):
     config, prepared = tiny
-    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, batch=4))
+    config = dataclasses.replace(config, evaluation=dataclasses.replace(config.evaluation, batch_size=4))
     batches = list(heldout_batches(config, prepared, "corpus"))
     chex.assert_shape([array for batch in batches for array in batch.values()], (4, 16))
     documents, manifest = prepared.open("corpus", "heldout", PhaseConfig(tokens=1), 16)

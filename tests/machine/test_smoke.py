@@ -17,7 +17,7 @@ def test_the_sizes_fit_any_number_of_devices(platform, devices):
     sizes = sizes_for(platform, devices)
     assert total_steps(sizes.run) == STEPS
     assert sizes.run.train.batch.tokens // sizes.run.data.context % devices == 0
-    assert sizes.run.evaluation.batch % devices == 0
+    assert sizes.run.evaluation.batch_size % devices == 0
     assert total_parameters(sizes.run.model) < 5e6 if platform == "cpu" else total_parameters(sizes.run.model) > 1e8
     # A CPU simulates devices; a GPU that is alone has none to send to.
     alone = (platform, devices) == ("cuda", 1)

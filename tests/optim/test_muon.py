@@ -29,7 +29,7 @@ SCALES = {  # of a matrix [in, out]
 
 
 def muon(split=None, **options):
-    transform = scale_by_muon(MuonConfig(**{"momentum": 0.9, "iterates": "float32", **options}), split)
+    transform = scale_by_muon(MuonConfig(**{"momentum": 0.9, "newton_schulz_dtype": "float32", **options}), split)
     return transform.init, jit(transform.update)
 
 
@@ -130,7 +130,7 @@ def test_a_split_leaf_is_so_many_leaves(form, scaling, seed):
 @pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("form", FORMS)
 def test_state_is_float32_for_gradients_in_bfloat16(form, nesterov):
-    init, update = muon(momentum_form=form, nesterov=nesterov, iterates="bfloat16")
+    init, update = muon(momentum_form=form, nesterov=nesterov, newton_schulz_dtype="bfloat16")
     _, exact_update = muon(momentum_form=form, nesterov=nesterov)
     state = exact_state = init({"w": jnp.zeros((8, 8), jnp.bfloat16)})
     for seed in range(3):
@@ -145,7 +145,7 @@ def test_state_is_float32_for_gradients_in_bfloat16(form, nesterov):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("iterates", ["float32", "bfloat16"])
 def test_a_zero_gradient_gives_a_zero_update(form, iterates):
-    init, update = muon(momentum_form=form, iterates=iterates)
+    init, update = muon(momentum_form=form, newton_schulz_dtype=iterates)
     grad = {"w": jnp.zeros((4, 6))}
     assert not np.any(update(grad, init(grad))[0]["w"])
 
@@ -153,7 +153,7 @@ def test_a_zero_gradient_gives_a_zero_update(form, iterates):
 @pytest.mark.parametrize("form", FORMS)
 def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
     grads = {"layers": draw(0, 2, 12, 20), "tall": draw(1, 17, 9)}
-    transform = scale_by_muon(MuonConfig(momentum_form=form, iterates="float32"))
+    transform = scale_by_muon(MuonConfig(momentum_form=form, newton_schulz_dtype="float32"))
     state = transform.init(grads)
     found = []
     for platform in ("interpret", "cpu"):

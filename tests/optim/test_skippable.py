@@ -44,7 +44,7 @@ def test_any_transform_takes_a_factor_and_skips_in_its_own_state():
 
 @pytest.mark.parametrize("form", ["sum", "ema"])
 def test_the_whole_optimizer_skips_bit_for_bit_and_scales(form):
-    config = OptimizerConfig(muon=MuonConfig(momentum_form=form, iterates="float32"))
+    config = OptimizerConfig(muon=MuonConfig(momentum_form=form, newton_schulz_dtype="float32"))
     optimizer = make_optimizer(config, ROLES, {})
     update = jax.jit(optimizer.update)
     params = draw(0)

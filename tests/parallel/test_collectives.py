@@ -42,7 +42,7 @@ REST_OF_SPLIT = SPLIT - LAYERED
 
 def config_of(name):
     """The layout's configuration; in fp32, which a CPU's collectives leave as it is."""
-    batch = BatchConfig(tokens=MICRO * 8 * WIDE.data.context, micro=8)
+    batch = BatchConfig(tokens=MICRO * 8 * WIDE.data.context, micro_batch=8)
     train = dataclasses.replace(WIDE.train, compute_dtype="float32", remat="full", batch=batch)
     return dataclasses.replace(WIDE, parallel=LAYOUTS[name], train=train)
 
@@ -241,8 +241,8 @@ def test_the_released_model_gathers_a_kibibyte_a_token_and_layer():
     """Its forward pass at 131K as the last phase has it: what grows with the sequence is keys and values, in bf16."""
     config = load_config("configs/zaya1_8b.yaml")
     last = len(config.phases) - 1
-    length = config.context_of(config.phases[last])
-    parallel = config.parallel_of(config.phases[last])
+    length = config.context_for(config.phases[last])
+    parallel = config.parallel_for(config.phases[last])
     program = Programs(config, KernelSelection(current_target()), 8)[last]
     params, balance = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
                                    (program.abstract_state.params, program.abstract_state.balance))  # fmt: skip

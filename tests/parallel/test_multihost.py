@@ -26,7 +26,7 @@ from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.loop import run_training
 
-SAME = ["train.compute_dtype=float64", "train.batch.micro=1", "evaluation.batch=4", "sample.tokens=1"]
+SAME = ["train.compute_dtype=float64", "train.batch.micro_batch=1", "evaluation.batch_size=4", "sample.tokens=1"]
 POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
 IMPATIENT = """
 import zaya_jax.hardware.presets as p
@@ -181,8 +181,9 @@ def test_a_cut_of_20_seconds_is_survived(tmp_path):
 
 @pytest.mark.soak
 def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_path):
-    overrides = ["train.compute_dtype=float64", "evaluation.every=20", "evaluation.batches=1", "evaluation.batch=4",
-                 "checkpoint.every=10", "checkpoint.keep=10", "sample.tokens=1", f"data.cache_dir={tmp_path / 'cache'}",
+    overrides = ["train.compute_dtype=float64", "evaluation.every=20", "evaluation.batches=1",
+                 "evaluation.batch_size=4", "checkpoint.every=10", "checkpoint.keep=10", "sample.tokens=1",
+                 f"data.cache_dir={tmp_path / 'cache'}",
                  'phases=[{"tokens": 40960, "schedule": {"warmup_tokens": 22528, "final": 0.02}}]']  # fmt: skip
     config = str(ROOT / "configs" / "tiny.yaml")
 

@@ -49,7 +49,7 @@ def updates():
 
 
 def muon_of(iterates):
-    return scale_by_muon(MuonConfig(iterates=iterates), {"blocks.0.mixture.experts.gate_up": 2})
+    return scale_by_muon(MuonConfig(newton_schulz_dtype=iterates), {"blocks.0.mixture.experts.gate_up": 2})
 
 
 def compiled_update(muon, mesh, shapes, roles):
@@ -67,7 +67,7 @@ def compiled_update(muon, mesh, shapes, roles):
 
 def flops():
     """Of each stack, operations of a device's products where there are eight, and where there is one."""
-    muon, found = scale_by_muon(MuonConfig(iterates="float32")), {}
+    muon, found = scale_by_muon(MuonConfig(newton_schulz_dtype="float32")), {}
     for name, shape in STACKS.items():
         role = "expert" if "experts" in name else "attention"
         found[name] = [

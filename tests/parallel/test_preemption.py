@@ -66,7 +66,8 @@ def test_in_another_thread_the_signal_is_left_alone():
 
 def ask_one_of(folder, run, processes, sent_to, number):
     """Start a job, ask one of its processes to end after some rows, and give how each ended."""
-    command = ["--config", str(write_run(folder, run)), "train.batch.micro=1", "evaluation.batch=4", "sample.tokens=1",
+    command = ["--config", str(write_run(folder, run)), "train.batch.micro_batch=1", "evaluation.batch_size=4",
+               "sample.tokens=1",
                'phases=[{"tokens": 38400, "schedule": {"warmup_tokens": 256}}]', "checkpoint.every=1000",
                "evaluation.every=1000"]  # fmt: skip
     job = start_job(folder, [command] * processes, devices=2)

@@ -24,7 +24,7 @@ def draw(seed, scale):
 def ours(form, nesterov, scaling, iterates):
     muon = MuonConfig(
         learning_rate=RATE, momentum=MOMENTUM, momentum_form=form, nesterov=nesterov, scaling=scaling,
-        iterates=iterates, weight_decay=DECAY,
+        newton_schulz_dtype=iterates, weight_decay=DECAY,
     )  # fmt: skip
     optimizer = make_optimizer(OptimizerConfig(muon=muon), dict.fromkeys(SHAPES, "expert"), {})
     update = jax.jit(optimizer.update)

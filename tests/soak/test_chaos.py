@@ -24,7 +24,7 @@ from zaya_jax.config import load_config
 from zaya_jax.run.folder import METRICS
 
 OVERRIDES = [
-    "train.batch.micro=4",
+    "train.batch.micro_batch=4",
     "checkpoint.every=4",
     "evaluation.every=25",
     "train.log_every=10",
@@ -40,7 +40,7 @@ class Job:
     def __init__(self, folder: Path, name: str, processes: int) -> None:
         overrides = [*OVERRIDES, f"data.cache_dir={folder / name}_cache", f"phases.0.tokens={STEPS * 128}"]
         if processes > 1:
-            overrides.append("train.batch.micro=2")
+            overrides.append("train.batch.micro_batch=2")
         self.path, self.count = write_run(folder, name), processes
         self.config = load_config(self.path, overrides)
         self.folder = Path(self.config.run_dir)

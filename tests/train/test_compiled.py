@@ -16,7 +16,7 @@ from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.program import PhaseProgram, make_programs
 from zaya_jax.train.step import make_train_step
 
-RUN = change(CONFIG, {"phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro=2)))})
+RUN = change(CONFIG, {"phases": (*PHASES, PhaseConfig(512, "four", batch=BatchConfig(tokens=256, micro_batch=2)))})
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ def full_while_training(root):
     ballast = root / "ballast"
     freed = change(config, {"run_dir": str(root / "freed")})
     found["freed"] = train_on(freed, {1: lambda: fill(ballast), 9: ballast.unlink}), leaves(freed)
-    stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.loss_window": 0.3})
+    stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.max_unsaved_seconds": 0.3})
     found["stopped"] = train_on(stopped, {3: lambda: fill(ballast)}), None
     found["full"] = train_on(stopped, {}), None  # from the first moment on
     ballast.unlink()
@@ -85,6 +85,6 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
     assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", said[-1])  # at the first try with room
 
     for name in ("stopped", "full"):
-        stopped = "more than checkpoint.loss_window (0.3 s); the newest checkpoint is that of step 2"
+        stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"
         assert stopped in found[name][0][-1]
     assert "Resuming after step 2 of 12." in found["again"][0]

@@ -68,8 +68,9 @@ def tuned(tmp_path_factory):
             {"name": "chat", "tokens": 20 * 8 * 96, "mixture": {"talk": 1}, "packing": "bins", "over_length": "trim",
              "batch": {"tokens": 8 * 96}},
         ],
-        "optimizer": {"muon": {"learning_rate": 0.02, "iterates": "float32"}, "adamw": {"learning_rate": 0.02}},
-        "evaluation": {"every": 10, "batch": 8},
+        "optimizer": {"muon": {"learning_rate": 0.02, "newton_schulz_dtype": "float32"},
+                      "adamw": {"learning_rate": 0.02}},
+        "evaluation": {"every": 10, "batch_size": 8},
         "checkpoint": {"every": 10},
         "sample": {"prompt": "return", "tokens": 4},
     }  # fmt: skip

@@ -353,7 +353,7 @@ def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, s
     ("changes", "key"),
     [
         ({"train.batch.tokens": 12 * 32}, r"train\.batch makes 12 sequences.* times 2 sequences"),
-        ({"train.batch.tokens": 6 * 32, "train.batch.micro": None}, r"train\.batch makes 6 sequences"),
+        ({"train.batch.tokens": 6 * 32, "train.batch.micro_batch": None}, r"train\.batch makes 6 sequences"),
     ],
 )
 def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_made(

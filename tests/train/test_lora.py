@@ -33,7 +33,7 @@ LORA = LoraConfig(rank=3, alpha=6.0)
 TUNED = change(CONFIG, {"lora": LORA, "init_from": "a run", "optimizer.adamw.weight_decay": 0.0})
 FOUR = {
     "data": ParallelConfig(),
-    "micro_batch": ParallelConfig(reduce="micro_batch"),
+    "micro_batch": ParallelConfig(gradient_reduction="micro_batch"),
     "fsdp": ParallelConfig(fsdp=4),
     "hybrid": ParallelConfig(data=2, fsdp=2),
     "expert": ParallelConfig(expert=4),
@@ -199,7 +199,7 @@ def test_every_layout_gives_what_one_device_gives(name):
 def test_adapters_and_base_lie_as_the_table_says():
     parallel = ParallelConfig(fsdp=2, expert=2)
     config = change(WIDE, {"lora": LORA, "init_from": "a run", "train.compute_dtype": "bfloat16", "parallel": parallel,
-                           "train.batch.micro": 4})  # fmt: skip
+                           "train.batch.micro_batch": 4})  # fmt: skip
     placement = simulated_programs(config, 4)[0].placement
     a, b, whole = (placement.leaves[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
     assert a.by_expert

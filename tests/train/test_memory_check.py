@@ -24,18 +24,19 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
     state = setup().state
     stored = sum(x.nbytes for x in leaves(state).values())
     least = stored + sum(x.nbytes for x in leaves(state.params).values())
-    said = refusal(monkeypatch, {"evaluation.batch": 1}, least - 1)
+    said = refusal(monkeypatch, {"evaluation.batch_size": 1}, least - 1)
     assert said.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory on a device, for parameters,")
     monkeypatch.setattr(memory_check, "available_memory", lambda: least)
-    check_memory(make_programs(changed(CONFIG, {"evaluation.batch": 1})))
+    check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 1})))
 
 
 @pytest.mark.parametrize(("changes", "remedy"), [
-    ({"evaluation.batch": 10**6}, "Lower evaluation.batch (1,000,000)."),
-    ({"train.batch.tokens": 2**26, "train.batch.micro": None}, "Lower train.batch.micro, the sequences"),
+    ({"evaluation.batch_size": 10**6}, "Lower evaluation.batch_size (1,000,000)."),
+    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch, the sequences"),
     ({"phases": (PhaseConfig(2**26), PhaseConfig(2**26, "wide", batch=changed(CONFIG.train.batch, {
-        "tokens": 2**26, "micro": None})))}, "Lower phases.wide.batch.micro, the sequences"),
-    ({"init_from": "x", "lora": LoraConfig(2, 1.0), "evaluation.batch": 10**6}, "Lower evaluation.batch (1,000,000)."),
+        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the sequences"),
+    ({"init_from": "x", "lora": LoraConfig(2, 1.0), "evaluation.batch_size": 10**6},
+     "Lower evaluation.batch_size (1,000,000)."),
 ])  # fmt: skip
 def test_the_key_to_lower_is_named(monkeypatch, changes, remedy):
     said = refusal(monkeypatch, changes, 10**8)
@@ -47,7 +48,7 @@ def test_the_key_to_lower_is_named(monkeypatch, changes, remedy):
 
 def test_a_device_that_does_not_tell_its_memory_is_not_judged(monkeypatch):
     monkeypatch.setattr(memory_check, "available_memory", lambda: None)
-    check_memory(make_programs(changed(CONFIG, {"evaluation.batch": 10**9})))
+    check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 10**9})))
 
 
 def test_a_step_takes_more_than_the_bound():
@@ -57,7 +58,7 @@ def test_a_step_takes_more_than_the_bound():
     found = setup().step.memory_analysis()
     used = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
     assert needed < used - found.alias_size_in_bytes
-    rows = CONFIG.train.batch.micro or 1
+    rows = CONFIG.train.batch.micro_batch or 1
     kept = rows * CONFIG.data.context * CONFIG.model.num_groups * CONFIG.model.hidden_size * 4
     assert kept < found.temp_size_in_bytes
     assert jax.device_count() == 1

@@ -43,7 +43,8 @@ def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monk
     check_compiled(compiled, "phases.train")
     monkeypatch.setattr(memory_errors, "available_memory", lambda: 4_000_000)
     with pytest.raises(RunStopped, match=r"^A step of phases\.train needs .* GB .*, but 0\.004 GB are available\. "
-                       r"Lower train\.batch\.micro, set train\.remat to full, or raise parallel\.fsdp\.$"):  # fmt: skip
+                       r"Lower train\.batch\.micro_batch, set train\.remat to full, or raise "
+                       r"parallel\.fsdp\.$"):  # fmt: skip
         check_compiled(compiled, "phases.train")
 
 
@@ -72,10 +73,10 @@ def test_the_limits_of_all_control_groups_count(tmp_path):
 
 def test_a_run_that_is_too_large_ends_with_one_sentence_before_anything_is_made(tmp_path, capsys):
     path = write_run(tmp_path)
-    assert main(["--config", str(path), "evaluation.batch=2000000000"]) == 2
+    assert main(["--config", str(path), "evaluation.batch_size=2000000000"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("Error: phases.train needs at least ")
-    assert said.endswith("Lower evaluation.batch (2,000,000,000).\n")
+    assert said.endswith("Lower evaluation.batch_size (2,000,000,000).\n")
     assert said.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -94,4 +95,4 @@ def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, m
     *lines, said = capsys.readouterr().err.splitlines()
     assert "Warning: 300, 300" in lines
     assert said.startswith("Stopped: The evaluation ran out of memory: 33.4 GB were requested, ")
-    assert said.endswith(" Lower evaluation.batch.")
+    assert said.endswith(" Lower evaluation.batch_size.")

@@ -20,9 +20,9 @@ from zaya_jax.train.loop import run_training
 
 PHASES = (
     PhaseConfig(768, "one", schedule=ScheduleConfig(warmup_tokens=128),
-                batch=BatchConfig(tokens=256, start=128, ramp_tokens=512, micro=2)),
+                batch=BatchConfig(tokens=256, start=128, ramp_tokens=512, micro_batch=2)),
     PhaseConfig(512, "two", context=64, rope_base=1.0e3, packing="bins", remat="dots",
-                batch=BatchConfig(tokens=256, micro=2)),
+                batch=BatchConfig(tokens=256, micro_batch=2)),
     # Its step is that of the first phase's small batches, and so need not be compiled.
     PhaseConfig(512, "three", schedule=ScheduleConfig("wsd", 0.5, 0.1, decay_tokens=256)),
 )  # fmt: skip
@@ -184,7 +184,9 @@ def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
 @pytest.mark.parametrize("form", ["{}", "{}/checkpoints/6", "{}@two"])
 def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
     config, result, _ = whole
-    phase = PhaseConfig(128, "more", batch=BatchConfig(tokens=128, micro=2), schedule=ScheduleConfig("constant", 1e-9))
+    phase = PhaseConfig(
+        128, "more", batch=BatchConfig(tokens=128, micro_batch=2), schedule=ScheduleConfig("constant", 1e-9)
+    )
     name = form.format(result.run_dir)
     later = run_training(change(config, {"run_dir": str(tmp_path / "run"), "phases": (phase,), "init_from": name}))
     assert int(later.state.step) == 1
@@ -239,7 +241,7 @@ def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole,
 @pytest.mark.soak
 def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path):
     config, result, _ = whole
-    phase = PhaseConfig(256, "long", context=128, batch=BatchConfig(tokens=256, micro=2))
+    phase = PhaseConfig(256, "long", context=128, batch=BatchConfig(tokens=256, micro_batch=2))
     changes = {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), "model.max_positions": 128}
     assert int(run_training(change(config, {**changes, "phases": (phase,)})).state.step) == 1
 

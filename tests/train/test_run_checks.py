@@ -18,10 +18,10 @@ def test_how_a_begun_phase_is_computed_may_change(config):
         (one,) = config.phases
         return dataclasses.replace(config, phases=(dataclasses.replace(one, **changes),))
 
-    before = phase(batch=BatchConfig(tokens=128, micro=2))
+    before = phase(batch=BatchConfig(tokens=128, micro_batch=2))
     check_past(before, phase(batch=BatchConfig(tokens=128), remat="full", parallel=ParallelConfig(context=2)), 12)
     with pytest.raises(InputError, match="batch was"):
-        check_past(before, phase(batch=BatchConfig(tokens=256, micro=2)), 12)
+        check_past(before, phase(batch=BatchConfig(tokens=256, micro_batch=2)), 12)
 
 
 def with_phases(config, *phases):

@@ -48,7 +48,7 @@ def plain_gradient():
 def descent(micro_batches=2, clip=1e9):
     """One step of plain gradient descent at rate 1, which shows the gradient: its metrics, state and gradient."""
     steady = dataclasses.replace(CONFIG.phases[0], schedule=ScheduleConfig("constant"))
-    changes = {"train.batch.micro": 8 // micro_batches, "optimizer.clip_norm": clip, "phases": (steady,)}
+    changes = {"train.batch.micro_batch": 8 // micro_batches, "optimizer.clip_norm": clip, "phases": (steady,)}
     config = change(CONFIG, changes)
     program = dataclasses.replace(make_program(config), optimizer=optax.scale(-1.0))
     step = fast_jit(program.train_step)
@@ -378,7 +378,7 @@ def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
     Only the order of the sum over positions differs, which bf16 would round at each of its terms. Over the vocabulary
     the head's part of the gradient sums to zero.
     """
-    config = change(CONFIG, {"train.compute_dtype": "bfloat16", "train.batch.micro": 8})
+    config = change(CONFIG, {"train.compute_dtype": "bfloat16", "train.batch.micro_batch": 8})
     program = make_program(config)
     gradient = fast_jit(program.placement.gradient(make_local_loss(program)))
     state, batch = setup().state, make_batch(config)

@@ -123,7 +123,7 @@ def _config(folder: Path, sources: dict[str, Path], steps: int, rule: BalanceRul
         "data": {"context": CONTEXT, "cache_dir": str(folder),
                  "sources": {name: {"path": str(path)} for name, path in sources.items()}},
         "optimizer": {
-            "muon": {"learning_rate": 0.005, "iterates": "float32"},
+            "muon": {"learning_rate": 0.005, "newton_schulz_dtype": "float32"},
             "adamw": {"learning_rate": 0.006},
             "roles": {"router": {"learning_rate": _ROUTER}},
             "balance": {"rule": rule, "learning_rate": rate},

@@ -31,7 +31,7 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
     """Matrices by `kind` at one rate, the rest by AdamW at another."""
     role = RoleConfig(learning_rate=matrices / others)
     roles = RolesConfig(attention=role, router=role, expert=role) if kind == "adamw" else RolesConfig()
-    return OptimizerConfig(kind, MuonConfig(learning_rate=matrices, iterates="float32"),
+    return OptimizerConfig(kind, MuonConfig(learning_rate=matrices, newton_schulz_dtype="float32"),
                            AdamWConfig(learning_rate=others), roles, BalanceConfig(learning_rate=0.02))  # fmt: skip
 
 

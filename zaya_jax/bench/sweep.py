@@ -75,10 +75,10 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
         "phases": [{"tokens": steps * batch, "schedule": {"shape": "constant", "warmup_tokens": 10 * batch}}],
         "seed": seed,
         "data": {"context": CONTEXT, "cache_dir": str(cache)},
-        "optimizer": {"muon": {"learning_rate": 0.02, "iterates": "float32"}, "adamw": {"learning_rate": 0.018},
-                      "balance": {"learning_rate": 0.02}},
-        "train": {"batch": {"tokens": batch, "micro": BATCH // CONTEXT}},
-        "evaluation": {"batch": 32, "batches": 8},
+        "optimizer": {"muon": {"learning_rate": 0.02, "newton_schulz_dtype": "float32"},
+                      "adamw": {"learning_rate": 0.018}, "balance": {"learning_rate": 0.02}},
+        "train": {"batch": {"tokens": batch, "micro_batch": BATCH // CONTEXT}},
+        "evaluation": {"batch_size": 32, "batches": 8},
     })  # fmt: skip
     config = replace(config, **changes)
     config.check()

@@ -42,7 +42,7 @@ _GB = 1e9
 def default_whole_config() -> Config:
     """`step.default_config` with steps of sixteen sequences, four at a time."""
     config = default_config()
-    batch = BatchConfig(tokens=16 * config.data.context, micro=4)
+    batch = BatchConfig(tokens=16 * config.data.context, micro_batch=4)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
 
 
@@ -155,8 +155,8 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     return {
         "device": device.device_kind,
         "platform": programs.kernels.target.platform,
-        "micro_batch": config.batch_of(config.phases[0]).micro or stage.sequences,
-        "remat": config.remat_of(config.phases[0]),
+        "micro_batch": config.batch_for(config.phases[0]).micro_batch or stage.sequences,
+        "remat": config.remat_for(config.phases[0]),
         "seconds": {name: rounded(each) for name, each in seconds.items()},
         "losses": [round(loss, 4) for loss in losses],
         **peak,
@@ -222,7 +222,7 @@ def check_memory(config: Config, needed: int, limit: int | None, needed_by: Call
         less = needed_by(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=half)))
         fitting = int(layers - (needed - limit) / ((needed - less) / (layers - half))) // period * period
     if fitting < period:
-        raise InputError(f"{sentence}: a smaller vocabulary, width or train.batch.micro is needed to fit.")
+        raise InputError(f"{sentence}: a smaller vocabulary, width or train.batch.micro_batch is needed to fit.")
     raise InputError(f"{sentence}: model.num_layers={fitting} would fit.")
 
 

@@ -164,7 +164,7 @@ class CheckpointStore:
           metadata: of the checkpoint, see `Manifest.metadata`; JSON.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
         """
         self.wait()
         arrays = named(state)
@@ -207,7 +207,7 @@ class CheckpointStore:
         """Whether a save that failed is to be tried again now; the same in all processes.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
         """
         if self._in_flight is None and not self._problem:
             return False
@@ -245,7 +245,7 @@ class CheckpointStore:
         """Wait for the save under way; whether the last one succeeded.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.loss_window`.
+          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
         """
         if self._in_flight is None:
             return not self._problem
@@ -268,10 +268,10 @@ class CheckpointStore:
         failing_seconds = now - self._failing_since
         newest = self.latest()
         since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
-        if broadcast(failing_seconds > self._config.loss_window):
+        if broadcast(failing_seconds > self._config.max_unsaved_seconds):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
-                             f"{failing_seconds:.0f} s, more than checkpoint.loss_window "
-                             f"({self._config.loss_window:g} s); {since}.")  # fmt: skip
+                             f"{failing_seconds:.0f} s, more than checkpoint.max_unsaved_seconds "
+                             f"({self._config.max_unsaved_seconds:g} s); {since}.")  # fmt: skip
         self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues, {since}; trying "
                    f"again in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause

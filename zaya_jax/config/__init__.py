@@ -20,6 +20,7 @@ from zaya_jax.config.phases import BatchConfig as BatchConfig
 from zaya_jax.config.phases import BatchSizeConfig as BatchSizeConfig
 from zaya_jax.config.phases import PhaseConfig as PhaseConfig
 from zaya_jax.config.phases import ScheduleConfig as ScheduleConfig
+from zaya_jax.config.renamed import with_current_keys as with_current_keys
 from zaya_jax.config.schema import CheckpointConfig as CheckpointConfig
 from zaya_jax.config.schema import Config as Config
 from zaya_jax.config.schema import EvaluationConfig as EvaluationConfig

@@ -14,6 +14,7 @@ from typing import Any
 from zaya_jax.config.checks import item_keys, require_path, shown
 from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.phases import PhaseConfig
+from zaya_jax.config.renamed import RENAMED
 from zaya_jax.config.schema import Config
 from zaya_jax.config.stages import stages
 from zaya_jax.config.table import Table
@@ -166,6 +167,8 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         raise InputError(f"{where or 'The configuration'} is {shown(tree)}, but must be a section with keys.")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in tree:
+        if current := RENAMED.get((where.rpartition(".")[2], key)):
+            raise InputError(f"The key {_join(where, key)} is now called {_join(where, current)}; write that instead.")
         if key not in fields:
             near = difflib.get_close_matches(key[:50], fields, n=1)
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))

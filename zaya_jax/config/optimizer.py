@@ -25,7 +25,7 @@ class MuonConfig:
     nesterov: bool = True
     newton_schulz_steps: Positive[int] = 5
     coefficients: Coefficients = "standard"  # of the Newton–Schulz polynomial
-    iterates: Dtype = "bfloat16"  # of Newton–Schulz; its sums are fp32 whatever they are
+    newton_schulz_dtype: Dtype = "bfloat16"  # of Newton–Schulz; its sums are fp32 whatever they are
     scaling: Scaling = "match_rms_adamw"  # of the orthogonal matrix, by its shape
     gate_up: GateUp = "joint"  # an expert's gate and up projections as the one matrix they are stored as, or as two
     weight_decay: NonNegative[float] = 0.1

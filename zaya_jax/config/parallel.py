@@ -24,7 +24,7 @@ class ParallelConfig:
     fsdp: Positive[int] = 1
     expert: Positive[int] = 1
     context: Positive[int] = 1
-    reduce: Reduce = "step"  # when gradients are added up over devices: once, or after each micro-batch (less memory)
+    gradient_reduction: Reduce = "step"  # over devices: once a step, or after each micro-batch (less memory)
     context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, a hop for each
     context_layout: ContextLayout = "zigzag"  # evens out causal attention; contiguous has one halo less
     expert_exchange: ExpertExchange = "all_gather"  # ragged moves each token only where it must, on GPUs alone

@@ -53,7 +53,7 @@ class EvaluationConfig:
 
     every: Positive[int] = 100  # steps
     batches: Positive[int] = 8  # of each source, from all over its held-out text; all of it where there are fewer
-    batch: Positive[int] = 16  # sequences a batch
+    batch_size: Positive[int] = 16  # sequences a batch
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class CheckpointConfig:
     keep_best: NonNegative[int] = 0  # those of lowest held-out loss
     # Digests of what is saved, which restoring compares; 'readback' also reads each checkpoint before it counts.
     verify: Verify = "hash"
-    loss_window: Positive[float] = 3600.0  # seconds that training goes on while saves fail
+    max_unsaved_seconds: Positive[float] = 3600.0  # seconds that training goes on while saves fail
     local_dir: str | None = None  # a folder on each node's own disk or memory, for a copy that is read first
 
     def check(self) -> None:
@@ -158,7 +158,7 @@ class Config:
         for index, phase in enumerate(self.phases):
             where = self.phase_key(index)
             require(phase.name not in names[:index], f"{where}.name", phase.name, "unique among the phases")
-            require(self.context_of(phase) <= self.model.max_positions, f"{where}.context", self.context_of(phase),
+            require(self.context_for(phase) <= self.model.max_positions, f"{where}.context", self.context_for(phase),
                     longest)  # fmt: skip
             for source in phase.mixture:
                 require(source in self.data.source_names, f"{where}.mixture", source,
@@ -170,7 +170,7 @@ class Config:
         self._check_schedules()
 
     def _check_batch(self, phase: PhaseConfig, where: str) -> None:
-        batch, context, key = self.batch_of(phase), self.context_of(phase), self.batch_key(phase)
+        batch, context, key = self.batch_for(phase), self.context_for(phase), self.batch_key(phase)
         context_key = "data.context" if phase.context is None else f"{where}.context"
         whole = f"a multiple of {context_key} ({context}), since a step consists of whole rows"
         for index, size in enumerate(batch.stepped):
@@ -178,11 +178,12 @@ class Config:
         require(batch.tokens % context == 0, f"{key}.tokens", batch.tokens, whole)
         require((batch.start or 0) % context == 0, f"{key}.start", batch.start, whole)
         for _, size in batch.sizes():
-            require(batch.micro is None or (size // context) % batch.micro == 0, f"{key}.micro", batch.micro,
+            require(batch.micro_batch is None or (size // context) % batch.micro_batch == 0, f"{key}.micro_batch",
+                    batch.micro_batch,
                     f"a number that divides the {size // context} sequences of a step in {where}")  # fmt: skip
 
     def _check_parallel(self, phase: PhaseConfig) -> None:
-        parallel, context, model = self.parallel_of(phase), self.context_of(phase), self.model
+        parallel, context, model = self.parallel_for(phase), self.context_for(phase), self.model
         where = self.parallel_key(phase)
         require(model.num_experts % parallel.expert == 0, f"{where}.expert", parallel.expert,
                 f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
@@ -232,22 +233,22 @@ class Config:
         """The optimizer of matrices: AdamW for adapters, which are too narrow to orthogonalise."""
         return self.optimizer.matrices if self.lora is None else "adamw"
 
-    def context_of(self, phase: PhaseConfig) -> int:
+    def context_for(self, phase: PhaseConfig) -> int:
         """Tokens a row of `phase`."""
         return self.data.context if phase.context is None else phase.context
 
-    def batch_of(self, phase: PhaseConfig) -> BatchConfig:
+    def batch_for(self, phase: PhaseConfig) -> BatchConfig:
         """The batches of `phase`."""
         return self.train.batch if phase.batch is None else phase.batch
 
-    def remat_of(self, phase: PhaseConfig) -> Remat:
+    def remat_for(self, phase: PhaseConfig) -> Remat:
         """The rematerialization of `phase`."""
         return self.train.remat if phase.remat is None else phase.remat
 
-    def parallel_of(self, phase: PhaseConfig) -> ParallelConfig:
+    def parallel_for(self, phase: PhaseConfig) -> ParallelConfig:
         """The parallel layout of `phase`."""
         return self.parallel if phase.parallel is None else phase.parallel
 
-    def model_of(self, phase: PhaseConfig) -> ModelConfig:
+    def model_for(self, phase: PhaseConfig) -> ModelConfig:
         """The architecture with the positions of `phase`."""
         return self.model if phase.rope_base is None else replace(self.model, rope_base=phase.rope_base)

@@ -9,7 +9,7 @@ from zaya_jax.config.phases import ScheduleConfig
 from zaya_jax.config.schema import Config
 
 
-class Stage(NamedTuple):
+class BatchStage(NamedTuple):
     """Consecutive steps of one phase with one batch size."""
 
     phase: int  # index in `Config.phases`
@@ -40,7 +40,7 @@ class Span(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def stages(config: Config) -> tuple[Stage, ...]:
+def stages(config: Config) -> tuple[BatchStage, ...]:
     """The stages of a run in order, none empty.
 
     A step has the size that its first token finds, and a phase ends with the first step that reaches its
@@ -49,15 +49,15 @@ def stages(config: Config) -> tuple[Stage, ...]:
     Raises:
       InputError: the run has more steps than an int32 counts.
     """
-    batch_stages: list[Stage] = []
+    batch_stages: list[BatchStage] = []
     step = row = token = 0
     for index, phase in enumerate(config.phases):
-        context, phase_start = config.context_of(phase), token
-        for until, size in config.batch_of(phase).sizes():
+        context, phase_start = config.context_for(phase), token
+        for until, size in config.batch_for(phase).sizes():
             bound = phase_start + (phase.tokens if until is None else min(until, phase.tokens))
             count = max(0, -(-(bound - token) // size))
             if count:
-                batch_stages.append(Stage(index, step, count, context, size // context, row, token))
+                batch_stages.append(BatchStage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
         require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens,
                 f"such that the run has fewer than {2**31} steps (they would be {step})")  # fmt: skip
@@ -83,7 +83,7 @@ def phase_steps(config: Config) -> list[tuple[int, int]]:
     return [(phase[0].first_step, phase[-1].end) for phase in by_phase]
 
 
-def stage_at(config: Config, step: int) -> Stage:
+def stage_at(config: Config, step: int) -> BatchStage:
     """The stage of the step `step`, counted from 0; the last one for steps after the end."""
     batch_stages = stages(config)
     return batch_stages[bisect.bisect_right(batch_stages, step, key=lambda stage: stage.first_step) - 1]

@@ -7,7 +7,7 @@ from typing import get_args
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.stages import Stage, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.io_estimate import StorageLoad, io_estimate
 from zaya_jax.data.plan import PhasePlan, RunPlan, plan_run
@@ -104,7 +104,7 @@ def _sources(prepared: Prepared) -> str:
     return "\n".join([_table(rows), *left_out])
 
 
-def _phase(phase: PhasePlan, stages: list[Stage]) -> str:
+def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
     settings = phase.config
     rows = [("source", "rows", "tokens", "share", "epochs", "padding", "long documents")]
     trimmed = []

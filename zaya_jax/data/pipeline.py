@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.stages import Stage, first_step, rows_before, stages
+from zaya_jax.config.stages import BatchStage, first_step, rows_before, stages
 from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run
 from zaya_jax.data.rows import DocumentPart, PackedRows, Row
 from zaya_jax.data.shards import Documents, Text
@@ -34,7 +34,7 @@ class TrainBatches(Iterator[Batch]):
     """
 
     def __init__(
-        self, plan: RunPlan, steps: tuple[Stage, ...], *, start: int = 0, workers: int = 0,
+        self, plan: RunPlan, steps: tuple[BatchStage, ...], *, start: int = 0, workers: int = 0,
         shares: Sequence[Share] = (),
     ) -> None:  # fmt: skip
         """Start at the row `start`; see `train_batches`."""
@@ -127,7 +127,7 @@ class TrainBatches(Iterator[Batch]):
 class _Batches:
     """Item i: the i-th batch from the row `start` on, of it the rows of one process."""
 
-    def __init__(self, plan: RunPlan, steps: tuple[Stage, ...], start: int, shares: Sequence[Share]) -> None:
+    def __init__(self, plan: RunPlan, steps: tuple[BatchStage, ...], start: int, shares: Sequence[Share]) -> None:
         self._plan, self._stages, self._shares = plan, steps, shares
         stage = _stage_at_row(steps, start)
         self._first = stage.first_step + (start - stage.first_row) // stage.sequences
@@ -144,11 +144,11 @@ class _Batches:
         return _stack([self._plan[row] for row in range(start, start + rows)])
 
 
-def _stage_at_row(steps: tuple[Stage, ...], row: int) -> Stage:
+def _stage_at_row(steps: tuple[BatchStage, ...], row: int) -> BatchStage:
     return steps[bisect.bisect_right(steps, row, key=lambda stage: stage.first_row) - 1]
 
 
-def _is_step_boundary(steps: tuple[Stage, ...], row: int) -> bool:
+def _is_step_boundary(steps: tuple[BatchStage, ...], row: int) -> bool:
     """Whether a step, or the end of the run, comes after `row` rows."""
     stage = _stage_at_row(steps, row)
     return (row - stage.first_row) % stage.sequences == 0
@@ -194,14 +194,14 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
     """Batches of the held-out split of a source, in its natural order, each document at most once.
 
     Args:
-      config: `evaluation.batch` and `data.context` are used, and of the last phase that reads the source its
+      config: `evaluation.batch_size` and `data.context` are used, and of the last phase that reads the source its
         packing and template.
       prepared: the sources.
       name: of the source.
       limit: the most batches given, evenly spaced over the split; by default all.
 
     Yields:
-      Dicts of arrays [evaluation.batch, s], the last one filled up with rows that are all padding.
+      Dicts of arrays [evaluation.batch_size, s], the last one filled up with rows that are all padding.
     """
     heldout = _open_heldout(config, prepared, name, limit)
     if heldout is None:
@@ -209,7 +209,7 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
     for indices in heldout.batches:
         batch = [heldout.rows.row(0, row) for row in indices]
         padding = {key: np.zeros_like(array) for key, array in batch[0].items()}
-        yield _stack(batch + [padding] * (config.evaluation.batch - len(batch)))
+        yield _stack(batch + [padding] * (config.evaluation.batch_size - len(batch)))
 
 
 def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> HeldoutText | None:
@@ -244,7 +244,7 @@ def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | No
         return None
     packer = make_packer(config, prepared, phase, None)
     rows = packer.phase_rows(documents, manifest.content, Position(), f"data.sources.{name}").first.rows
-    size = config.evaluation.batch
+    size = config.evaluation.batch_size
     starts = range(0, rows.per_epoch, size)
     count = len(starts) if limit is None else min(limit, len(starts))
     chosen = [starts[index * len(starts) // count] for index in range(count)]

@@ -83,7 +83,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
     positions = dict.fromkeys(prepared.sources, Position())
     phases: list[PhasePlan] = []
     for index, (phase, (begin, end)) in enumerate(zip(config.phases, phase_steps(config), strict=True)):
-        context, first_row = config.context_of(phase), rows_before(config, begin)
+        context, first_row = config.context_for(phase), rows_before(config, begin)
         weights = phase.mixture or {name: s.manifest.train.tokens for name, s in prepared.sources.items()}
         mixture, rows = Mixture(weights), rows_before(config, end) - first_row
         shares = {}
@@ -105,7 +105,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
 
 def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
     """How `phase` makes rows of documents, in an order drawn from `seed` or in their own."""
-    return Packer(phase.packing, phase.over_length, config.context_of(phase), seed, prepared.cache / "plans")
+    return Packer(phase.packing, phase.over_length, config.context_for(phase), seed, prepared.cache / "plans")
 
 
 def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:

@@ -142,7 +142,7 @@ def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Co
         "optimizer": {"muon": {"learning_rate": 0.01}, "adamw": {"learning_rate": 0.006},
                       "balance": {"learning_rate": 0.02}},
         "train": {"batch": {"tokens": batch}, "compute_dtype": dtype, "remat": "dots"},
-        "evaluation": {"every": STEPS, "batches": 1, "batch": sequences},
+        "evaluation": {"every": STEPS, "batches": 1, "batch_size": sequences},
         "checkpoint": {"every": STEPS // 2},
     })  # fmt: skip
 

@@ -135,7 +135,7 @@ def _step(
 ) -> Pair:  # fmt: skip
     """The new momentum of a leaf and its direction."""
     exact = momentum.dtype
-    iterates = jnp.dtype(config.iterates) if config.iterates == "bfloat16" else exact
+    iterates = jnp.dtype(config.newton_schulz_dtype) if config.newton_schulz_dtype == "bfloat16" else exact
     between = iterates if exact == jnp.float32 else exact  # sums of fp64 runs are known by what comes in
 
     def local(numbers: jax.Array, gradient: jax.Array, momentum: jax.Array) -> Pair:

@@ -72,7 +72,7 @@ class Placement:
 
     def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
-        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, self.config.reduce)
+        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, self.config.gradient_reduction)
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""

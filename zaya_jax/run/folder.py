@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from zaya_jax.config import Config, to_dict, to_yaml
+from zaya_jax.config import Config, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
@@ -29,7 +29,7 @@ _LOCK = ".lock"
 # differ as far as `train.run_checks` lets them.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
 # The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
-_FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro", "train.remat", "train.log_every",
+_FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro_batch", "train.remat", "train.log_every",
          "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip
 
 
@@ -83,12 +83,23 @@ def claim_run(folder: Path, config: Config) -> None:
         raise InputError(f"run_dir ({folder}) cannot be written: {error.strerror}.") from error
 
 
+def read_config(folder: Path) -> dict[str, Any]:
+    """The tree of `config.yaml`, whatever version wrote it, by the keys of this one; InputError where damaged."""
+    path = folder / CONFIG
+    try:
+        tree = with_current_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
+        _recorded(tree)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
+        raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
+    return tree
+
+
 def record_changes(folder: Path, config: Config, step: int) -> None:
     """Note in `changes.jsonl` which settings changed after `step` steps, and bring `config.yaml` up to date.
 
     A line is `{"step": …, "changes": {key: [old, new], …}}`; done once the new settings are known to be possible.
     """
-    old, new = (_recorded(tree) for tree in (yaml.safe_load((folder / CONFIG).read_text("utf-8")), to_dict(config)))
+    old, new = (_recorded(tree) for tree in (read_config(folder), to_dict(config)))
     changes = {key: [old.get(key), new.get(key)] for key in [*new, *(key for key in old if key not in new)]
                if old.get(key) != new.get(key)}  # fmt: skip
     if not changes:
@@ -122,12 +133,8 @@ def _compare(folder: Path, config: Config) -> None:
                 raise InputError(f"{folder} holds {name} but no {CONFIG}, so it is not known which run it is; choose "
                                  "another run_dir.")  # fmt: skip
         return
-    try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8"))
-        old = {"resume_from": None} | dict(flatten_keys(saved))  # a key that runs of earlier versions do not have
-        _recorded(saved)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
-        raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
+    # A key that runs of earlier versions do not have.
+    old = {"resume_from": None} | dict(flatten_keys(read_config(folder)))
     new = dict(flatten_keys(to_dict(config)))
     for key in [*new, *(key for key in old if key not in new)]:
         if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):

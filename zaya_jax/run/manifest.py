@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.config import with_current_keys
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import Digests, digest, joined, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
@@ -107,7 +108,7 @@ def _read(folder: Path) -> Manifest:
     try:
         tree = json.loads(content)
         newer = tree["format"] > FORMAT
-        manifest = None if newer else _checked(Manifest(metadata=tree.pop("about"), **tree))
+        manifest = None if newer else _checked(Manifest(metadata=with_current_keys(tree.pop("about")), **tree))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{paths[0]} is no manifest of a checkpoint: {str(error)[:200]}.") from error
     if manifest is None:

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config, load_config
+from zaya_jax.config import Config, from_dict
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import FOLDER, Checkpoint, list_checkpoints, phase_ends, quarantined
 from zaya_jax.run.fencing import FencingToken, read_token
-from zaya_jax.run.folder import CHANGES, CONFIG, METRICS, TIMINGS
+from zaya_jax.run.folder import CHANGES, CONFIG, METRICS, TIMINGS, read_config
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.status import Status, read_status
 from zaya_jax.run.tokenizer import TOKENIZER_FOLDER
@@ -24,7 +24,7 @@ class Run:
     @property
     def config(self) -> Config:
         """The resolved configuration of the run; InputError where it has none, or another version wrote it."""
-        return load_config(self.folder / CONFIG)
+        return from_dict(read_config(self.folder))
 
     @property
     def changes(self) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import jax
 
-from zaya_jax.config.stages import Stage, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.train.memory_errors import check_compiled
 from zaya_jax.train.program import PhaseProgram, Programs
 
@@ -32,7 +32,7 @@ class CompiledSteps:
         """Give up what is not begun, wait for what is."""
         self._pool.shutdown(cancel_futures=True)
 
-    def step(self, stage: Stage) -> Callable:
+    def step(self, stage: BatchStage) -> Callable:
         """The compiled step of a stage, waited for where it is not ready; from now on the next stage's is made."""
         config = self._programs.config
         step = self._submit(stage).result()
@@ -53,11 +53,11 @@ class CompiledSteps:
             self._evaluations[key] = jax.jit(program.evaluation_step)
         return self._evaluations[key]
 
-    def _key(self, stage: Stage) -> StepKey:
+    def _key(self, stage: BatchStage) -> StepKey:
         program = self._programs[stage.phase]
         return program, program.batch_shape(stage)
 
-    def _submit(self, stage: Stage) -> Future[Callable]:
+    def _submit(self, stage: BatchStage) -> Future[Callable]:
         key = self._key(stage)
         if key not in self._steps:
             self._steps[key] = self._pool.submit(self._programs[stage.phase].compile, stage)

@@ -38,14 +38,15 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
 
     check(stored + master_weights * low // item, "parameters, gradients and optimizer state",
           "Use more devices, which share them, or a smaller model")  # fmt: skip
-    spread, context = mesh.shape[SEQUENCE_AXIS], config.context_of(phase_config)
+    spread, context = mesh.shape[SEQUENCE_AXIS], config.context_for(phase_config)
     rows = max(-(-program.batch_shape(stage)[1] // batch_shards(mesh)) for stage in stages(config)
                if stage.phase == phase)  # fmt: skip
     residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
     check(stored + residual_stream,
           f"training state and the residual stream of {rows:,} sequences of {context:,} tokens",
-          f"Lower {config.batch_key(phase_config)}.micro, the sequences that a device works on at once")  # fmt: skip
-    rows, context = -(-config.evaluation.batch // batch_shards(mesh)), config.data.context
+          f"Lower {config.batch_key(phase_config)}.micro_batch, the sequences that a device works on at "
+          "once")  # fmt: skip
+    rows, context = -(-config.evaluation.batch_size // batch_shards(mesh)), config.data.context
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
     check(stored + evaluation_bytes, f"training state and the evaluation of {rows:,} sequences of {context:,} tokens",
-          f"Lower evaluation.batch ({config.evaluation.batch:,})")  # fmt: skip
+          f"Lower evaluation.batch_size ({config.evaluation.batch_size:,})")  # fmt: skip

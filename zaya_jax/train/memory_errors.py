@@ -11,7 +11,7 @@ import psutil
 
 from zaya_jax.errors import RunStopped
 
-TRAINING_REMEDY = "Lower train.batch.micro, set train.remat to full, or raise parallel.fsdp"
+TRAINING_REMEDY = "Lower train.batch.micro_batch, set train.remat to full, or raise parallel.fsdp"
 _REQUESTED = re.compile(r"allocat\w*(?: request for)?\s+([\d.]+) ?(bytes|[KMGT]?i?B)\b")
 
 

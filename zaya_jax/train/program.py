@@ -11,7 +11,7 @@ import optax
 
 from zaya_jax.config import Config, ModelConfig, ParallelConfig
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import Stage, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
 from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
@@ -79,13 +79,13 @@ class PhaseProgram:
         """`step.make_evaluation_step`."""
         return make_evaluation_step(self)
 
-    def batch_shape(self, stage: Stage) -> tuple[int, int, int]:
+    def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Micro-batches, sequences of a micro-batch on all devices together, and tokens of a sequence."""
-        micro = self.config.batch_of(self.config.phases[stage.phase]).micro
+        micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
         sequences = stage.sequences if micro is None else micro * batch_shards(self.placement.mesh)
         return stage.sequences // sequences, sequences, stage.context
 
-    def trace(self, stage: Stage) -> jax.stages.Traced:
+    def trace(self, stage: BatchStage) -> jax.stages.Traced:
         """(state, batch, base) → (state, metrics), traced for a stage; the state is donated.
 
         The batch's leaves are of `batch_shape`, and everything is placed as the placement says. `base` is {} without
@@ -99,7 +99,7 @@ class PhaseProgram:
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
         return step.trace(state, batch, self.abstract_base)
 
-    def compile(self, stage: Stage) -> Callable[..., Any]:
+    def compile(self, stage: BatchStage) -> Callable[..., Any]:
         """`trace`, compiled for the devices of the mesh."""
         return self.trace(stage).lower().compile()
 
@@ -122,7 +122,7 @@ class Programs:
         programs: dict[Any, PhaseProgram] = {}
         self._phases: list[PhaseProgram] = []
         for phase in config.phases:
-            model, parallel, remat = config.model_of(phase), config.parallel_of(phase), config.remat_of(phase)
+            model, parallel, remat = config.model_for(phase), config.parallel_for(phase), config.remat_for(phase)
             key = model, parallel, remat
             if key not in programs:
                 mesh = make_mesh(parallel, devices, config.parallel_key(phase))
@@ -141,13 +141,13 @@ class Programs:
         """Raise `InputError` where a layout cannot be here, or a stage's batch does not split evenly over it."""
         config = self.config
         for phase in config.phases:
-            parallel, cpu = config.parallel_of(phase), self.kernels.target.platform == "cpu"
+            parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
             if cpu and parallel.expert > 1 and parallel.expert_exchange == "ragged":
                 raise InputError(f"{config.parallel_key(phase)}.expert_exchange is 'ragged', which CPUs do not have; "
                                  "take 'all_gather'.")  # fmt: skip
         for stage in stages(config):
             phase = config.phases[stage.phase]
-            micro = config.batch_of(phase).micro
+            micro = config.batch_for(phase).micro_batch
             check_batch(self[stage.phase].placement.mesh, stage.sequences, config.batch_key(phase), micro or 1)
 
 

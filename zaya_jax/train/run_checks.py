@@ -62,7 +62,7 @@ def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: 
       phase: of `config`, which its parameters go into.
     """
     own = config.phases[phase]
-    ours = config.model_of(own)
+    ours = config.model_for(own)
     pairs = [("model.rope_base" if own.rope_base is None else f"phases.{own.name}.rope_base",
               theirs.rope_base, ours.rope_base)]  # fmt: skip
     if "sliding" in ours.period:
@@ -146,5 +146,5 @@ def _fixed_settings(phase: PhaseConfig) -> dict[str, Any]:
     free = ("parallel", "remat", "tokens", "schedule")
     settings = {key: value for key, value in to_dict(phase).items() if key not in free}
     if settings["batch"] is not None:
-        settings["batch"] = {key: value for key, value in settings["batch"].items() if key != "micro"}
+        settings["batch"] = {key: value for key, value in settings["batch"].items() if key != "micro_batch"}
     return settings

@@ -9,7 +9,7 @@ import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config
-from zaya_jax.config.stages import Stage, phase_steps, stages, total_steps
+from zaya_jax.config.stages import BatchStage, phase_steps, stages, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
@@ -114,7 +114,7 @@ class Trainer:
         self._logger.wait()  # the evaluation is not a part of the step's time
         jax.block_until_ready(self.state)  # what fails in a step is not taken for a failure of the evaluation
         model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, self._evaluation_step)
-        with out_of_memory("The evaluation", "Lower evaluation.batch"):
+        with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
             for evaluator in self.evaluators:
                 self.scores |= evaluator.evaluate(model)
         self._logger.record(self.scores)
@@ -127,7 +127,7 @@ class Trainer:
         metadata = checkpoint_metadata(self.config, self.steps_done, self.batches.get_state(), loss, self.first_step)
         self.store.save(self.steps_done, self.state, metadata)
 
-    def _train_stage(self, stage: Stage) -> None:
+    def _train_stage(self, stage: BatchStage) -> None:
         """Step until the stage is done; evaluate, save and end where it is time to."""
         self._train_step = self.compiled.step(stage)
         self._micro_batches = self.programs[stage.phase].batch_shape(stage)[0]

@@ -11,7 +11,7 @@ from zaya_jax.machine.dry_run.memory import Memory
 from zaya_jax.model.arithmetic import training_flops_per_token
 
 RELEASED = load_config("configs/zaya1_8b.yaml")
-TINY = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", "train.batch.micro=1"])
+TINY = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", "train.batch.micro_batch=1"])
 
 
 @pytest.mark.parametrize(("context", "total"), [(4096, 8.74e9), (32768, 15.8e9), (131072, 40.0e9)])
@@ -65,7 +65,7 @@ def made(**changes):
 def test_advice_is_only_of_what_would_help():
     device = HARDWARE["h100"]
     assert advice(made(), device._replace(memory=135e9)) == []
-    cheap = ["batch.micro below 2", "remat: full", "parallel.reduce: micro_batch"]
+    cheap = ["batch.micro_batch below 2", "remat: full", "parallel.gradient_reduction: micro_batch"]
     spread = ["parallel.fsdp instead of data", "parallel.context instead of data", "more devices"]
     assert advice(made(), device) == cheap + spread
     assert advice(made(sequences=1, remat="full", reduce="micro_batch"), device) == spread

@@ -33,7 +33,7 @@ NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are the
 def memory(config, devices=1, sequences=1):
     """Of a device in the first phase."""
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
-    return estimate_memory(Programs(config, KERNELS, devices)[0], sequences, config.context_of(config.phases[0]))
+    return estimate_memory(Programs(config, KERNELS, devices)[0], sequences, config.context_for(config.phases[0]))
 
 
 def allocated(layouts):
@@ -131,7 +131,7 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)  # which takes seconds to count
     kept = {}
     for reduce in ("step", "micro_batch"):
-        config = load_config("configs/tiny.yaml", [f"parallel.reduce={reduce}"])
+        config = load_config("configs/tiny.yaml", [f"parallel.gradient_reduction={reduce}"])
         kept[reduce] = memory(config, 8)
     saved = kept["step"].gradients - kept["micro_batch"].gradients
     assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters

@@ -14,7 +14,7 @@ from zaya_jax.machine.dry_run import report
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
 
-SMALL = ["train.batch.tokens=8192", "train.batch.micro=1", "data.context=64"]
+SMALL = ["train.batch.tokens=8192", "train.batch.micro_batch=1", "data.context=64"]
 SMALL += ["model.num_layers=2", "model.vocab_size=512"]
 DOC = ROOT / "docs/parallel.md"
 
@@ -96,10 +96,10 @@ def test_the_document_says_whether_a_fine_tune_fits():
 
     @functools.cache
     def on(devices, reduce):
-        config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.reduce={reduce}"])
+        config = load_config(ROOT / "configs/zaya1_8b.yaml", [phases, f"parallel.gradient_reduction={reduce}"])
         return estimate_phase(simulated_programs(config, int(devices)), 0, HARDWARE["h200"])
 
-    assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.reduce == "step"
+    assert load_config(ROOT / "configs/zaya1_8b.yaml", [phases]).parallel.gradient_reduction == "step"
     for devices, name, reduce, size, answer in rows:
         total = on(devices, reduce).memory.total
         assert f"{total / 1e9:.1f}" == size

@@ -104,7 +104,7 @@ def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step(
 
 def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
     def sent(iterates, compute):
-        config = load_config("configs/tiny.yaml", [f"optimizer.muon.iterates={iterates}", "parallel.data=4"])
+        config = load_config("configs/tiny.yaml", [f"optimizer.muon.newton_schulz_dtype={iterates}", "parallel.data=4"])
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, compute_dtype=compute))
         program = simulated_programs(config, 4)[0]
         (transfer,) = _muon(program, program.trained)

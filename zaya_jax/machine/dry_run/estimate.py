@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import Stage, stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.memory import Memory, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
@@ -93,7 +93,7 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
         step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
         days = step * math.ceil(phase_config.tokens / tokens) / 86400
     return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, program.remat,
-                   program.placement.config.reduce, memory, flops, moved, bounds, step, days)  # fmt: skip
+                   program.placement.config.gradient_reduction, memory, flops, moved, bounds, step, days)  # fmt: skip
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
@@ -103,7 +103,7 @@ def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) ->
     return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
-def largest_stage(config: Config, phase: int) -> Stage:
+def largest_stage(config: Config, phase: int) -> BatchStage:
     """The stage of a phase that has the largest batch."""
     return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
 
@@ -127,11 +127,11 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
     available = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= available:  # else only a smaller part of the state helps
         if estimate.sequences > 1:
-            changes.append(f"batch.micro below {estimate.sequences}")
+            changes.append(f"batch.micro_batch below {estimate.sequences}")
         if estimate.remat != "full":
             changes.append("remat: full")
         if estimate.reduce == "step" and math.prod(estimate.axes.values()) > 1:
-            changes.append("parallel.reduce: micro_batch")
+            changes.append("parallel.gradient_reduction: micro_batch")
         if estimate.axes["data"] > 1:
             changes += ["parallel.fsdp instead of data", "parallel.context instead of data"]
     return [*changes, "more devices"]

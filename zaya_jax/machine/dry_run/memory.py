@@ -68,7 +68,8 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
     master_weights, stored = device_bytes(state.params), device_bytes(state)
     gradients = _on_one_device(program, lambda copy, _: copy)
     accumulated = _on_one_device(
-        program, lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.reduce)
+        program,
+        lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.gradient_reduction),
     )
     return Memory(
         parameters=master_weights,
@@ -88,7 +89,7 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     if config.matrices != "muon":
         return master_weights
-    item = 2 if config.optimizer.muon.iterates == "bfloat16" else sums
+    item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" else sums
     highest = 0.0
     for name, shape in shapes(program.model).items():
         if program.roles[name] in MATRIX_ROLES:

@@ -18,7 +18,7 @@ def main(path: str, phase: int) -> None:
     from zaya_jax.train.program import make_programs
 
     step = make_programs(config)[phase].trace(largest_stage(config, phase))
-    parallel = config.parallel_of(config.phases[phase])
+    parallel = config.parallel_for(config.phases[phase])
     ragged = parallel.expert > 1 and parallel.expert_exchange == "ragged"
     if ragged:
         step.lower(lowering_platforms=("rocm", "cuda"))

@@ -79,7 +79,7 @@ def transfers(
 def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
     placement, sizes = program.placement, program.placement.mesh.shape
     sent: dict[tuple[str, str, tuple[str, ...]], float] = {}
-    times = micro_batches if placement.config.reduce == "micro_batch" else 1
+    times = micro_batches if placement.config.gradient_reduction == "micro_batch" else 1
     exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
 
     def add(what: str, kind: str, axes: tuple[str, ...], held: float) -> None:
@@ -110,7 +110,7 @@ def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_b
 def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[Transfer]:
     config, sizes, sent = program.config, program.placement.mesh.shape, dict[tuple[str, ...], float]()
     exact = accumulation_dtype(config.train.compute_dtype).itemsize
-    item = 2 if config.optimizer.muon.iterates == "bfloat16" and exact == 4 else exact
+    item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" and exact == 4 else exact
     for name in program.trained:
         leaf = program.placement.leaves[name]
         if program.roles[name] not in MATRIX_ROLES:

@@ -314,7 +314,7 @@ def _muon_step(dtype: jnp.dtype, kernels: KernelSelection, *arrays: jax.Array) -
     params, momentum, gradient = arrays
     rate, decay = 6e-4, 0.1
     iterates = "bfloat16" if dtype == jnp.bfloat16 else "float32"
-    transform = scale_by_muon(MuonConfig(newton_schulz_steps=STEPS, iterates=iterates))
+    transform = scale_by_muon(MuonConfig(newton_schulz_steps=STEPS, newton_schulz_dtype=iterates))
     state = (optax.TraceState({"m": momentum}), optax.EmptyState())
     moved: Any = transform.update({"m": gradient}, state, ops=kernels.ops)
     directions, (momentum_state, _) = moved
