@@ -37,7 +37,7 @@ def test_every_way_gives_back_what_it_saved(small, tmp_path):
         kinds = {"restore_cold", "restore_warm"} | ({"verify_cold", "verify_warm"} if name == "verified" else set())
         assert timed_restores(method, tmp_path, small).keys() == kinds
         inflation = timed_steps(method, 2)["step_inflation"]
-        assert math.isnan(inflation) if name == "gather and pickle" else inflation > 0.1
+        assert math.isnan(inflation) if name == "gather and pickle" else inflation > 0
         other = {**small, "large.0": small["large.0"] + 1}
         with pytest.raises(RuntimeError, match=r"large\.0 came back with other values"):
             timed_restores(method, tmp_path, other)
