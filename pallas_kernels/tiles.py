@@ -23,7 +23,7 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# Kernel → architecture → bytes of an element. gfx950 has no tiles of its own before someone has measured better ones.
+# Kernel → architecture → bytes per element. gfx950 uses the tiles of gfx942 until better ones are measured.
 # An interpreted kernel has: small, so that the shapes of tests have ragged ends and more than one tile.
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
     "residual_norm": {  # elements of a program; a longer row has as many more warps

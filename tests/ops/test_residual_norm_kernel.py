@@ -147,11 +147,11 @@ def test_it_is_one_kernel_forward_and_one_backward(platform, dtype, scaled):
     ],
 )
 def test_what_it_cannot_do_it_refuses(change, said):
-    given = {"output": shape(4, 8, dtype=F32), "stream": shape(4, 8, dtype=F32), "vectors": None,
+    arguments = {"output": shape(4, 8, dtype=F32), "stream": shape(4, 8, dtype=F32), "vectors": None,
              "weight": shape(8, dtype=F32), "dtype": F32} | change  # fmt: skip
     with pytest.raises(ValueError, match=said):
         kernel("residual_norm", "cuda")(
-            given["output"], given["stream"], given["vectors"], given["weight"], EPS, given["dtype"]
+            arguments["output"], arguments["stream"], arguments["vectors"], arguments["weight"], EPS, arguments["dtype"]
         )
 
 

@@ -105,7 +105,7 @@ def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests:
             raise ValueError(f"{path} has another size than {name}[{where}].")
         data = np.fromfile(path, leaf.dtype)
         if array_digest(data) != digests[where]:
-            raise ValueError(f"{name}[{where}] is not what was saved.")
+            raise ValueError(f"{name}[{where}] does not match its checksum.")
         return data.reshape(shape)
 
     return assemble(leaf, read)

@@ -83,7 +83,7 @@ def _quarantine(folder: Path, step: int) -> str:
     try:
         return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
     except OSError as error:
-        raise InputError(f"{folder / str(step)} is not what was saved, and cannot be renamed: "
+        raise InputError(f"{folder / str(step)} is damaged and cannot be renamed: "
                          f"{error.strerror}.") from error  # fmt: skip
 
 

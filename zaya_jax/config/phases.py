@@ -59,7 +59,7 @@ class BatchConfig:
     start: Positive[int] | None = None  # a step, where a linear ramp begins; the sizes between are multiples of it
     ramp_tokens: int = 0  # of the phase, over which a linear ramp rises
     stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
-    micro_batch: Positive[int] | None = None  # sequences of a micro-batch on a device; all of its own where None
+    micro_batch: Positive[int] | None = None  # sequences per device in a micro-batch; null: all of them
 
     def check(self, where: str) -> None:
         """Raise `InputError` for a value outside its range; `where` is the batch's own key."""

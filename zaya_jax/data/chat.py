@@ -135,7 +135,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
-    """Take the reasoning, under either of its two names, out of a message; empty where there is none."""
+    """Remove the reasoning from a message, under either key, and return it; empty if there is none."""
     texts = [text for key in ("reasoning", "reasoning_content") if (text := message.pop(key, None)) is not None]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where} has a reasoning that is not a string")

@@ -71,8 +71,8 @@ def _mask(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.A
           keys_first: bool = False) -> jax.Array:  # fmt: skip
     """0 where a query sees a key of key block `index`, HIDDEN elsewhere: fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
 
-    Loops over key blocks carry the mask of their next block. That makes it an array of its own; made where it
-    is used, the compiler would make it again, element by element, in each of its users.
+    Loops over key blocks carry the mask of the next block, which materializes it once; computed where it is used,
+    the compiler would fuse it into every consumer and recompute it element by element.
     """
     q_block, k_block, window, _, _ = blocks
     query = first_query + jnp.arange(q_block)

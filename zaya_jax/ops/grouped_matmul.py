@@ -1,8 +1,8 @@
 """Products of sorted rows with the matrix of their group, dropless, for any split into groups.
 
 Rows stand sorted by group; group e owns `sizes_e[e]` of them, and rows past the sum of the sizes (the skip class,
-padding) take part in nothing and come out zero. The product and each of its gradients is an operation of its own, with
-a kernel of its own. The references loop over blocks of rows and do only the work there is: `jax.lax.ragged_dot`
+padding) are ignored and yield zeros. The product and each of its gradients are separate operations, each with its
+kernel. The references loop over blocks of rows and do only the work there is: `jax.lax.ragged_dot`
 multiplies every row with every expert, on a CPU always and on GPUs usually.
 """
 

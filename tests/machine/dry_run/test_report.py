@@ -43,7 +43,7 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(report, "prove", lambda *_: phase["compiled"])
     asked = []
-    monkeypatch.setattr(report, "estimate_phase", lambda *given: asked.append(given[1:]) or estimate())
+    monkeypatch.setattr(report, "estimate_phase", lambda *arguments: asked.append(arguments[1:]) or estimate())
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
     heading, table = capsys.readouterr().out.split("\n\n")
