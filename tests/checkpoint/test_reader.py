@@ -53,7 +53,7 @@ def test_a_flipped_value_is_named_with_its_part(tmp_path):
     value = np.asarray(make_state(1, WIDTH)["params"]["blocks.0.query"])[1].tobytes()
     flip(data_file(folder), content.index(value[:64]) + 5)
     (said,) = verify_checkpoint(folder)
-    assert said == f"The array params.blocks.0.query[0:2,0:{WIDTH}] in {folder} is not what was saved."
+    assert said == f"The array params.blocks.0.query[0:2,0:{WIDTH}] in {folder} does not match its checksum."
     assert list(wrong_parts(reader, expected)) == [said]
     (folder / "digests" / "process_0.json").write_text("{}")
     assert "process_0.json" in verify_checkpoint(folder)[0]

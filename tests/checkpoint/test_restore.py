@@ -10,7 +10,7 @@ from tests.checkpoint.damage_helpers import KINDS, WHERE, count, damage
 from tests.checkpoint.saved_helpers import write_soak
 from tests.checkpoint.test_store import ABOUT, abstract, check, make_state, newest, open_store, restored, save_all
 from tests.train_helpers import differing
-from zaya_jax.checkpoint.restore import read_checkpoint
+from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.checkpoints import saved_steps
 
@@ -61,11 +61,25 @@ def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
     assert [one.rpartition("It is kept as ")[2][:9] for one in said] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
-    with pytest.raises(RunStopped, match=r"None of the checkpoints in .* is what was saved; they are kept there"):
+    with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged"):
         newest(tmp_path)
-    with pytest.raises(RunStopped, match="None of the checkpoints"):  # nor is the run begun anew by the next call
+    with pytest.raises(RunStopped, match="Every checkpoint"):  # nor is the run begun anew by the next call
         newest(tmp_path)
     assert sorted(path.name[:9] for path in tmp_path.iterdir()) == ["1.corrupt", "2.corrupt", "3.corrupt", "GENERATIO"]
+
+
+def test_one_that_cannot_be_read_is_not_quarantined(tmp_path):
+    save_all(tmp_path, [1, 2])
+    (file,) = (tmp_path / "2" / "digests").iterdir()
+
+    def prepare(manifest):
+        file.unlink()
+        file.symlink_to("/proc/self/mem")  # whose first bytes the system refuses to read
+        return abstract(make_state())
+
+    with open_store(tmp_path) as store, pytest.raises(InputError, match=rf"{file} cannot be read"):
+        restore_newest(store, prepare, print)
+    assert saved_steps(tmp_path) == [1, 2]
 
 
 def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):

@@ -37,7 +37,7 @@ def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
     """A checkpoint to read from; its values are not compared with its digests.
 
     Raises:
-      InputError: it is not what was saved, as far as that is known without reading its values.
+      InputError: it is damaged, as far as that is known without reading its values.
     """
     manifest = read_manifest(folder)
     return manifest, CheckpointReader(folder, manifest.leaves)

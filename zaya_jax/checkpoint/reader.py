@@ -37,7 +37,7 @@ class CheckpointReader:
         """The array `name`, or the part of it at the index `where`.
 
         Raises:
-          Damaged: it is not what was saved.
+          Damaged: what lies there is not a part of it.
           Unreadable: the machine does not read it.
         """
         try:
@@ -68,7 +68,7 @@ class CheckpointReader:
 
 
 def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
-    """Read the parts of arrays that `expected` names; yield a sentence for each that is not what was saved."""
+    """Read the parts of arrays that `expected` names; yield a sentence for each that does not match its checksum."""
 
     def check(job: tuple[str, str, str]) -> str | None:
         name, where, text = job
@@ -76,7 +76,7 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
             actual = array_digest(reader.read(name, read_slice(where)))
         except Damaged as error:
             return str(error)
-        return None if actual == text else f"The array {name}[{where}] in {reader.folder} is not what was saved."
+        return None if actual == text else f"The array {name}[{where}] in {reader.folder} does not match its checksum."
 
     jobs = [(name, where, text) for name, parts in expected.items() for where, text in parts.items()]
     with ThreadPoolExecutor(_THREADS, "verify") as pool:
@@ -84,7 +84,7 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
 
 
 def verify_checkpoint(folder: Path) -> list[str]:
-    """Read a whole checkpoint, and say what of it is not what was saved; nothing where all of it is.
+    """Read a whole checkpoint, and describe what of it is damaged; nothing where it is intact.
 
     Of one that was saved without digests only names and sizes of files are known.
 

@@ -1,4 +1,4 @@
-"""Restoring: the newest checkpoint that is what was saved, onto any layout, and never one that is not."""
+"""Restoring the newest intact checkpoint onto any layout; a damaged one is never restored."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ def restore_newest(
 
     Raises:
       InputError: of `prepare`; or the checkpoint holds other arrays.
-      RunStopped: none of the checkpoints is what was saved.
+      RunStopped: every checkpoint is damaged.
     """
     folder, quarantined = store.folder, ""
     while steps := broadcast(names.named_steps(folder)):
@@ -56,8 +56,8 @@ def restore_newest(
             if is_primary():
                 say(f"{error} It is kept as {quarantined}, and an older checkpoint is taken where there is one.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
-        raise RunStopped(f"None of the checkpoints in {folder} is what was saved; they are kept there. Start again "
-                         "with another run_dir.")  # fmt: skip
+        raise RunStopped(f"Every checkpoint in {folder} is damaged; they are kept there. Start again with another "
+                         "run_dir.")  # fmt: skip
     return None
 
 
@@ -70,7 +70,7 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
       part: whether that may be a part of what was saved.
 
     Raises:
-      InputError: it is not what was saved, or holds other arrays than asked for.
+      InputError: it is damaged, cannot be read, or holds other arrays than asked for.
     """
     try:
         manifest = _manifest(folder.parent, int(folder.name))
@@ -89,8 +89,7 @@ def _quarantine(folder: Path, step: int) -> str:
 
 def _manifest(folder: Path, step: int) -> Manifest:
     """The manifest of a checkpoint; all processes agree on whether it can be used."""
-    problems: dict[type[Exception], str] = {}
-    path, manifest = folder / str(step), None
+    path, manifest, problem = folder / str(step), None, None
     try:
         manifest = read_manifest(path)
         if manifest.step != step:
@@ -98,18 +97,22 @@ def _manifest(folder: Path, step: int) -> Manifest:
         if not is_current(folder, step, manifest.generation):
             raise Damaged(f"{path} was saved by processes that had been given up for dead.")
     except InputError as error:
-        problems[Damaged if isinstance(error, Damaged) else InputError] = str(error)
-    for kind in (InputError, Damaged):
-        _raise_everywhere(problems.get(kind, ""), kind)
+        problem = error
+    _raise_everywhere(problem)
     if manifest is None:
         raise RuntimeError("A manifest that could not be read was agreed on.")
     return manifest
 
 
-def _raise_everywhere(problem: str, kind: type[Exception]) -> None:
-    """Raise `kind` in every process where one has a problem."""
-    if first := next(filter(None, all_gather("restore", problem, _PATIENCE)), ""):
-        raise kind(first)
+def _raise_everywhere(problem: Exception | None) -> None:
+    """Raise in every process what one has met.
+
+    Another `InputError` comes before `Damaged`: a checkpoint that one process cannot read is not quarantined.
+    """
+    for kind in (InputError, Damaged):
+        text = str(problem) if problem is not None and isinstance(problem, Damaged) == (kind is Damaged) else ""
+        if first := next(filter(None, all_gather("restore", text, _PATIENCE)), ""):
+            raise kind(first)
 
 
 def _restore(
@@ -118,23 +121,24 @@ def _restore(
     expected = named(abstract)
     _check_arrays(folder, manifest, expected, part)
     arrays: dict[str, jax.Array] | None = None
-    problem, digests = "", {}
+    problem, digests = None, {}
     try:
         digests = {name: parts for name, parts in read_digests(folder, manifest).items() if name in expected}
         if store is not None and digests:
             arrays = store.local.read(manifest.step, expected, digests)
-    except ValueError as error:
-        problem = str(error)
-    _raise_everywhere(problem, Damaged)
+    except InputError as error:
+        problem = error
+    _raise_everywhere(problem)
     # All from their own copies, or none: what Orbax reads, all processes read together.
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
         arrays = {}
         try:
             arrays = _load(CheckpointReader(folder, manifest.leaves), expected)
-            problem = _compare(folder, manifest, arrays, digests) if digests else ""
-        except Damaged as error:
-            problem = str(error)
-        _raise_everywhere(problem, Damaged)
+            if digests:
+                _compare(folder, manifest, arrays, digests)
+        except InputError as error:
+            problem = error
+        _raise_everywhere(problem)
         if store is not None and digests:
             store.mark_verified(manifest.step)
     return Restored(like(abstract, arrays), manifest)
@@ -172,15 +176,17 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
         return dict(zip(expected, pool.map(load, expected), strict=True))
 
 
-def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> str:
-    """What of the arrays is not what was saved: what lies on these devices, and of the rest what falls to this process.
+def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> None:
+    """Raise `Damaged` where an array does not match its checksums.
 
-    Between them, the processes compare every part of every array.
+    Each process compares what lies on its devices, and of the rest what is assigned to it; between them, the processes
+    compare every part of every array.
     """
     wrong, not_held = differing(arrays, digests)
     if wrong:
-        return f"The array {wrong[0]} in {folder} is not what was saved."
+        raise Damaged(f"The array {wrong[0]} in {folder} does not match its checksum.")
     assigned = read_digests(folder, manifest, jax.process_index(), jax.process_count())
     unread = {name: {where: text for where, text in parts.items() if where in not_held.get(name, ())}
             for name, parts in assigned.items() if name in arrays}  # fmt: skip
-    return next(wrong_parts(CheckpointReader(folder, manifest.leaves), unread), "")
+    for sentence in wrong_parts(CheckpointReader(folder, manifest.leaves), unread):
+        raise Damaged(sentence)

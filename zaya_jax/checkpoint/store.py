@@ -105,7 +105,7 @@ class CheckpointStore:
         return max(self.steps(), default=None)
 
     def mark_verified(self, step: int) -> None:
-        """Take note that a checkpoint was read and is what was saved: it stays until a newer one is."""
+        """Record that a checkpoint was read and is intact: it stays until a newer one is."""
         self._verified.add(step)
 
     def take_over(self, step: int | None = None) -> None:

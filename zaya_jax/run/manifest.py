@@ -22,7 +22,7 @@ _METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, 
 
 
 class Damaged(InputError):
-    """A checkpoint is not what was saved: a full sentence says what of it."""
+    """A checkpoint is damaged: the message says which part."""
 
 
 class Unreadable(InputError):
