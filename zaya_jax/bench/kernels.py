@@ -20,7 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
-from zaya_jax.ops.registry import preferred_kernels
+from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import Target, current_target
 
 PASS = 0.1  # seconds that a pass takes at least, where that is fewer calls than `MOST`
@@ -116,7 +116,9 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
       InputError: it does not compile or run.
     """
     case, target = cases(sizes, dtype)[name], current_target()
-    kernels = preferred_kernels(Target("interpret", target.device_kind) if emulated else target)
+    kernels = select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
+    if kernel and not kernels.chosen.keys() & set(case.operations):
+        raise InputError(f"There is no kernel: {kernels}")
     try:
         function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
         if case.held:

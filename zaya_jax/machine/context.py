@@ -3,6 +3,7 @@
 Each case is compiled and run in a process of its own, so that the peak a device reports is the case's alone.
 """
 
+import dataclasses
 import functools
 import os
 import statistics
@@ -20,10 +21,12 @@ from zaya_jax.config.parallel import ContextAttention
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, restored_environment
-from zaya_jax.ops.attention import attention, partial_attention, partial_attention_gradient
-from zaya_jax.parallel.context import gather_sequence, gathered_attention
+from zaya_jax.ops import Ops
+from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.selfcheck import EXAMPLE
+from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
-from zaya_jax.parallel.ring import ring_attention
+from zaya_jax.parallel.placement import make_placement
 
 SIMULATED = 8  # CPU devices, where a machine has one device alone
 # By itself XLA:CPU orders a program so that much of it can run at once, which doubles its temporaries.
@@ -128,7 +131,11 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
     mesh = make_mesh(config, jax.devices()[: case.devices])
     split = PartitionSpec(None, SEQUENCE_AXIS)
-    region = jax.shard_map(functools.partial(_forward_and_backward, config), mesh=mesh, in_specs=split,
+    model = dataclasses.replace(EXAMPLE, num_query_heads=sizes.query_heads, num_kv_heads=sizes.kv_heads,
+                                head_dim=sizes.channels)  # fmt: skip
+    kernels = select_kernels(current_target(), model, sizes.dtype)
+    ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # as training has them
+    region = jax.shard_map(functools.partial(_forward_and_backward, ops), mesh=mesh, in_specs=split,
                            out_specs=split, check_vma=False)  # fmt: skip
     rng, heads = np.random.default_rng(0), (sizes.query_heads, sizes.kv_heads, sizes.kv_heads, sizes.query_heads)
     drawn = [rng.normal(size=(1, case.length, n, sizes.channels)).astype(jnp.dtype(sizes.dtype)) for n in heads]
@@ -145,16 +152,11 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
     return step
 
 
-def _forward_and_backward(config: ParallelConfig, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array,
-                          do_bshc: jax.Array, segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
+def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, do_bshc: jax.Array,
+                          segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
     """Of a device's part of the sequence, the output and the gradients of q, k and v."""
-    if config.context_attention == "ring":
-        attend = ring_attention(config, partial_attention, partial_attention_gradient)
-        key_segments = segments_bs
-    else:
-        attend = gathered_attention(config, attention)
-        key_segments = gather_sequence(config, segments_bs)
-    attend = functools.partial(attend, query_segments_bs=segments_bs, key_segments_bt=key_segments)
+    attend = functools.partial(ops.attention, query_segments_bs=segments_bs,
+                               key_segments_bt=ops.key_segments(segments_bs))  # fmt: skip
     out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
     return out, *pull(do_bshc)
 

@@ -29,7 +29,7 @@ from zaya_jax.machine.result import check_request, describe_run, write_result
 from zaya_jax.machine.step import time_step
 from zaya_jax.machine.subprocesses import run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters
-from zaya_jax.ops.registry import check_operations, preferred_kernels
+from zaya_jax.ops.registry import check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.folder import CHECKPOINTS, METRICS
@@ -197,4 +197,4 @@ def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
 
 
 def _operations() -> dict[str, Any]:
-    return check_operations(preferred_kernels(current_target()), EXAMPLE)
+    return check_operations(current_target(), EXAMPLE)

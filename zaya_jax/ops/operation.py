@@ -82,6 +82,10 @@ class Operation:
     kernels: tuple[Kernel, ...] = ()
     uses: tuple[str, ...] = ()
 
+    def kernels_for(self, platform: str) -> list[Kernel]:
+        """Those that the platform has, in order of preference."""
+        return [kernel for kernel in self.kernels if platform in kernel.platforms]
+
     def kernel(self, name: str) -> Kernel:
         """The kernel of that name."""
         return next(kernel for kernel in self.kernels if kernel.name == name)

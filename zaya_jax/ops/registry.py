@@ -26,7 +26,7 @@ from zaya_jax.ops.momentum import MOMENTUM
 from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
-from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory
+from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
 from zaya_jax.ops.target import Target
 
 # Those that others use stand behind them.
@@ -97,9 +97,8 @@ _FIELDS = {field.name for field in dataclasses.fields(Ops)}
 
 def preferred_kernels(target: Target) -> KernelSelection:
     """The first kernel of each operation that the platform has, whatever it supports and whether it is right."""
-    names = {operation.name: [kernel.name for kernel in operation.kernels if target.platform in kernel.platforms]
-             for operation in OPERATIONS.values()}  # fmt: skip
-    return KernelSelection(target, {name: kernels[0] for name, kernels in names.items() if kernels})
+    kernels = {name: operation.kernels_for(target.platform) for name, operation in OPERATIONS.items()}
+    return KernelSelection(target, {name: of_platform[0].name for name, of_platform in kernels.items() if of_platform})
 
 
 def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSelection:
@@ -113,9 +112,7 @@ def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSele
     chosen: dict[str, str] = {}
     reasons: dict[tuple[str, str], str] = {}
     for name, operation in OPERATIONS.items():
-        for kernel in operation.kernels:
-            if target.platform not in kernel.platforms:
-                continue
+        for kernel in operation.kernels_for(target.platform):
             reason = _rejected.get((target, name, kernel.name)) or _unsupported(operation, kernel, target, model, dtype)
             if not reason:
                 chosen[name] = kernel.name
@@ -163,7 +160,12 @@ def validate_kernels(
       dtype: of `select_kernels`.
       training: whether gradients and the optimizer's operations are tried too.
       large: bytes of the large arrays; `selfcheck.LARGE` on a GPU and none emulated where None.
+
+    Raises:
+      InputError: JAX_PLATFORMS leaves out the CPU, in whose double precision kernels are checked.
     """
+    if selection.kernels:
+        host_cpu()
     large = (LARGE if selection.target.platform != "interpret" else 0) if large is None else large
     while True:
         trials = {name: (selection.target, name, kernel, model, dtype, training, large)
@@ -217,20 +219,26 @@ def rejections(target: Target) -> list[list[str]]:
 
 
 def check_operations(
-    selection: KernelSelection, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
+    target: Target, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
     names: Collection[str] = OPERATIONS.keys(),
 ) -> dict[str, Any]:  # fmt: skip
-    """Compare the operations, as they are selected, with double precision on the host.
+    """Compare every kernel of the operations that `target` has with double precision on the host.
+
+    Where there is none, the reference is compared.
 
     Returns:
-      `errors`, relative, by check and dtype, with the `tolerance` of each; and where one is above it `failed`, a
-      sentence.
+      `errors`, relative, by check, kernel and dtype, with the `tolerance` of each; and where one is above it `failed`,
+      a sentence.
     """
-    errors, wrong = {}, []
+    errors, wrong, preferred = {}, [], preferred_kernels(target)
     for operation in (OPERATIONS[name] for name in names):
-        for (name, check), dtype in itertools.product(operation.checks(model, True).items(), dtypes):
-            error = compare(check, dtype, selection.implementation(operation.name), operation.reference)
-            errors[f"{name} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
-            if not error <= check.tolerance[dtype]:
-                wrong.append(f"{name} in {dtype} is {error:.2g} off, but may be {check.tolerance[dtype]:g}")
+        for kernel in operation.kernels_for(target.platform) or [None]:
+            chosen = KernelSelection(target, {**preferred.chosen, **({operation.name: kernel.name} if kernel else {})})
+            implementation = chosen.implementation(operation.name)
+            by = f" by {kernel.name}" if kernel else ""
+            for (name, check), dtype in itertools.product(operation.checks(model, True).items(), dtypes):
+                error = compare(check, dtype, implementation, operation.reference)
+                errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
+                if not error <= check.tolerance[dtype]:
+                    wrong.append(f"{name}{by} in {dtype} is {error:.2g} off, but may be {check.tolerance[dtype]:g}")
     return {"errors": errors, **({"failed": "; ".join(wrong) + "."} if wrong else {})}

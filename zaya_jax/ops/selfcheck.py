@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.errors import InputError
 from zaya_jax.ops.operation import Check
 
 LARGE = 2**32  # bytes, beyond which kernels compute addresses in 64 bits
@@ -30,11 +31,11 @@ def compare(check: Check, dtype: str, implementation: Implementation, reference:
       implementation: of the operation, on the device.
       reference: of the operation, in double precision on the host's CPU.
     """
-    host, arrays = jax.local_devices(backend="cpu")[0], _draw(check, dtype)
+    arrays = _draw(check, dtype)
     with _precise(dtype):
         cotangents = _cotangents(check, implementation, arrays)
         outputs = _flat(_program(check, implementation)(arrays, cotangents))
-    with jax.enable_x64(True), jax.default_device(host):
+    with jax.enable_x64(True), jax.default_device(host_cpu()):
         exact = _flat(_program(check, reference)(_doubles(arrays), _doubles(cotangents)))
     errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(outputs, exact, strict=True)]
     return float(np.max(errors))  # Python's own would drop NaN
@@ -65,12 +66,31 @@ def compare_large(check: Check, dtype: str, implementation: Implementation, leas
             outputs = program([*repeated, *arrays[rows:]], outer)
             return jnp.stack([_apart(x, y, times) for x, y in zip(outputs, expected, strict=True)])
 
-        given = (arrays, cotangents, program(arrays, cotangents))
-        compiled = jax.jit(errors).lower(*given).compile()
+        operands = (arrays, cotangents, program(arrays, cotangents))
+        compiled = jax.jit(errors).lower(*operands).compile()
         needs = compiled.memory_analysis()
         if needs is not None and needs.argument_size_in_bytes + needs.temp_size_in_bytes > memory:
             return None
-        return float(np.max(compiled(*given)))
+        try:
+            return float(np.max(compiled(*operands)))
+        except jax.errors.JaxRuntimeError as error:  # the allocator knows of fragments, and the compiler does not
+            if "Out of memory" not in str(error):
+                raise
+            return None
+
+
+def host_cpu() -> Any:
+    """The CPU of this process's machine, as a device.
+
+    Raises:
+      InputError: JAX_PLATFORMS leaves it out.
+    """
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as error:
+        platforms = jax.config.read("jax_platforms")
+        raise InputError(f"Kernels are checked against jax's CPU backend, which JAX_PLATFORMS={platforms} leaves out: "
+                         f"set JAX_PLATFORMS={platforms},cpu.") from error  # fmt: skip
 
 
 def free_memory() -> int:

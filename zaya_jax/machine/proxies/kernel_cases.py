@@ -1,5 +1,6 @@
 """What the kernels are measured on: for each operation, forward and backward, its arrays, its work and its aim."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -9,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zaya_jax.config import MuonConfig
+from zaya_jax.config import ModelConfig, MuonConfig
 from zaya_jax.model.layers import recomputed
 from zaya_jax.ops.cca_mix import MixWeights, no_halo
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.residual_norm import MergeVectors
+from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.optim.muon import scale_by_muon
 
 TAPS = 2  # of both convolutions
@@ -52,6 +54,14 @@ class Sizes(NamedTuple):
     expert_width: int
     matrices: tuple[int, int, int]
     decoded: tuple[int, int]
+
+    @property
+    def model(self) -> ModelConfig:
+        """One layer of a model with these operations."""
+        return dataclasses.replace(
+            EXAMPLE, hidden_size=self.width, num_query_heads=self.query_heads, num_kv_heads=self.kv_heads,
+            head_dim=self.channels, num_experts=self.experts, expert_size=self.expert_width,
+        )  # fmt: skip
 
 
 # configs/zaya1_8b.yaml, of which a device has 16,384 tokens at a time; the matrices are a layer's gate and up.
