@@ -1,8 +1,13 @@
+import resource
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.devices_helpers import on_devices
 from tests.kernel_helpers import kernel
 from zaya_jax.ops import momentum
 from zaya_jax.ops.operation import Check, Input
@@ -72,3 +77,18 @@ def test_a_row_that_is_wrong_among_many_is_seen():
 def test_what_does_not_fit_is_not_tried():
     assert compare_large(SQUARE, "float32", square, 10_000, 1000) is None
     assert compare_large(SQUARE, "float32", square, 2**40, ALL) is None
+
+
+def compare_with_a_gibibyte():
+    check = Check(lambda sort, x: sort(x), (Input((384, 512)),), 1, gradient=False)
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + 2**30, hard))
+    try:
+        return compare_large(check, "float32", lambda x: jnp.sort(x, axis=0), 2**32, sys.maxsize)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_what_the_allocator_refuses_counts_as_not_tried():
+    assert on_devices(1, f"{__name__}:compare_with_a_gibibyte") is None
