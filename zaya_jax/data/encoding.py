@@ -12,7 +12,7 @@ from zaya_jax.data.chat import Conversation, find_special, parse_conversation
 from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
-from zaya_jax.data.readers.read import read_unit
+from zaya_jax.data.readers.formats import read_unit
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens

@@ -30,8 +30,8 @@ from zaya_jax.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from zaya_jax.data.readers.formats import load_format
 from zaya_jax.data.readers.inputs import list_units
-from zaya_jax.data.readers.megatron import index_path
 from zaya_jax.data.readers.unit import Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import TOKENIZER_FILES, SpecialTokens, find_special_tokens
@@ -209,7 +209,8 @@ def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: Prepa
 
 def _files(unit: Unit) -> tuple[str, ...]:
     """The files that a unit is read from."""
-    return (*unit.files, *map(index_path, unit.files)) if unit.format == "megatron" else unit.files
+    companions = load_format(unit.format).companions
+    return (*unit.files, *(path for file in unit.files for path in companions(file)))
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from functools import partial
 import pyarrow as pa
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share, reading
+from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
 
 _FILE_MAGIC = b"ARROW1"  # a stream begins with the length of its schema
@@ -132,3 +132,6 @@ def _first_row(file: str, batch: int) -> int:
 
 def _reading(file: str) -> AbstractContextManager[None]:
     return reading(f"The Arrow file {file}", pa.ArrowException)
+
+
+FORMAT = Format(partial(cut_evenly, count_pieces), read_arrow)

@@ -3,30 +3,16 @@
 import itertools
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from zaya_jax.config.checks import require
-from zaya_jax.data.readers.jsonl import COMPRESSED
-from zaya_jax.data.readers.megatron import index_path, open_index
+from zaya_jax.data.readers.formats import FORMATS, load_format
 from zaya_jax.data.readers.saved import saved_files
-from zaya_jax.data.readers.unit import Format, Unit, even_share, reading
+from zaya_jax.data.readers.unit import InputFile, Unit, reading
 from zaya_jax.errors import InputError
 
-ENDINGS: dict[str, Format] = {
-    **{lines + packed: "jsonl" for lines in (".jsonl", ".ndjson") for packed in ("", *COMPRESSED)},
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".bin": "megatron",
-}
 _LEAST_UNIT, _MOST_UNIT, _UNITS = 2 * 2**20, 2**30, 512
-
-
-class _File(NamedTuple):
-    format: Format
-    path: str
-    bytes: int
 
 
 def list_units(
@@ -40,7 +26,7 @@ def list_units(
       inputs: files; Megatron datasets by their `.bin`, their `.idx` or what both begin with; folders that
         `datasets.save_to_disk` wrote; and other folders, of which every file with a known ending is taken, sorted,
         folders below them included, but hidden files and links to folders left out.
-      suffixes: endings of text files, beside those of `ENDINGS`.
+      suffixes: endings of text files, beside those of `FORMATS`.
       unit_bytes: size of a unit; by default a 512th of the input, at least 2 MiB and at most 1 GiB. A compressed
         file, an Arrow stream, a row group, a text and a Megatron document are never cut.
 
@@ -61,7 +47,7 @@ def list_units(
     return units
 
 
-def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[_File]:
+def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[InputFile]:
     if os.path.isdir(path):
         files = list(_walk(path, suffixes))
         if not any(file.bytes for file in files):
@@ -83,7 +69,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[_File]:
     return [file]
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[_File]:
+def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[InputFile]:
     saved = saved_files(folder)
     if saved is not None:
         yield from (_file(path, "arrow") for path in saved)
@@ -103,30 +89,31 @@ def _walk(folder: Path, suffixes: tuple[str, ...]) -> Iterator[_File]:
             yield _file(Path(entry.path), kind)
 
 
-def _format(name: str, suffixes: tuple[str, ...]) -> Format | None:
-    for ending, kind in ENDINGS.items():
-        if name.endswith(ending):
+def _format(name: str, suffixes: tuple[str, ...]) -> str | None:
+    for kind, endings in FORMATS.items():
+        if name.endswith(endings):
             return kind
     return "text" if name.endswith(suffixes) else None
 
 
 def _known(suffixes: tuple[str, ...]) -> str:
-    return ", ".join([*ENDINGS, *suffixes])
+    return ", ".join([*itertools.chain(*FORMATS.values()), *suffixes])
 
 
-def _file(path: Path, kind: Format) -> _File:
+def _file(path: Path, kind: str) -> InputFile:
     with reading(f"The input {path}"):
         status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise InputError(f"The input {path} is neither a file nor a folder.")
     if not os.access(path, os.R_OK):
         raise InputError(f"The input {path} cannot be read: its permissions forbid it.")
-    if kind == "megatron" and not os.path.exists(index := index_path(str(path))):
-        raise InputError(f"The Megatron file {path} needs {index} beside it, which is missing.")
-    return _File(kind, str(path), status.st_size)
+    for companion in load_format(kind).companions(str(path)):
+        if not os.path.exists(companion):
+            raise InputError(f"The file {path} needs {companion} beside it, which is missing.")
+    return InputFile(kind, str(path), status.st_size)
 
 
-def _check_distinct(files: Sequence[_File]) -> None:
+def _check_distinct(files: Sequence[InputFile]) -> None:
     seen: dict[str, str] = {}
     for file in files:
         path = os.path.realpath(file.path)
@@ -137,52 +124,6 @@ def _check_distinct(files: Sequence[_File]) -> None:
         seen[path] = file.path
 
 
-def _units(files: Sequence[_File], unit_bytes: int) -> Iterator[Unit]:
-    for is_text, run in itertools.groupby(files, lambda file: file.format == "text"):
-        if is_text:
-            yield from _text_units(run, unit_bytes)
-        else:
-            for file in run:
-                yield from _file_units(file, unit_bytes)
-
-
-def _text_units(files: Iterable[_File], unit_bytes: int) -> Iterator[Unit]:
-    paths: list[str] = []
-    size = 0
-    for file in files:
-        if paths and size + file.bytes > unit_bytes:
-            yield Unit("text", tuple(paths), 0, len(paths), size)
-            paths, size = [], 0
-        paths.append(file.path)
-        size += file.bytes
-    yield Unit("text", tuple(paths), 0, len(paths), size)
-
-
-def _file_units(file: _File, unit_bytes: int) -> Iterator[Unit]:
-    if file.format == "jsonl" and not file.path.endswith(COMPRESSED):
-        for start in range(0, file.bytes, unit_bytes):
-            stop = min(start + unit_bytes, file.bytes)
-            yield Unit("jsonl", (file.path,), start, stop, stop - start)
-        return
-    pieces = _pieces(file)
-    count = min(pieces, -(-file.bytes // unit_bytes))  # of about equal size, as row groups and batches are
-    for i in range(count):
-        start, stop = pieces * i // count, pieces * (i + 1) // count
-        yield Unit(file.format, (file.path,), start, stop, even_share(file.bytes, count, i, i + 1))
-
-
-def _pieces(file: _File) -> int:
-    """How many pieces the file can be cut into."""
-    match file.format:
-        case "parquet":
-            from zaya_jax.data.readers.parquet import count_row_groups
-
-            return count_row_groups(file.path)
-        case "arrow":
-            from zaya_jax.data.readers.arrow import count_pieces
-
-            return count_pieces(file.path)
-        case "megatron":
-            return open_index(file.path).documents
-        case _:
-            return 1
+def _units(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
+    for name, group in itertools.groupby(files, lambda file: file.format):
+        yield from load_format(name).cut(list(group), unit_bytes)

@@ -10,12 +10,24 @@ import io
 import json
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import IO, Any
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Reason, Unit, Value, reading
+from zaya_jax.data.readers.unit import (
+    BadDocument,
+    Document,
+    Entry,
+    FirstLine,
+    Format,
+    InputFile,
+    Reason,
+    Unit,
+    Value,
+    cut_evenly,
+    reading,
+)
 from zaya_jax.data.readers.values import find_field, is_document, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
@@ -24,6 +36,17 @@ LONGEST_LINE = 2**30  # bytes; more is no JSONL, and would be held in memory who
 
 _READ_BYTES = 2**20  # bytes
 _COUNTED_BYTES = 64 * 2**20  # bytes before a unit that are read to number its first line
+
+
+def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
+    """Cut at multiples of `unit_bytes`; a compressed file is one unit."""
+    for file in files:
+        if file.path.endswith(COMPRESSED):
+            yield from cut_evenly(lambda path: 1, [file], unit_bytes)
+            continue
+        for start in range(0, file.bytes, unit_bytes):
+            stop = min(start + unit_bytes, file.bytes)
+            yield Unit("jsonl", (file.path,), start, stop, stop - start)
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
@@ -155,3 +178,6 @@ def _line_number(file: str, position: int) -> int:
             number += block.count(b"\n")
             position -= len(block)
     return number
+
+
+FORMAT = Format(cut_jsonl, read_jsonl)

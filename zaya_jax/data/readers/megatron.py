@@ -15,11 +15,12 @@ The layout is that of `megatron/core/datasets/indexed_dataset.py`; all of it is 
 import os
 import struct
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly
 from zaya_jax.errors import InputError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -143,3 +144,7 @@ def _check_sequences(index: Index, lengths: np.ndarray, pointers: np.ndarray, be
             f"The Megatron index {index.file} puts sequence {begin + i} at byte {pointers[i]} with "
             f"{lengths[i]} tokens, but its .bin has {index.bin_bytes} bytes; one of the two is damaged."
         )
+
+
+FORMAT = Format(partial(cut_evenly, lambda path: open_index(path).documents), lambda unit, field: read_megatron(unit),
+                companions=lambda path: (index_path(path),))  # fmt: skip

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from zaya_jax.data.readers.columns import check_columns, column_documents
-from zaya_jax.data.readers.unit import Entry, FirstLine, Unit, even_share, reading
+from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
 
 _BATCH_ROWS = 256  # as an array
@@ -56,3 +57,6 @@ def _batches(file: str, table: pq.ParquetFile, unit: Unit, columns: list[str]) -
     for group in range(unit.start, unit.stop):
         with reading(f"The Parquet file {file}", pa.ArrowException):
             yield from table.iter_batches(_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False)
+
+
+FORMAT = Format(partial(cut_evenly, count_row_groups), read_parquet)

@@ -1,9 +1,22 @@
 """Text files: each is one document, byte for byte."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Unit, reading
+from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, InputFile, Unit, reading
+
+
+def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
+    """As many whole files to a unit as have at most `unit_bytes`, or one."""
+    paths: list[str] = []
+    size = 0
+    for file in files:
+        if paths and size + file.bytes > unit_bytes:
+            yield Unit("text", tuple(paths), 0, len(paths), size)
+            paths, size = [], 0
+        paths.append(file.path)
+        size += file.bytes
+    yield Unit("text", tuple(paths), 0, len(paths), size)
 
 
 def read_text(unit: Unit) -> Iterator[Entry]:
@@ -24,3 +37,6 @@ def read_text(unit: Unit) -> Iterator[Entry]:
             yield BadDocument(file, 1, "empty", f"the file has {len(data)} bytes, none of them more than white space")
         else:
             yield Document(text, file, len(data), 0, FirstLine())
+
+
+FORMAT = Format(cut_texts, lambda unit, field: read_text(unit))

@@ -1,6 +1,6 @@
 """Units of input, and the documents and bad documents that reading them gives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -9,7 +9,6 @@ import numpy as np
 
 from zaya_jax.errors import InputError
 
-Format = Literal["text", "jsonl", "parquet", "arrow", "megatron"]
 Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "lost field"]
 
 # A text, a list as JSON has it (chat messages, not validated here), or the token ids of a Megatron document.
@@ -24,7 +23,7 @@ class Unit(NamedTuple):
     compressed JSONL and Arrow streams, is 0 to 1.
     """
 
-    format: Format
+    format: str  # of `FORMATS`
     files: tuple[str, ...]  # paths; several for text alone, where each file is one document
     start: int
     stop: int  # the first that is not of the range
@@ -78,6 +77,32 @@ class BadDocument(NamedTuple):
 
 
 Entry = Document | BadDocument  # what a reader yields
+
+
+class InputFile(NamedTuple):
+    """A file of input that is there."""
+
+    format: str  # of `FORMATS`
+    path: str
+    bytes: int
+
+
+class Format(NamedTuple):
+    """How the files of one format are cut into units, and how a unit is read."""
+
+    cut: Callable[[Sequence[InputFile], int], Iterator[Unit]]  # files in a row, to units of about so many bytes
+    read: Callable[[Unit, str], Iterator[Entry]]  # a unit; by the key or column that holds documents, if it has such
+    companions: Callable[[str], tuple[str, ...]] = lambda path: ()  # files that must lie beside one
+
+
+def cut_evenly(count_pieces: Callable[[str], int], files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
+    """Cut each file into units of about equal numbers of its `count_pieces(path)` pieces, as row groups are."""
+    for file in files:
+        pieces = count_pieces(file.path)
+        count = min(pieces, -(-file.bytes // unit_bytes))
+        for i in range(count):
+            start, stop = pieces * i // count, pieces * (i + 1) // count
+            yield Unit(file.format, (file.path,), start, stop, even_share(file.bytes, count, i, i + 1))
 
 
 def even_share(total: int, count: int, start: int, stop: int) -> int:
