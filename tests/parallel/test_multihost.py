@@ -1,5 +1,6 @@
 """Several real processes on one machine are one job."""
 
+import errno
 import itertools
 import shutil
 import signal
@@ -19,7 +20,7 @@ from tests.helpers import assert_close
 from tests.parallel.processes_helpers import Link, finish_job, free_port, start_job, wide_everywhere
 from tests.train_helpers import ROOT, leaves, restore, small_run, write_run
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, RunStopped, last_words
 from zaya_jax.parallel import multihost
 from zaya_jax.parallel.multihost import all_gather, broadcast, check_alike, is_peer_loss, join, primary_first
 from zaya_jax.run.folder import METRICS
@@ -272,7 +273,18 @@ def test_one_that_says_nothing_is_named():
     assert (str(first), second) == ("Process 1 was not heard for 0.01 s.", 1)
 
 
-@pytest.mark.parametrize("error", [InputError("It is bad."), OSError()])
+def test_a_tuple_arrives_as_a_list_in_every_process():
+    for count in (1, 2):
+        sent = in_processes(count, lambda index: (broadcast((1, ())), all_gather("a", (index,), 10)))
+        assert sent == [([1, []], [[index] for index in range(count)])] * count
+
+
+FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "run/config.yaml")
+
+
+@pytest.mark.parametrize(
+    "error", [InputError("It is bad: mend it."), OSError(), FULL_DISK, RunStopped("It is: over."), KeyError("x")]
+)
 def test_what_process_0_cannot_do_the_others_do_not_try(error):
     def act(index):
         if index:
@@ -281,8 +293,22 @@ def test_what_process_0_cannot_do_the_others_do_not_try(error):
 
     first, second = in_processes(2, lambda index: primary_first(lambda: act(index)))
     assert first is error
-    assert isinstance(second, InputError)
-    assert str(second) == (str(error) or "OSError")
+    (sentence, status), alike = last_words(error), last_words(second)
+    assert alike == (sentence if str(error) else "Stopped: OSError", status)
+
+
+def test_a_disk_that_is_full_for_process_0_is_bad_input_to_none(tmp_path):
+    full = """
+import errno
+from zaya_jax.train import loop
+def full(config):
+    raise OSError(errno.ENOSPC, "No space left on device", "corpus")
+loop.open_sources = full
+"""
+    job = start_job(tmp_path, [command(tmp_path, "run")] * 2, code=full)
+    for text in ended(finish_job(tmp_path, job), 1):
+        assert text.count("Stopped: [Errno 28] No space left on device: 'corpus'. Free some space") == 1
+        assert "Traceback" not in text
 
 
 def test_process_0_goes_first_and_differing_configurations_are_named():

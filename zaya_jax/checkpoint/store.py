@@ -6,6 +6,7 @@ comes last, and only then does the checkpoint get the name that makes it one.
 
 import contextlib
 import dataclasses
+import enum
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 
@@ -41,6 +42,21 @@ _SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies besid
 
 class SaveFailed(Exception):
     """A save came to nothing: a full sentence says why."""
+
+
+class _SaveStatus(enum.StrEnum):
+    """How the last save stands, by process 0."""
+
+    WAITING = enum.auto()  # it is under way, or has failed and is not yet to be tried again
+    DONE = enum.auto()
+    RETRY = enum.auto()
+
+
+class _Prospect(NamedTuple):
+    """What process 0 sees before a save."""
+
+    is_saved: bool = False  # there is a checkpoint of the step already
+    problem: str = ""  # that stands against saving, a sentence
 
 
 @dataclasses.dataclass
@@ -133,7 +149,8 @@ class CheckpointStore:
                 self._retain()
             except OSError as error:
                 problem = f"{self.folder} cannot be written: {error.strerror}."
-        problem, token = broadcast((problem, token))
+        message: list[Any] = [problem, token]
+        problem, token = broadcast(message)
         self._token = 0 if problem else token
         return problem
 
@@ -172,8 +189,9 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # one message, since training waits for each
             size = sum(x.nbytes for x in arrays.values())
-            problem = broadcast(self._obstacle(step, work, size) if is_primary() else "")
-            if problem is None:
+            prospect = self._prospect(step, work, size) if is_primary() else _Prospect()
+            is_saved, problem = _Prospect(**broadcast(prospect._asdict()))
+            if is_saved:
                 return
         if problem:
             self._failed(step, problem)
@@ -189,19 +207,19 @@ class CheckpointStore:
             saving.problem = as_sentence(error)
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
-    def _obstacle(self, step: int, work: Path, size: int) -> str | None:
-        """In process 0: what stands against saving `size` bytes of `step` as `work`; None where it is saved.
+    def _prospect(self, step: int, work: Path, size: int) -> _Prospect:
+        """Of saving `size` bytes of `step` as `work`.
 
         What has the name of its checkpoint and is none is quarantined.
         """
         path = self.folder / str(step)
         manifest = try_read(path)
         if manifest is not None and is_current(self.folder, step, manifest.generation):
-            return None
+            return _Prospect(is_saved=True)
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return self.ready() or self._check_free_space(size) or self._remove_leftovers(work)
+        return _Prospect(problem=self.ready() or self._check_free_space(size) or self._remove_leftovers(work))
 
     def due(self) -> bool:
         """Whether a save that failed is to be tried again now; the same in all processes.
@@ -211,18 +229,18 @@ class CheckpointStore:
         """
         if self._in_flight is None and not self._problem:
             return False
-        status = broadcast(self._save_status())
-        if status == "wait":
+        status = self._save_status()
+        if status is _SaveStatus.WAITING:
             return False
         self.wait()
-        return status == "again"
+        return status is _SaveStatus.RETRY
 
     def backing_off(self) -> bool:
         """Whether a save has failed and its next try is not due; the same in all processes."""
-        return bool(self._problem) and broadcast(self._save_status()) == "wait"
+        return bool(self._problem) and self._save_status() is _SaveStatus.WAITING
 
     def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
-        """Wait until the last save has succeeded, calling `save` again where it has not, or until `ending`.
+        """Wait until the last save has succeeded, calling `save` again where it has not, or until `should_stop()`.
 
         Returns:
           Whether it has.
@@ -235,11 +253,13 @@ class CheckpointStore:
                 self.wait()
         return not self._problem
 
-    def _save_status(self) -> str:
-        """Process 0's: 'wait', 'done' or 'again'."""
+    def _save_status(self) -> _SaveStatus:
+        """Process 0's, in every process."""
         if self._in_flight is not None:
-            return "done" if self._in_flight[1].done() else "wait"
-        return "again" if time.monotonic() >= self._again_at else "wait"
+            status = _SaveStatus.DONE if self._in_flight[1].done() else _SaveStatus.WAITING
+        else:
+            status = _SaveStatus.RETRY if time.monotonic() >= self._again_at else _SaveStatus.WAITING
+        return _SaveStatus(broadcast(str(status)))
 
     def wait(self) -> bool:
         """Wait for the save under way; whether the last one succeeded.

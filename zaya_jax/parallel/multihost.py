@@ -14,13 +14,15 @@ from typing import Any, TypeVar
 import jax
 from jax._src import clusters, distributed
 
-from zaya_jax.errors import InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.relay import relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
 
 T = TypeVar("T")
+# What processes may send: a tuple or an enum would arrive as what JSON makes of it.
+Json = TypeVar("Json", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
 
 _HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeats are given beyond our own
 # In jax's errors, what tells one of the others from one of our own.
@@ -102,17 +104,18 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def broadcast(value: T) -> T:
-    """The `value` of process 0, JSON, in every process, however long it takes to be sent.
+def broadcast(value: Json) -> Json:
+    """The `value` of process 0 in every process, as JSON has it there, however long it takes to be sent.
 
     By the coordinator's store: a collective would give up while process 0 prepares data.
     """
+    text = json.dumps(value)
     if jax.process_count() == 1:
-        return value
+        return json.loads(text)
     key = f"zaya_jax/broadcast/{next(_turns['broadcast'])}"
     if is_primary():
-        _store().key_value_set(key, json.dumps(value))
-        return value
+        _store().key_value_set(key, text)
+        return json.loads(text)
     while True:  # `PeerLiveness` ends this process where process 0 is lost
         try:
             return json.loads(_store().blocking_key_value_get(key, 10_000))
@@ -121,8 +124,8 @@ def broadcast(value: T) -> T:
                 raise
 
 
-def all_gather(topic: str, value: T, seconds: float) -> list[T]:
-    """The `value` of each process, JSON, in the order of processes.
+def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
+    """The `value` of each process, as JSON has it, in the order of processes.
 
     Args:
       topic: tells messages of one thread from those of others, which may be sent in another order.
@@ -132,10 +135,11 @@ def all_gather(topic: str, value: T, seconds: float) -> list[T]:
     Raises:
       TimeoutError: another process did not send its value in time; it is named.
     """
+    text = json.dumps(value)
     if jax.process_count() == 1:
-        return [value]
+        return [json.loads(text)]
     key, deadline = f"zaya_jax/{topic}/{next(_turns[topic])}", time.monotonic() + seconds
-    _store().key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    _store().key_value_set(f"{key}/{jax.process_index()}", text)
     values = []
     for process in range(jax.process_count()):
         left = max(1, round(1000 * (deadline - time.monotonic())))
@@ -153,17 +157,21 @@ def primary_first(action: Callable[[], T]) -> T:
 
     Raises:
       InputError: that of process 0, in every process.
+      RunStopped: in the others, where process 0 fails for another reason, such as a full disk.
     """
     if jax.process_count() == 1:
         return action()
     if not is_primary():
-        if (problem := broadcast(None)) is not None:
-            raise InputError(problem)
-        return action()
+        failure: list[Any] | None = broadcast(None)
+        if failure is None:
+            return action()
+        problem, status = failure
+        raise (InputError if status == ExitCode.BAD_INPUT else RunStopped)(problem)
     try:
         result = action()
     except Exception as error:
-        broadcast(str(error) or type(error).__name__)
+        sentence, status = last_words(error)
+        broadcast([sentence.partition(": ")[2] or type(error).__name__, status])
         raise
     broadcast(None)
     return result
