@@ -13,7 +13,8 @@ from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.data.text_corpus import open_corpus
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.main import main
-from zaya_jax.run.folder import CHECKPOINTS, claim_run, lock_run
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.folder import claim_run, lock_run
 from zaya_jax.train import loop
 
 

@@ -40,7 +40,8 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.parallel.mesh import replicated
-from zaya_jax.run.folder import CHECKPOINTS, METRICS
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import compiled, initialization, resumption, trainer
 from zaya_jax.train import program as program_module

@@ -22,7 +22,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.presets import Preset
-from zaya_jax.run.checkpoints import FOLDER, named_steps
+from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -112,7 +112,7 @@ def _saved(run_dir: str) -> str:
     """What a run that ends at once has saved."""
     if not run_dir:
         return ""
-    steps = named_steps(Path(run_dir).expanduser() / FOLDER)
+    steps = named_steps(Path(run_dir).expanduser() / CHECKPOINTS)
     if not steps:
         return f" There is no checkpoint in {run_dir}: the same command starts from the first step."
     return f" The newest checkpoint in {run_dir} is that of step {steps[-1]}: the same command resumes from it."

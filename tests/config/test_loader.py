@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.config_helpers import SMALL, refused_to_load, written
 from tests.helpers import TINY
-from zaya_jax.config import Config, load_config, to_dict, to_yaml, with_current_keys
+from zaya_jax.config import Config, current_key, flatten_keys, load_config, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.renamed import RENAMED
 from zaya_jax.errors import InputError
 
@@ -278,3 +278,4 @@ def test_what_an_earlier_version_saved_is_read():
         then = as_saved_then(tree)
         assert then != tree
         assert with_current_keys(then) == tree
+        assert [current_key(key) for key, _ in flatten_keys(then)] == [key for key, _ in flatten_keys(tree)]

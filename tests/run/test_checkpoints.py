@@ -125,8 +125,8 @@ def make(folder, **changes):
     for process, parts in enumerate(PARTS):
         (folder / "digests" / f"process_{process}.json").write_text(json.dumps(parts))
     manifest = Manifest(**{
-        "step": 3, "generation": 2, "metadata": {"phase": "one", "heldout_loss": 1.5}, "leaves": {}, "read_back": False,
-        "files": list_files(folder), "digests": file_digests(folder), **changes,
+        "step": 3, "fencing_token": 2, "metadata": {"phase": "one", "heldout_loss": 1.5}, "leaves": {},
+        "read_back": False,        "files": list_files(folder), "digests": file_digests(folder), **changes,
     })  # fmt: skip
     write_manifest(folder, manifest)
     return manifest
@@ -137,6 +137,10 @@ def test_it_is_read_as_it_was_written(tmp_path):
     manifest = make(tmp_path / "1")
     assert has_manifest(tmp_path / "1")
     assert read_manifest(tmp_path / "1") == manifest == try_read(tmp_path / "1")
+    [written] = (tmp_path / "1").glob("manifest-*")
+    tree = json.loads(written.read_bytes())
+    assert (tree["generation"], tree["about"]) == (2, {"phase": "one", "heldout_loss": 1.5})  # as earlier versions have
+    assert not {"fencing_token", "metadata"} & tree.keys()
     assert set(manifest.digests) == {*(f"digests/process_{n}.json" for n in range(3)), "state/tree"}
     assert manifest.files["state/ocdbt.process_0/values"] == 100
 

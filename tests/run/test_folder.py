@@ -18,9 +18,9 @@ from zaya_jax.config import (
 )
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import (
     CHANGES,
-    CHECKPOINTS,
     CONFIG,
     METRICS,
     claim_run,

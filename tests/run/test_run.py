@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -25,7 +26,8 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
     config, folder = small_run(tmp_path), save_run(tmp_path / "run", [1, 2, 3], {2: 1.5})
     claim_run(folder, config)
     (folder / "phases.json").write_text('{"one": 2}')
-    (folder / "changes.jsonl").write_text('{"step": 1, "changes": {"evaluation.every": [1, 2]}}\n')
+    then = {"evaluation.every": [1, 2], "phases.one.batch.micro": [4, 2]}  # as an earlier version wrote it
+    (folder / "changes.jsonl").write_text(json.dumps({"step": 1, "changes": then}) + "\n")
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
     (folder / "timings.jsonl").write_text('{"step": 1, "seconds": 0.5}\n')
     (folder / "tokenizer").mkdir()
@@ -38,7 +40,7 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
 
     run = open_run(str(folder))
     assert (run.config, run.phases, run.status) == (config, {"one": 2}, None)
-    assert run.changes == [{"step": 1, "changes": {"evaluation.every": [1, 2]}}]
+    assert run.changes == [{"step": 1, "changes": {"evaluation.every": [1, 2], "phases.one.batch.micro_batch": [4, 2]}}]
     assert (run.metrics, run.timings) == ([{"step": 1, "loss": 2.0}], [{"step": 1, "seconds": 0.5}])
     assert (run.tokenizer, run.quarantined) == (folder / "tokenizer", [checkpoints / "0.corrupt-20260101T000000"])
     first, second, third = run.checkpoints
@@ -59,7 +61,7 @@ def test_a_folder_without_a_run_and_a_run_without_files_are_told_apart(tmp_path)
         open_run(tmp_path / "nowhere")
     (tmp_path / "checkpoints").mkdir()
     run = open_run(tmp_path)  # as import-hf leaves it
-    assert [getattr(run, name) for name in PROPERTIES if name != "config"] == [[], {}, None, [], [], [], [], None, None]
+    assert [getattr(run, name) for name in PROPERTIES if name != "config"] == [[], {}, None, [], [], [], [], None]
     with pytest.raises(InputError, match=r"config\.yaml"):
         _ = run.config
 
@@ -140,6 +142,20 @@ def test_exit_codes_are_those_of_shells():
 )
 def test_launchers_are_known_by_what_they_set(environment, launcher):
     assert detect_launcher(environment) == launcher
+
+
+@pytest.mark.parametrize("tasks", ["", "two", "2.0", "-1", "4(x2)"])
+def test_a_number_of_tasks_that_is_none_is_refused_with_its_variable(tasks):
+    with pytest.raises(InputError, match=rf"SLURM_NTASKS is {re.escape(repr(tasks))}, but must be"):
+        detect_launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": tasks})
+
+
+@pytest.mark.parametrize("line", ["[]", "{}", '{"changes": 1}', "no JSON"])
+def test_changes_that_are_damaged_are_told(tmp_path, line):
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "changes.jsonl").write_text(line)
+    with pytest.raises(InputError, match=r"changes\.jsonl cannot be read"):
+        _ = open_run(tmp_path).changes
 
 
 def test_files_and_ids_are_copied_into_a_run_and_nothing_where_there_are_none(tmp_path):

@@ -19,7 +19,7 @@ from zaya_jax.model import tree
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.lora import adapter_shapes, merged
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.weights.adapters import BASE
 
 LORA = LoraConfig(2, 3.0)
@@ -36,7 +36,7 @@ def tuned(tmp_path_factory):
     config = dataclasses.replace(CONFIG, init_from=f"hf:{folder / 'model'}", lora=LORA)
     note = {"init_from": config.init_from, "fingerprint": fingerprint({**params, **balance})}
     drawn = {step: draw(base, step) for step in (3, 4)}
-    with CheckpointStore(folder / "run" / FOLDER, CheckpointConfig()) as store:
+    with CheckpointStore(folder / "run" / CHECKPOINTS, CheckpointConfig()) as store:
         for step, adapters in drawn.items():
             store.save(step, {"params": adapters, "balance": balance},
                        {"phase": config.phases[0].name, "config": to_dict(config)})  # fmt: skip
@@ -67,9 +67,9 @@ def test_an_export_holds_the_merged_matrices(tuned, tmp_path):
 
 def test_an_average_is_that_of_the_merged_models_and_can_be_exported(tuned, tmp_path):
     folder, *merged_models = tuned
-    steps = [str(folder / "run" / FOLDER / step) for step in ("3", "4")]
+    steps = [str(folder / "run" / CHECKPOINTS / step) for step in ("3", "4")]
     assert main(["average", *steps, "--output", str(tmp_path / "mean")]) == 0
-    assert verify_checkpoint(tmp_path / "mean" / FOLDER / "4") == []
+    assert verify_checkpoint(tmp_path / "mean" / CHECKPOINTS / "4") == []
     assert main(["export-hf", str(tmp_path / "mean"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folder / "model" / "tokenizer.json").read_text()
     model = load_model(f"hf:{tmp_path / 'out'}")[0]

@@ -6,7 +6,7 @@ from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, 
 from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config.checks import shown
-from zaya_jax.run.checkpoints import FOLDER, checkpoint_folder
+from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
 from zaya_jax.run.manifest import read_manifest
 from zaya_jax.run.run import open_run
 
@@ -15,7 +15,7 @@ def verify(path: str, every: bool) -> tuple[str, bool]:
     """What is damaged in a checkpoint, or in all of a run, and whether nothing is."""
     if every:
         run = open_run(path)
-        folders = [run.folder / FOLDER / str(checkpoint.step) for checkpoint in run.checkpoints]
+        folders = [run.folder / CHECKPOINTS / str(checkpoint.step) for checkpoint in run.checkpoints]
     else:
         folders = [checkpoint_folder(path, "CHECKPOINT")]
     lines, intact = [], True

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.checkpoint.reader import CheckpointReader
+from zaya_jax.config import flatten_keys
 from zaya_jax.run.digests import read_slice
-from zaya_jax.run.folder import flatten_keys
 from zaya_jax.run.manifest import Manifest, read_digests, read_manifest
 
 

@@ -8,7 +8,7 @@ from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.config import CheckpointConfig
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import FOLDER, remove, usable_checkpoints
+from zaya_jax.run.checkpoints import CHECKPOINTS, remove, usable_checkpoints
 from zaya_jax.run.folder import lock_folder
 from zaya_jax.run.retention import steps_to_keep
 from zaya_jax.run.run import open_run
@@ -31,7 +31,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
     """
     config.check()
     run = open_run(path)
-    folder = run.folder / FOLDER
+    folder = run.folder / CHECKPOINTS
     with lock_folder(run.folder):
         usable = usable_checkpoints(folder)
         damaged = set()

@@ -76,7 +76,7 @@ def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: b
         manifest = _manifest(folder.parent, int(folder.name))
         return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
-        raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.FOLDER}/STEP.") from error
+        raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.CHECKPOINTS}/STEP.") from error
 
 
 def _quarantine(folder: Path, step: int) -> str:
@@ -94,7 +94,7 @@ def _manifest(folder: Path, step: int) -> Manifest:
         manifest = read_manifest(path)
         if manifest.step != step:
             raise Damaged(f"{path} holds the checkpoint of step {manifest.step}.")
-        if not is_current(folder, step, manifest.generation):
+        if not is_current(folder, step, manifest.fencing_token):
             raise Damaged(f"{path} was saved by processes that had been given up for dead.")
     except InputError as error:
         problem = error

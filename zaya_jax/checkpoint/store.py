@@ -161,8 +161,8 @@ class CheckpointStore:
             manifest = try_read(self.folder / str(step))
             if manifest is None:
                 continue  # which restoring would tell
-            if is_current(self.folder, step, manifest.generation) and (newest is None or step <= newest):
-                tokens[step] = manifest.generation
+            if is_current(self.folder, step, manifest.fencing_token) and (newest is None or step <= newest):
+                tokens[step] = manifest.fencing_token
             else:
                 quarantined = names.quarantine(self.folder, step, "stale")
                 self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
@@ -214,7 +214,7 @@ class CheckpointStore:
         """
         path = self.folder / str(step)
         manifest = try_read(path)
-        if manifest is not None and is_current(self.folder, step, manifest.generation):
+        if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
             return _Prospect(is_saved=True)
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save

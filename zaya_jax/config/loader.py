@@ -7,7 +7,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,15 @@ def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
 def to_dict(config: Any) -> dict[str, Any]:
     """The resolved tree as plain dicts and lists, in the order of the fields."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
+
+
+def flatten_keys(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts by dotted key, such as 'train.batch.tokens'; `where` begins each key."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from flatten_keys(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
 
 
 def _plain(value: Any) -> Any:

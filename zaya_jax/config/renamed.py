@@ -19,3 +19,9 @@ def with_current_keys(tree: Any, section: str = "") -> Any:
     if isinstance(tree, dict):
         return {RENAMED.get((section, key), key): with_current_keys(value, key) for key, value in tree.items()}
     return tree
+
+
+def current_key(dotted: str) -> str:
+    """A dotted key of a saved configuration, whatever version wrote it, as this one has it."""
+    names = dotted.split(".")
+    return ".".join(RENAMED.get((section, key), key) for section, key in zip(["", *names], names, strict=False))

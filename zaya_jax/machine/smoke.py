@@ -32,7 +32,8 @@ from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.ops.registry import check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
-from zaya_jax.run.folder import CHECKPOINTS, METRICS
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.loop import run_training
 

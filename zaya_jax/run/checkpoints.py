@@ -17,7 +17,7 @@ from zaya_jax.run.fencing import read_token
 from zaya_jax.run.files import read_json
 from zaya_jax.run.manifest import Manifest, has_manifest, read_manifest
 
-FOLDER = "checkpoints"  # of a run
+CHECKPOINTS = "checkpoints"  # of a run
 PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
 PINNED = "PINNED"
 VERIFIED = "VERIFIED"
@@ -55,7 +55,7 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
         except InputError as error:
             return Checkpoint(step, problem=str(error))
         metadata, verified = manifest.metadata, manifest.read_back or (path / VERIFIED).exists()
-        superseded = token is not None and not token.accepts(step, manifest.generation)
+        superseded = token is not None and not token.accepts(step, manifest.fencing_token)
         return Checkpoint(step, metadata.get("heldout_loss"), (path / PINNED).exists(), verified, superseded,
                           metadata.get("phase", "-"), metadata.get("tokens_seen", 0), sum(manifest.files.values()),
                           manifest=manifest)  # fmt: skip
@@ -148,10 +148,10 @@ def checkpoint_folder(path: str, what: str = "init_from") -> Path:
         if phase not in ends:
             raise InputError(f"{what} is {path!r}, but the phases of {folder} that are done are: "
                              f"{', '.join(ends) or 'none'}.")  # fmt: skip
-        folder = folder / FOLDER / str(ends[phase])
-    elif usable := usable_checkpoints(folder / FOLDER):
-        return folder / FOLDER / str(usable[-1].step)
-    if folder.parent.name == FOLDER and folder.name.isdecimal() and has_manifest(folder):
+        folder = folder / CHECKPOINTS / str(ends[phase])
+    elif usable := usable_checkpoints(folder / CHECKPOINTS):
+        return folder / CHECKPOINTS / str(usable[-1].step)
+    if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
     raise InputError(f"{what} is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
-                     f"checkpoints (RUN_DIR/{FOLDER}/100), or RUN_DIR@PHASE for the last one of a phase.")  # fmt: skip
+                     f"checkpoints (RUN_DIR/{CHECKPOINTS}/100), or RUN_DIR@PHASE for the last of a phase.")  # fmt: skip

@@ -9,12 +9,11 @@ from typing import Any
 
 import yaml
 
-from zaya_jax.config import Config, to_dict, to_yaml, with_current_keys
+from zaya_jax.config import Config, flatten_keys, to_dict, to_yaml, with_current_keys
 from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import FOLDER as CHECKPOINTS
-from zaya_jax.run.checkpoints import PHASES
+from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
 from zaya_jax.run.files import locked, write_atomically
 
 CONFIG = "config.yaml"
@@ -25,8 +24,8 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 _LOCK = ".lock"
 
-# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. Phases may
-# differ as far as `train.run_checks` lets them.
+# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. Which
+# phases may differ is for training to check.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
 # The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro_batch", "train.remat", "train.log_every",
@@ -149,12 +148,3 @@ def _compare(folder: Path, config: Config) -> None:
 def _is_free(key: str) -> bool:
     moved = key.startswith("data.sources.") and key.endswith(".path")  # a checkpoint knows its sources by content
     return moved or key.startswith(_FREE)
-
-
-def flatten_keys(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts by dotted key, such as 'train.batch.tokens'; `where` begins each key."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from flatten_keys(value, f"{where}{key}.")
-        else:
-            yield f"{where}{key}", value

@@ -15,8 +15,9 @@ STATE = "state"  # the folder of the arrays, which is Orbax's
 DIGESTS = "digests"  # the folder of each process's digests
 _VALUES = f"{STATE}/ocdbt.process_"
 _NAME = "manifest-{}.json"  # with the digest of its content
-_TYPES = {"step": {int}, "generation": {int}, "metadata": {dict}, "leaves": {dict}, "files": {dict}, "digests": {dict},
-          "read_back": {bool}}  # fmt: skip
+_ON_DISK = {"metadata": "about", "fencing_token": "generation"}  # fields that are called otherwise there
+_TYPES = {"step": {int}, "fencing_token": {int}, "metadata": {dict}, "leaves": {dict}, "files": {dict},
+          "digests": {dict}, "read_back": {bool}}  # fmt: skip
 _METADATA_TYPES = {"config": {dict}, "environment": {dict}, "versions": {dict}, "phase": {str}, "tokens_seen": {int},
                    "heldout_loss": {int, float, type(None)}}  # fmt: skip
 
@@ -35,9 +36,9 @@ class Manifest:
 
     Attributes:
       step: of the run.
-      generation: the fencing token of the processes that saved it, see `fencing`.
-      metadata: `phase`, `stage`, `data` (position), `config`, `config_digest`, `environment`, `versions`,
-        `heldout_loss`; called `about` on disk.
+      fencing_token: of the processes that saved it, see `fencing`; called `generation` on disk.
+      metadata: `phase`, `first_step`, `batch`, `tokens_seen`, `data` (position), `heldout_loss`, `config`,
+        `config_digest`, `environment`, `versions`; called `about` on disk.
       leaves: dtype, shape and digest of each array by name, and the offset of a small one among those (`at`, bytes).
       files: size in bytes of each file, by path within the checkpoint; this one is not among them.
       digests: of each file that holds no array: those in the folder `digests/`, which have the digest of each part of
@@ -46,7 +47,7 @@ class Manifest:
     """
 
     step: int
-    generation: int
+    fencing_token: int
     metadata: dict[str, Any]
     leaves: dict[str, dict[str, Any]]
     files: dict[str, int]
@@ -57,7 +58,7 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write it, durably, as the last file of the checkpoint in `folder`."""
-    tree = {"about" if key == "metadata" else key: value for key, value in dataclasses.asdict(manifest).items()}
+    tree = {_ON_DISK.get(key, key): value for key, value in dataclasses.asdict(manifest).items()}
     text = json.dumps(tree, indent=1) + "\n"
     write_atomically(folder / _NAME.format(digest(text.encode())), text)
     sync_folder(folder)
@@ -108,7 +109,8 @@ def _read(folder: Path) -> Manifest:
     try:
         tree = json.loads(content)
         newer = tree["format"] > FORMAT
-        manifest = None if newer else _checked(Manifest(metadata=with_current_keys(tree.pop("about")), **tree))
+        renamed = {} if newer else {key: with_current_keys(tree.pop(name)) for key, name in _ON_DISK.items()}
+        manifest = None if newer else _checked(Manifest(**renamed, **tree))
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise Damaged(f"{paths[0]} is no manifest of a checkpoint: {str(error)[:200]}.") from error
     if manifest is None:

@@ -5,10 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config, from_dict
+from zaya_jax.config import Config, current_key, from_dict
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import FOLDER, Checkpoint, list_checkpoints, phase_ends, quarantined
-from zaya_jax.run.fencing import FencingToken, read_token
+from zaya_jax.run.checkpoints import CHECKPOINTS, Checkpoint, list_checkpoints, phase_ends, quarantined
 from zaya_jax.run.folder import CHANGES, CONFIG, METRICS, TIMINGS, read_config
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.status import Status, read_status
@@ -28,11 +27,16 @@ class Run:
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Settings that changed when the run resumed: dicts of `step` and `changes` (key → [old, new])."""
+        """Settings that changed when the run resumed: dicts of `step` and `changes` (key → [old, new]).
+
+        The keys are those of this version, whatever version wrote them.
+        """
         path = self.folder / CHANGES
         try:
-            return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
-        except (OSError, ValueError, RecursionError) as error:
+            rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+            return [row | {"changes": {current_key(key): values for key, values in row["changes"].items()}}
+                    for row in rows]  # fmt: skip
+        except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise InputError(f"{path} cannot be read: {str(error)[:200]}.") from error
 
     @property
@@ -58,17 +62,12 @@ class Run:
     @property
     def checkpoints(self) -> list[Checkpoint]:
         """The checkpoints in order of steps, also those that are damaged or superseded; arrays are not read."""
-        return list_checkpoints(self.folder / FOLDER)
+        return list_checkpoints(self.folder / CHECKPOINTS)
 
     @property
     def quarantined(self) -> list[Path]:
         """The folders of checkpoints that were found damaged or superseded and are kept under another name."""
-        return quarantined(self.folder / FOLDER)
-
-    @property
-    def fencing_token(self) -> FencingToken | None:
-        """The token of the processes that may save checkpoints; None where none was taken."""
-        return read_token(self.folder / FOLDER)
+        return quarantined(self.folder / CHECKPOINTS)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -84,6 +83,6 @@ def open_run(path: str | Path) -> Run:
       InputError: it holds no run.
     """
     folder = Path(path).expanduser()
-    if not any((folder / name).exists() for name in (CONFIG, FOLDER)):
-        raise InputError(f"{path} is no run folder: it has neither {CONFIG} nor {FOLDER}/.")
+    if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):
+        raise InputError(f"{path} is no run folder: it has neither {CONFIG} nor {CHECKPOINTS}/.")
     return Run(folder)

@@ -23,8 +23,8 @@ from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
 from zaya_jax.parallel.preemption import Preemption
-from zaya_jax.run.checkpoints import has_checkpoint
-from zaya_jax.run.folder import CHECKPOINTS, METRICS, TIMINGS, claim_run, lock_run, run_folder
+from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
+from zaya_jax.run.folder import METRICS, TIMINGS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
 from zaya_jax.run.status import track_status
 from zaya_jax.train.compiled import CompiledSteps

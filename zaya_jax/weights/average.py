@@ -13,7 +13,7 @@ from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import abstract_weights, roles
 from zaya_jax.model.zaya import abstract_model
-from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
@@ -55,7 +55,7 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
         raise InputError(f"{full[0].folder} holds all parameters, but others hold adapters: merge those first, with "
                          "export-hf and import-hf, and average the imported ones.")  # fmt: skip
     newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
-    target = output / FOLDER / str(newest.manifest.step)
+    target = output / CHECKPOINTS / str(newest.manifest.step)
     if adapted:
         _average_adapters(adapted, averaged, target)
     else:

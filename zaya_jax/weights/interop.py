@@ -13,7 +13,7 @@ from zaya_jax.config import ModelConfig, to_dict
 from zaya_jax.hf.exporter import Layout, write_folder
 from zaya_jax.hf.tensors import is_bias
 from zaya_jax.model.tree import abstract_weights
-from zaya_jax.run.checkpoints import FOLDER
+from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
 from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
 from zaya_jax.weights.load import open_weights
@@ -49,9 +49,9 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
             weights.check_finite(name, group, dtypes[name], "--allow-nonfinite imports it as it is")
         return weights.read(name, group)
 
-    write_parameters(output / FOLDER / "0", weights.config, dtypes, read)
+    write_parameters(output / CHECKPOINTS / "0", weights.config, dtypes, read)
     copy_tokenizer(weights.folder, output)
-    return f"Imported {path} into {output / FOLDER / '0'}."
+    return f"Imported {path} into {output / CHECKPOINTS / '0'}."
 
 
 def export_hf(
