@@ -18,7 +18,7 @@ from tests.checkpoint.test_store import abstract, make_state
 from tests.train_helpers import CONFIG, make_program, on_devices
 from tests.train_helpers import differing as differing_leaves
 from zaya_jax.checkpoint import finite
-from zaya_jax.checkpoint.digest import Part, array_digest, differing, digests, parts_to_save
+from zaya_jax.checkpoint.digest import ArrayPart, array_digest, differing, digests, parts_to_save
 from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.checkpoint.finite import is_finite
 from zaya_jax.checkpoint.leaves import like, named
@@ -118,8 +118,8 @@ def test_what_differs_is_found_and_nothing_else(held, data):
 
 
 def test_digests_of_processes_come_together_and_what_none_has_is_known():
-    first = digests([Part("x", "0:2", np.arange(2)), Part("y", "", np.zeros(()))])
-    second = digests([Part("x", "2:4", np.arange(2, 4))])
+    first = digests([ArrayPart("x", "0:2", np.arange(2)), ArrayPart("y", "", np.zeros(()))])
+    second = digests([ArrayPart("x", "2:4", np.arange(2, 4))])
     shapes = {"x": (4,), "y": ()}
     assert uncovered(joined([first, second]), shapes) == []
     assert joined([first, second]) == joined([second, first])

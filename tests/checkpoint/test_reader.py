@@ -12,7 +12,7 @@ import tensorstore
 from tests.checkpoint.saved_helpers import drawn, save_run
 from tests.checkpoint.test_restore import data_file, flip
 from tests.checkpoint.test_store import make_state, save_all
-from zaya_jax.checkpoint.digest import PIECE, Part
+from zaya_jax.checkpoint.digest import PIECE, ArrayPart
 from zaya_jax.checkpoint.inspection import compare_checkpoints, configurations, inspect_checkpoint, open_checkpoint
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.orbax_save import _hide_closed_loops, _in_chunks, start_save
@@ -120,8 +120,8 @@ LEAVES = {"x": {"dtype": "float32", "shape": [4, 6]}, "n": {"dtype": "int32", "s
 
 def parts(*bounds):
     for start, stop in bounds:
-        yield Part("x", f"{start}:{stop},0:6", X[start:stop])
-    yield Part("n", "", np.array(7, np.int32))
+        yield ArrayPart("x", f"{start}:{stop},0:6", X[start:stop])
+    yield ArrayPart("n", "", np.array(7, np.int32))
 
 
 @pytest.mark.parametrize("bounds", [[(0, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)], [(2, 4), (0, 2)]])
@@ -138,7 +138,7 @@ def test_parts_make_a_checkpoint(tmp_path, bounds):
 
 def test_nothing_is_left_where_a_part_cannot_be_made(tmp_path):
     def broken():
-        yield Part("x", "0:2,0:6", X[:2])
+        yield ArrayPart("x", "0:2,0:6", X[:2])
         raise InputError("no more")
 
     with pytest.raises(InputError, match="no more"):

@@ -17,8 +17,8 @@ PIECE = 2**28  # bytes of an array that are read, written and digested as one, a
 _THREADS = 8
 
 
-class Part(NamedTuple):
-    """What one device holds of an array, in host memory."""
+class ArrayPart(NamedTuple):
+    """A slice of an array, in host memory: what one device holds, or a piece of that."""
 
     name: str
     where: str  # the slice of the whole array, see `slice_text`
@@ -30,7 +30,7 @@ def array_digest(array: np.ndarray) -> str:
     return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
+def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[ArrayPart]:
     """What this process has to save, each part of an array once in all processes; waits for copies from devices."""
     shards = [
         (name, slice_text(shard.index, array.shape), shard.data)
@@ -40,10 +40,10 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[Part]:
     ]
     for _, _, data in shards:
         data.copy_to_host_async()
-    return [piece for name, where, data in shards for piece in pieces(Part(name, where, np.asarray(data)))]
+    return [piece for name, where, data in shards for piece in pieces(ArrayPart(name, where, np.asarray(data)))]
 
 
-def pieces(part: Part) -> Iterator[Part]:
+def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
     """A part cut along its leading axis, such that a piece has at most `PIECE` bytes, or one index of that axis."""
     count = -(-part.data.nbytes // PIECE)
     if count <= 1:
@@ -54,10 +54,10 @@ def pieces(part: Part) -> Iterator[Part]:
     for at in range(0, len(part.data), step):
         data = part.data[at : at + step]
         index = (slice(first.start + at, first.start + at + len(data)), *rest)
-        yield Part(part.name, ",".join(f"{axis.start}:{axis.stop}" for axis in index), data)
+        yield ArrayPart(part.name, ",".join(f"{axis.start}:{axis.stop}" for axis in index), data)
 
 
-def digests(parts: Iterable[Part]) -> Digests:
+def digests(parts: Iterable[ArrayPart]) -> Digests:
     """The digest of each part, several at a time."""
     parts, taken = list(parts), {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:

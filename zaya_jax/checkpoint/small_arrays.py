@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Part, parts_to_save
+from zaya_jax.checkpoint.digest import ArrayPart, parts_to_save
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.digests import slice_text
 
@@ -22,13 +22,13 @@ class PackedArrays(NamedTuple):
     types: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape of each array
     offsets: dict[str, int]  # where each small one begins in `SMALL_ARRAYS`, in bytes
 
-    def large_parts(self) -> list[Part]:
+    def large_parts(self) -> list[ArrayPart]:
         """What this process has to save of the arrays that are not small; waits for copies from devices."""
         return parts_to_save({name: x for name, x in self.arrays.items() if name != SMALL_ARRAYS})
 
-    def small_parts(self) -> list[Part]:
+    def small_parts(self) -> list[ArrayPart]:
         """The same of the small ones, which are in host memory: training need not wait for this."""
-        return [Part(name, slice_text((slice(None),) * x.ndim, x.shape), x) for name, x in self.small.items()]
+        return [ArrayPart(name, slice_text((slice(None),) * x.ndim, x.shape), x) for name, x in self.small.items()]
 
     def leaves(self) -> dict[str, dict[str, Any]]:
         """What each array is, as the manifest has it; of a small one also where it begins (`at`)."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 
-from zaya_jax.checkpoint.digest import Part, digests
+from zaya_jax.checkpoint.digest import ArrayPart, digests
 from zaya_jax.checkpoint.leaves import named
 from zaya_jax.checkpoint.local import LocalCopies
 from zaya_jax.checkpoint.orbax_save import start_save
@@ -66,7 +66,7 @@ class _Saving:
     step: int
     work: Path  # its folder before it has its name
     metadata: dict[str, Any]
-    parts: list[Part] = dataclasses.field(default_factory=list)
+    parts: list[ArrayPart] = dataclasses.field(default_factory=list)
     packed: PackedArrays | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
     wait: Callable[[], None] | None = None  # for the arrays to be durable

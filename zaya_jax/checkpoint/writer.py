@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from zaya_jax.checkpoint.digest import Part, array_digest
+from zaya_jax.checkpoint.digest import ArrayPart, array_digest
 from zaya_jax.errors import InputError
 from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
@@ -22,7 +22,7 @@ from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_ma
 
 
 def write_checkpoint(
-    folder: Path, step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[Part]
+    folder: Path, step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[ArrayPart]
 ) -> None:
     """Write the checkpoint `folder`, durably; it appears whole or not at all.
 
@@ -61,7 +61,7 @@ def write_checkpoint(
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[Part]) -> Digests:
+def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPart]) -> Digests:
     store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
     arrays: dict[str, Any] = {}
     digests: Digests = {}

@@ -209,12 +209,12 @@ def _start_worker(convert: _Convert, done: Any, stop: Any, parent: int) -> None:
 def end_with_parent(parent: int) -> None:
     """End this process soon after `parent`, the process that started it, is gone: nobody waits for its work then."""
 
-    def watch() -> None:
+    def exit_after_parent() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_POLL)
         os._exit(1)  # a successor of the parent may begin the work again
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=exit_after_parent, daemon=True).start()
 
 
 def _run_in_worker(job: _Job) -> UnitNote:

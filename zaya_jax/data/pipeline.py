@@ -18,7 +18,7 @@ from zaya_jax.errors import InputError, WorkerLost
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 Batch = dict[str, np.ndarray]  # of `rows.PackedRows.row`, each array [b, s]
-Share = tuple[int, int]  # the i-th of n equal parts
+ProcessShare = tuple[int, int]  # (i, n): the i-th of n equal parts of each batch
 
 _THREADS = 2
 _PREFETCHED = 4  # batches
@@ -35,7 +35,7 @@ class TrainBatches(Iterator[Batch]):
 
     def __init__(
         self, plan: RunPlan, steps: tuple[BatchStage, ...], *, start: int = 0, workers: int = 0,
-        shares: Sequence[Share] = (),
+        shares: Sequence[ProcessShare] = (),
     ) -> None:  # fmt: skip
         """Start at the row `start`; see `train_batches`."""
         self.plan = plan
@@ -127,7 +127,9 @@ class TrainBatches(Iterator[Batch]):
 class _Batches:
     """Item i: the i-th batch from the row `start` on, of it the rows of one process."""
 
-    def __init__(self, plan: RunPlan, steps: tuple[BatchStage, ...], start: int, shares: Sequence[Share]) -> None:
+    def __init__(
+        self, plan: RunPlan, steps: tuple[BatchStage, ...], start: int, shares: Sequence[ProcessShare]
+    ) -> None:
         self._plan, self._stages, self._shares = plan, steps, shares
         stage = _stage_at_row(steps, start)
         self._first = stage.first_step + (start - stage.first_row) // stage.sequences
@@ -154,7 +156,7 @@ def _is_step_boundary(steps: tuple[BatchStage, ...], row: int) -> bool:
     return (row - stage.first_row) % stage.sequences == 0
 
 
-def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Share] = ()) -> TrainBatches:
+def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[ProcessShare] = ()) -> TrainBatches:
     """The batches of a run, one a step.
 
     Args:

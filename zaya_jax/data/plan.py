@@ -19,7 +19,7 @@ from zaya_jax.data.stream import Packer, PhaseRows, Position
 from zaya_jax.errors import InputError
 
 
-class Share(NamedTuple):
+class SourceShare(NamedTuple):
     """The rows that a phase takes of a source."""
 
     rows: int
@@ -38,7 +38,7 @@ class PhasePlan:
     first_row: int  # of the run
     rows: int
     mixture: Mixture
-    shares: dict[str, Share]
+    shares: dict[str, SourceShare]
     bytes_per_token: float | None  # of text, on average; None where the loss does not count all tokens
     order: str  # digest of what the rows and their order depend on
     sources: tuple[str, ...]  # of the run
@@ -95,7 +95,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
             epochs = after.epochs_read
             _check_epochs(prepared, name, epochs, config.phase_key(index))
             counts = manifest.counts if prepared.sources[name].manifest.kind == "chat" else {}
-            shares[name] = Share(count, epochs - before.epochs_read, phase_rows, documents, counts)
+            shares[name] = SourceShare(count, epochs - before.epochs_read, phase_rows, documents, counts)
             positions[name] = after
         phases.append(PhasePlan(phase, context, first_row, rows, mixture, shares, _bytes_per_token(prepared, shares),
                                 _order_digest(config.seed, phase, context, first_row, mixture, shares),
@@ -129,7 +129,7 @@ def _check_epochs(prepared: Prepared, name: str, epochs: float, phase: str) -> N
         )
 
 
-def _bytes_per_token(prepared: Prepared, shares: dict[str, Share]) -> float | None:
+def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> float | None:
     total = 0.0
     for name, share in shares.items():
         manifest = prepared.sources[name].manifest
@@ -140,7 +140,7 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, Share]) -> float | No
 
 
 def _order_digest(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
-           shares: dict[str, Share]) -> str:  # fmt: skip
+           shares: dict[str, SourceShare]) -> str:  # fmt: skip
     """The digest leaves out batch and budget: they change neither a row nor the order of rows."""
     sources = [
         [name, parts, share.phase_rows.content]

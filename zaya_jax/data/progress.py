@@ -57,11 +57,11 @@ class WorkProgress:
         """Within the block, take the bytes that are done from `poll`, several times a second."""
         finished = threading.Event()
 
-        def watch() -> None:
+        def report() -> None:
             while not finished.wait(_POLL_EVERY):
                 self.reach(poll())
 
-        thread = threading.Thread(target=watch, daemon=True)
+        thread = threading.Thread(target=report, daemon=True)
         thread.start()
         try:
             yield

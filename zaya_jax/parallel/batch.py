@@ -12,17 +12,17 @@ from zaya_jax.parallel.context import sequence_order
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, AnyMesh, batch_sharding
 
 
-class Share(NamedTuple):
+class ProcessShare(NamedTuple):
     """This process reads the `part`-th of `parts` equal parts of each batch's sequences."""
 
     part: int = 0
     parts: int = 1
 
 
-WHOLE = Share()
+WHOLE = ProcessShare()
 
 
-def process_share(mesh: Mesh) -> Share:
+def process_share(mesh: Mesh) -> ProcessShare:
     """What of each batch this process needs: the sequences of which its devices hold any part.
 
     Processes whose devices hold parts of the same sequences have the same share. Where its sequences are not one of
@@ -35,12 +35,12 @@ def process_share(mesh: Mesh) -> Share:
     whole_part = (
         own_rows == list(range(own_rows[0], own_rows[0] + count)) and own_rows[0] % count == len(shards) % count == 0
     )
-    return Share(own_rows[0] // count, len(shards) // count) if whole_part else WHOLE
+    return ProcessShare(own_rows[0] // count, len(shards) // count) if whole_part else WHOLE
 
 
 def place_batch(
     batch: Mapping[str, np.ndarray], mesh: AnyMesh, config: ParallelConfig, micro_batches: int | None = None,
-    share: Share = WHOLE,
+    share: ProcessShare = WHOLE,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The batch on the devices, sequences and tokens where the layout has them.
 

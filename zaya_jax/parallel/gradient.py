@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config.parallel import Reduce
+from zaya_jax.model.tree import Arrays
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
 
-Arrays = dict[str, jax.Array]
 Sums = Any
 LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 

@@ -37,7 +37,7 @@ class PeerLiveness:
         self._heard = dict.fromkeys(peers, time.monotonic())
         self._done: set[Peer] = set()
         self._last_word = threading.Lock()
-        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+        threading.Thread(target=self._listen, name="peer-liveness", daemon=True).start()
         atexit.register(self._farewell)  # before jax's own, which was registered earlier and waits for the others
 
     def leave(self, sentence: str, status: int) -> NoReturn:

@@ -17,7 +17,7 @@ from zaya_jax.ops import Ops
 from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import KernelSelection
-from zaya_jax.parallel.batch import WHOLE, Share, place_batch, process_share
+from zaya_jax.parallel.batch import WHOLE, ProcessShare, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
@@ -84,13 +84,13 @@ class Placement:
         return on_whole_matrices(self.leaves, self.mesh)
 
     def place(
-        self, batch: Mapping[str, np.ndarray], micro_batches: int | None = None, share: Share = WHOLE
+        self, batch: Mapping[str, np.ndarray], micro_batches: int | None = None, share: ProcessShare = WHOLE
     ) -> dict[str, jax.Array]:
         """`batch.place_batch` on this placement."""
         return place_batch(batch, self.mesh, self.config, micro_batches, share)
 
     @property
-    def share(self) -> Share:
+    def share(self) -> ProcessShare:
         """`batch.process_share` of this process."""
         return WHOLE if isinstance(self.mesh, AbstractMesh) else process_share(self.mesh)
 

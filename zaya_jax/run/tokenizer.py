@@ -70,7 +70,7 @@ class TrainedTokenizer(NamedTuple):
     origin: Path | None  # a folder whose tokenizer files are copied too, where its tokenizer is the same
 
 
-def write_tokenizer(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str], object] = print) -> None:
+def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str], object] = print) -> None:
     """Write the files that the run folder lacks, and the chat template where the configuration changed it.
 
     Where that fails, as on a full disk, `say` gets a sentence and the run continues: `export-hf --carry` adds a

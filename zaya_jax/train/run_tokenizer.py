@@ -16,7 +16,7 @@ _END_OF_TURN = "<|im_end|>"  # of the built-in template
 
 
 def write_tokenizer(folder: Path, config: Config, prepared: Prepared, say: Callable[[str], object] = print) -> None:
-    """Write the files that the run folder lacks, see `zaya_jax.run.tokenizer.write_tokenizer`."""
+    """Write the files that the run folder lacks, see `zaya_jax.run.tokenizer.write_tokenizer_files`."""
     source = next(iter(prepared.sources.values()))
     manifest, template = source.manifest, _chat_template(config, prepared)
     builtin = template is not None and template.startswith(DEFAULT_TEMPLATE)
@@ -25,7 +25,7 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, say: Calla
         source.folder, manifest.tokenizer.file, prepared.tokenizer.token_id, manifest.bos, eos,
         (manifest.eot, eos, *([_END_OF_TURN] if builtin else [])), template, _init_folder(config),
     )  # fmt: skip
-    files.write_tokenizer(folder, tokenizer, say)
+    files.write_tokenizer_files(folder, tokenizer, say)
 
 
 def _init_folder(config: Config) -> Path | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.inspection import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
@@ -74,10 +74,10 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
             raise InputError(f"{checkpoint.folder} and {newest.folder} have different arrays, so they have no average.")
     slices = saved_slices(newest.folder, newest.manifest)
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[ArrayPart]:
         for name in sorted(slices):
             for where in slices[name]:
-                yield Part(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
+                yield ArrayPart(name, where, _mean(checkpoints if name.startswith(WEIGHTS) else [newest], name, where))
 
     metadata = {**newest.manifest.metadata, "averaged": averaged, "heldout_loss": None}
     leaves = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in arrays[-1].items()}

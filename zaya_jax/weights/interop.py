@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint.digest import Part
+from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
@@ -100,13 +100,13 @@ def write_parameters(
     """
     abstract = abstract_weights(config)
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[ArrayPart]:
         for name, x in abstract.items():
             whole = (slice(None),) * len(x.shape)
             for group in stack_groups(name, x.shape):
                 value = np.ascontiguousarray(read(name, group), dtypes[name])
                 index = whole if group is None else (slice(group, group + 1), *whole[1:])
-                yield Part(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
+                yield ArrayPart(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
 
     leaves = {saved_name(name): {"dtype": dtypes[name].name, "shape": list(x.shape)} for name, x in abstract.items()}
     about = {"config": {"model": to_dict(config)}, PARAMETERS_ONLY: True, "heldout_loss": None, "versions": versions()}
