@@ -41,8 +41,8 @@ LAYOUTS = {
 }
 
 
-class Found(NamedTuple):
-    """Of three steps the metrics and the states after them; of the start its sums and its gradient."""
+class ThreeSteps(NamedTuple):
+    """The metrics of three steps and the states after them; of the start its sums and its gradient."""
 
     losses: list[float]
     tokens: list[float]
@@ -75,7 +75,7 @@ def start(dtype: ComputeDtype) -> Any:
 
 def run_layout(
     parallel: ParallelConfig, devices: int = 8, gradient: bool = True, dtype: ComputeDtype = "float64"
-) -> Found:
+) -> ThreeSteps:
     """Three steps of `WIDE` on a layout, and where asked for the gradient by itself, compiled on its own.
 
     In fp64 tokens choose their experts; in fp32 and bf16 rounding would flip choices, and so they are forced.
@@ -92,17 +92,17 @@ def run_layout(
         if gradient:
             region = fast_jit(program.placement.gradient(make_local_loss(program)))
             sums, grads = jax.device_get(region(state.params, state.balance, batch))
-        found = Found([], [], [], [], [], sums, grads)
+        steps = ThreeSteps([], [], [], [], [], sums, grads)
         for _ in range(3):
             state, metrics = step(state, batch)
-            found.losses.append(float(metrics["loss"]))
-            found.tokens.append(float(metrics["tokens"]))
-            found.skip_rates.append(np.array(metrics["skip_rate"]))
-            found.max_loads.append(np.array(metrics["max_load"]))
-            found.states.append(leaves(state))
-        return found
+            steps.losses.append(float(metrics["loss"]))
+            steps.tokens.append(float(metrics["tokens"]))
+            steps.skip_rates.append(np.array(metrics["skip_rate"]))
+            steps.max_loads.append(np.array(metrics["max_load"]))
+            steps.states.append(leaves(state))
+        return steps
 
 
-def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, Found]:
+def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, ThreeSteps]:
     """`run_layout` of some of `LAYOUTS`, in this process."""
     return {name: run_layout(LAYOUTS[name], gradient=gradient, dtype=dtype) for name in names}

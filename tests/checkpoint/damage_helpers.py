@@ -37,7 +37,7 @@ def unread(folder: Path, states: dict[int, Any]) -> set[str]:
 
     Orbax leaves the indices of single processes, from which it made that of all.
     """
-    found = set()
+    unread_files = set()
     for file in sorted((folder / "2").rglob("*")):
         if not file.is_file():
             continue
@@ -45,9 +45,9 @@ def unread(folder: Path, states: dict[int, Any]) -> set[str]:
         shutil.copytree(folder, run)
         (run / name).write_bytes(bytes(255 - byte for byte in file.read_bytes()))
         if _ending(run, Damage("inverted", "", name, ""), states) == "harmless":
-            found.add(name)
+            unread_files.add(name)
         shutil.rmtree(run)
-    return found
+    return unread_files
 
 
 def damage(folder: Path, rng: random.Random, kind: str, where: str, spared: Collection[str] = ()) -> Damage:
@@ -93,12 +93,12 @@ def _delete(path: Path, _: list[Path], __: random.Random) -> str:
 
 def _swap(path: Path, files: list[Path], rng: random.Random) -> str:
     """With another file of the checkpoint, or for one that lies there in the older checkpoint."""
-    older = [one for one in sorted(_in_older(path.parent).glob("*")) if one.is_file() and one != path]
+    older = [file for file in sorted(_in_older(path.parent).glob("*")) if file.is_file() and file != path]
     if older and rng.random() < 0.5:
-        one = rng.choice(older)
-        shutil.copy(one, path)
-        return f"for {one.name} of checkpoint 1"
-    other = rng.choice([one for one in files if one != path])
+        source = rng.choice(older)
+        shutil.copy(source, path)
+        return f"for {source.name} of checkpoint 1"
+    other = rng.choice([file for file in files if file != path])
     spare = path.with_name("spare")
     path.rename(spare)
     other.rename(path)
@@ -124,7 +124,7 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
     states = save_two(folder / "whole")
     spared = set() if all_files else unread(folder / "whole", states)
     rng = random.Random(seed)
-    found: dict[str, Counter[str]] = {}
+    counts: dict[str, Counter[str]] = {}
     for index in range(number):
         run = folder / "run"
         shutil.copytree(folder / "whole", run)
@@ -135,9 +135,9 @@ def count(folder: Path, number: int, seed: int, all_files: bool) -> dict[str, Co
         except Exception as error:
             error.add_note(f"{done} (damage {index}, seed {seed})")
             raise
-        found.setdefault(f"{kind}, {where}", Counter())[ending] += 1
+        counts.setdefault(f"{kind}, {where}", Counter())[ending] += 1
         shutil.rmtree(run)
-    return found
+    return counts
 
 
 def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
@@ -145,6 +145,6 @@ def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
     step, state = newest(run, said, WIDTH)
     if differing(state, states[step]):
         return "silent"
-    assert (step == 1) == any("It is kept as 2.corrupt-" in one for one in said), (done, said)
+    assert (step == 1) == any("It is kept as 2.corrupt-" in sentence for sentence in said), (done, said)
     assert (run / "2").exists() == (step == 2), done
     return "harmless" if step == 2 else "found"

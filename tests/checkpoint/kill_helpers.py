@@ -29,10 +29,10 @@ def make_small(step: int) -> dict[str, jax.Array]:
 def save_until_killed(folder: Path, at: int, removing: bool) -> None:
     """Go on with the run in `folder` and kill this process at its file event `at`, of removals alone if so asked."""
     with open_store(folder, keep=1) as store:
-        found = restore_newest(store, lambda manifest: abstract(make_small(0)), print)
-        step = 0 if found is None else found.manifest.step
-        if found is not None:
-            assert all(np.array_equal(found.state[name], array) for name, array in make_small(step).items())
+        restored = restore_newest(store, lambda manifest: abstract(make_small(0)), print)
+        step = 0 if restored is None else restored.manifest.step
+        if restored is not None:
+            assert all(np.array_equal(restored.state[name], array) for name, array in make_small(step).items())
         store.take_over(step)
         print(json.dumps({"step": step, "there": sorted(path.name for path in folder.iterdir())}), flush=True)
         seen = 0
@@ -74,14 +74,14 @@ def kill_once(folder: Path, at: int, removing: bool) -> Killed:
 
 def check_kills_of_saves(folder: Path, kills: int, seed: int) -> list[Killed]:
     """Kill one process after the other; each goes on with what the one before left."""
-    rng, found, newest = random.Random(seed), [], 0
+    rng, history, newest = random.Random(seed), [], 0
     for index in range(kills):
         removing = index % 3 == 2
-        one = kill_once(folder, rng.randint(1, 40 if removing else 400), removing)
-        assert one.step == newest  # the newest that was finished, bitwise, as the process itself has seen
+        killed = kill_once(folder, rng.randint(1, 40 if removing else 400), removing)
+        assert killed.step == newest  # the newest that was finished, bitwise, as the process itself has seen
         # Nothing else is left: neither of what was being saved or removed, nor an older checkpoint.
-        assert set(one.there) == {"GENERATION", *([str(newest)] if newest else [])}, one
-        assert one.newest >= newest
-        newest = one.newest
-        found.append(one)
-    return found
+        assert set(killed.there) == {"GENERATION", *([str(newest)] if newest else [])}, killed
+        assert killed.newest >= newest
+        newest = killed.newest
+        history.append(killed)
+    return history

@@ -58,14 +58,14 @@ class Job:
         """The same values in every shape: those of a start, and noise in all that training changes."""
         drawn = named(fast_jit(lambda: init_state(self.program))())
         placed = {name: leaf.sharding for name, leaf in named(self.abstract).items()}
-        found = {}
+        arrays = {}
         for name, leaf in drawn.items():
             value = np.asarray(leaf)
             if name.startswith(TRAINED) and np.issubdtype(value.dtype, np.floating):
                 noise = np.random.default_rng(zlib.crc32(name.encode())).random(value.shape)
                 value = (value + 0.01 * noise).astype(value.dtype)
-            found[name] = jax.make_array_from_callback(value.shape, placed[name], value.__getitem__)
-        return like(self.abstract, found)
+            arrays[name] = jax.make_array_from_callback(value.shape, placed[name], value.__getitem__)
+        return like(self.abstract, arrays)
 
     def save(self, folder: Path) -> None:
         with CheckpointStore(folder, CheckpointConfig()) as store:
@@ -74,29 +74,29 @@ class Job:
     def restore(self, folder: Path) -> Any:
         """The state, bitwise what a reader without devices finds in the files."""
         store = CheckpointStore(folder, CheckpointConfig())
-        found = restore_newest(store, lambda manifest: self.abstract, print)
-        assert found is not None
-        reader, arrays = CheckpointReader(folder / "1", found.manifest.leaves), named(found.state)
-        assert arrays.keys() == found.manifest.leaves.keys()
+        restored = restore_newest(store, lambda manifest: self.abstract, print)
+        assert restored is not None
+        reader, arrays = CheckpointReader(folder / "1", restored.manifest.leaves), named(restored.state)
+        assert arrays.keys() == restored.manifest.leaves.keys()
         for name, array in arrays.items():
             value = reader.read(name)
             assert array.dtype == value.dtype, name
             for shard in array.addressable_shards:
                 assert np.asarray(shard.data).tobytes() == value[shard.index].tobytes(), (name, shard.index)
-        for wanted, leaf in zip(jax.tree.leaves(self.abstract), jax.tree.leaves(found.state), strict=True):
+        for wanted, leaf in zip(jax.tree.leaves(self.abstract), jax.tree.leaves(restored.state), strict=True):
             assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
-        return found.state
+        return restored.state
 
     def losses(self) -> Callable[[Any], list[float]]:
         """What gives the losses of the two steps after a state."""
         step, batch = placed_step(self.program)
 
         def after(state: Any) -> list[float]:
-            found = []
+            losses = []
             for _ in range(2):
                 state, metrics = step(state, batch)
-                found.append(float(metrics["loss"]))
-            return found
+                losses.append(float(metrics["loss"]))
+            return losses
 
         return after
 

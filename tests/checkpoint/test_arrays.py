@@ -39,8 +39,8 @@ def test_names_are_paths_and_keys_are_their_data():
 @given(st.integers(0, 9))
 def test_a_state_is_what_its_arrays_say_in_whatever_order(seed):
     state = make_state(seed)
-    found = named(state)
-    restored = like(abstract(state), dict(reversed(found.items())))
+    arrays = named(state)
+    restored = like(abstract(state), dict(reversed(arrays.items())))
     assert not differing_leaves(restored, state)
     assert restored["recent"].shape == (0,)  # which was left out, since it has no element
 
@@ -86,12 +86,12 @@ def test_what_is_no_slice_is_refused(text):
 
 @given(arrays(), st.data())
 def test_a_digest_is_of_bytes_in_c_order_and_any_flip_changes_it(array, data):
-    found = array_digest(array)
-    assert found == digest(array.tobytes()) == array_digest(np.asfortranarray(array))
-    assert len(found) == 32
+    before = array_digest(array)
+    assert before == digest(array.tobytes()) == array_digest(np.asfortranarray(array))
+    assert len(before) == 32
     content = bytearray(array.tobytes())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-    assert digest(bytes(content)) != found
+    assert digest(bytes(content)) != before
 
 
 @given(st.randoms())
@@ -134,27 +134,27 @@ def by_layout():
     """On 8 devices: for each pair of layouts what `differing` says of equal arrays, and of one changed element."""
     mesh = jax.make_mesh((2, 4), ("a", "b"))
     value = np.arange(8 * 16, dtype=np.float32).reshape(8, 16)
-    found, leaf = [], []
+    results, leaf = [], []
     for first, second in itertools.product(SPECS, SPECS):
-        one, two = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (first, second))
-        parts = parts_to_save({"x": jax.device_put(value, one)})
+        saved, read = (NamedSharding(mesh, PartitionSpec(*spec)) for spec in (first, second))
+        parts = parts_to_save({"x": jax.device_put(value, saved)})
         expected = digests(parts)
         assert sum(part.data.size for part in parts) == value.size  # each part once, whatever is replicated
         leaf.append(leaf_digest(expected["x"]))
-        same = differing({"x": jax.device_put(value, two)}, expected)
+        same = differing({"x": jax.device_put(value, read)}, expected)
         changed = value.copy()
         changed[5, 9] += 1
-        wrong = differing({"x": jax.device_put(changed, two)}, expected)
+        wrong = differing({"x": jax.device_put(changed, read)}, expected)
         elsewhere = len(same[1].get("x", ()))
         seen = [where for where in expected["x"] if where not in wrong[1].get("x", ())]
         covers = any(s[0].start <= 5 < s[0].stop and s[1].start <= 9 < s[1].stop for s in map(read_slice, seen))
-        found.append((same[0], wrong[0], elsewhere, covers))
-    return found, leaf
+        results.append((same[0], wrong[0], elsewhere, covers))
+    return results, leaf
 
 
 def test_digests_are_of_slices_whatever_the_layout():
-    found, leaf = on_devices(8, f"{__name__}:by_layout")
-    for (first, second), (same, wrong, elsewhere, covers) in zip(itertools.product(SPECS, SPECS), found, strict=True):
+    results, leaf = on_devices(8, f"{__name__}:by_layout")
+    for (first, second), (same, wrong, elsewhere, covers) in zip(itertools.product(SPECS, SPECS), results, strict=True):
         assert same == [], (first, second)
         # Either a device holds the part and sees it, or it is known to be nobody's.
         assert wrong == (["x"] if covers else []), (first, second)
@@ -174,9 +174,9 @@ def test_small_arrays_come_back_out_of_the_packed_ones_bitwise(drawn):
     assert written.keys() == {SMALL_ARRAYS}
     assert written[SMALL_ARRAYS].nbytes == sum(x.nbytes for x in arrays.values())
     for name, x in arrays.items():
-        found = unpack_array(written[SMALL_ARRAYS], leaves[name])
-        assert (found.dtype, found.shape) == (x.dtype, x.shape)
-        assert found.tobytes() == np.asarray(x).tobytes()
+        unpacked = unpack_array(written[SMALL_ARRAYS], leaves[name])
+        assert (unpacked.dtype, unpacked.shape) == (x.dtype, x.shape)
+        assert unpacked.tobytes() == np.asarray(x).tobytes()
 
 
 def packed_on_two_devices():

@@ -36,7 +36,7 @@ def run(tmp_path_factory):
 
 
 def said(capsys, *arguments):
-    status = main([str(one) for one in arguments])
+    status = main([str(argument) for argument in arguments])
     return status, capsys.readouterr()
 
 

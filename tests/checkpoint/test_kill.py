@@ -11,18 +11,18 @@ from tests.checkpoint.saved_helpers import write_soak
 
 
 def test_kills_anywhere_in_a_save_or_a_removal(tmp_path):
-    found = check_kills_of_saves(tmp_path / "run", kills=3, seed=5)
-    assert found[-1].newest > 0
-    assert ".deleted" in found[2].of
+    history = check_kills_of_saves(tmp_path / "run", kills=3, seed=5)
+    assert history[-1].newest > 0
+    assert ".deleted" in history[2].of
 
 
 @pytest.mark.soak
 def test_fifty_kills(tmp_path):
     begun, seed = time.monotonic(), random.SystemRandom().randrange(2**32)
-    found = check_kills_of_saves(tmp_path / "run", kills=50, seed=seed)
-    events = Counter(f"{one.event}{', of a removal' if '.deleted' in one.of else ''}" for one in found)
+    history = check_kills_of_saves(tmp_path / "run", kills=50, seed=seed)
+    events = Counter(f"{killed.event}{', of a removal' if '.deleted' in killed.of else ''}" for killed in history)
     what = ("a process that saves again and again, killed with SIGKILL at a random file event of a save, or of the "
             "removal of an older checkpoint, and started again, 50 times: each start restores the newest finished "
             "checkpoint bitwise, and nothing else is left in the folder")  # fmt: skip
-    write_soak("save_kill", what, begun, {"kills": len(found), "killed at": dict(sorted(events.items())),
-                                          "checkpoints saved between": found[-1].newest, "lost": 0})  # fmt: skip
+    write_soak("save_kill", what, begun, {"kills": len(history), "killed at": dict(sorted(events.items())),
+                                          "checkpoints saved between": history[-1].newest, "lost": 0})  # fmt: skip

@@ -18,9 +18,9 @@ WIDTH = 300
 @pytest.fixture
 def used(monkeypatch):
     """Whether Orbax read each checkpoint that was restored."""
-    found, load = [], restore._load
-    monkeypatch.setattr(restore, "_load", lambda *arguments: found.append(True) or load(*arguments))
-    return found
+    loads, load = [], restore._load
+    monkeypatch.setattr(restore, "_load", lambda *arguments: loads.append(True) or load(*arguments))
+    return loads
 
 
 def save(folder, steps=(1, 2), **config):
@@ -36,8 +36,8 @@ def restored(folder):
 
 
 def copy_of(folder, step):
-    (found,) = (folder / "node").glob(f"*/{step}")
-    return found
+    (copied,) = (folder / "node").glob(f"*/{step}")
+    return copied
 
 
 def test_the_copy_on_the_node_is_read_first_and_is_the_newest_alone(tmp_path, used):
@@ -109,7 +109,7 @@ def test_a_copy_says_nothing_of_the_checkpoint_that_it_is_of(tmp_path):
         store.take_over(2)
         store.save(3, make_state(3, WIDTH), ABOUT)
     assert saved_steps(tmp_path / "run") == [1, 3]
-    assert [one.is_verified for one in usable_checkpoints(tmp_path / "run")] == [True, False]
+    assert [checkpoint.is_verified for checkpoint in usable_checkpoints(tmp_path / "run")] == [True, False]
 
 
 def test_runs_on_one_node_do_not_share_a_copy(tmp_path):

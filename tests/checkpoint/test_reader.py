@@ -30,10 +30,10 @@ def test_arrays_are_read_whole_and_in_pieces_without_devices(tmp_path):
     save_all(tmp_path, [1], width=WIDTH)
     _, reader = open_checkpoint(tmp_path / "1")
     for name, array in named(make_state(1, WIDTH)).items():
-        found = reader.read(name)
-        assert found.dtype == array.dtype
-        assert found.tobytes() == np.asarray(array).tobytes()
-        if found.ndim:
+        whole = reader.read(name)
+        assert whole.dtype == array.dtype
+        assert whole.tobytes() == np.asarray(array).tobytes()
+        if whole.ndim:
             assert np.array_equal(reader.read(name, (slice(1, 2),)), np.asarray(array)[1:2])
 
 
@@ -68,7 +68,7 @@ def test_a_checkpoint_of_which_a_file_is_gone_is_told(tmp_path):
     assert verify_checkpoint(tmp_path / "1") == [f"{file} is missing."]
     said = list(wrong_parts(reader, expected))
     assert said
-    assert all("cannot be read" in one for one in said)
+    assert all("cannot be read" in sentence for sentence in said)
 
 
 ARRAYS = {"large": jnp.arange(6000.0).reshape(2, 3000), SMALL_ARRAYS: np.arange(10, dtype=np.uint8)}
@@ -155,22 +155,22 @@ def test_what_is_there_stays(tmp_path):
 def test_norms_are_those_of_the_arrays(tmp_path):
     folder = save_run(tmp_path, [3]) / "checkpoints" / "3"
     arrays = named(drawn(3))
-    found = {leaf.name: leaf for leaf in inspect_checkpoint(folder)}
-    assert found.keys() == arrays.keys()
+    leaves = {leaf.name: leaf for leaf in inspect_checkpoint(folder)}
+    assert leaves.keys() == arrays.keys()
     for name, x in arrays.items():
         exact = np.asarray(x, np.float64)
-        assert found[name].norm == pytest.approx(np.linalg.norm(exact), rel=1e-12)
-        assert found[name].largest == np.abs(exact).max()
-        assert (found[name].shape, found[name].dtype, found[name].finite) == (x.shape, str(x.dtype), True)
+        assert leaves[name].norm == pytest.approx(np.linalg.norm(exact), rel=1e-12)
+        assert leaves[name].largest == np.abs(exact).max()
+        assert (leaves[name].shape, leaves[name].dtype, leaves[name].finite) == (x.shape, str(x.dtype), True)
 
 
 def test_distances_are_those_of_the_arrays(tmp_path):
     run = save_run(tmp_path, [1, 2])
-    one, other = named(drawn(1)), named(drawn(2))
-    found = {d.name: d for d in compare_checkpoints(run / "checkpoints" / "1", run / "checkpoints" / "2")}
-    assert found.keys() == {name for name in one if not np.array_equal(one[name], other[name])}
-    for name, distance in found.items():
-        x, y = (np.asarray(arrays[name], np.float64) for arrays in (one, other))
+    first, second = named(drawn(1)), named(drawn(2))
+    distances = {d.name: d for d in compare_checkpoints(run / "checkpoints" / "1", run / "checkpoints" / "2")}
+    assert distances.keys() == {name for name in first if not np.array_equal(first[name], second[name])}
+    for name, distance in distances.items():
+        x, y = (np.asarray(arrays[name], np.float64) for arrays in (first, second))
         assert distance.largest == np.abs(x - y).max()
         assert distance.relative == pytest.approx(np.linalg.norm(x - y) / np.linalg.norm(x), rel=1e-12)
 
@@ -181,14 +181,14 @@ def test_other_arrays_are_named(tmp_path):
     text = path.read_text().replace('"params.norm.weight"', '"params.norm.other"')
     path.unlink()
     (path.parent / f"manifest-{digest(text.encode())}.json").write_text(text)
-    found = {d.name: d for d in compare_checkpoints(first / "checkpoints" / "1", second / "checkpoints" / "1")}
-    assert found["params.norm.weight"].note == "only in the first"
-    assert found["params.norm.other"].note == "only in the second"
-    assert math.isnan(found["params.norm.other"].largest)
+    distances = {d.name: d for d in compare_checkpoints(first / "checkpoints" / "1", second / "checkpoints" / "1")}
+    assert distances["params.norm.weight"].note == "only in the first"
+    assert distances["params.norm.other"].note == "only in the second"
+    assert math.isnan(distances["params.norm.other"].largest)
 
 
 def test_keys_that_differ_are_named_with_both_values(tmp_path):
     runs = [save_run(tmp_path / name, [1], train={"remat": name}) for name in ("none", "full")]
-    one, other = (open_checkpoint(run / "checkpoints" / "1")[0] for run in runs)
-    assert list(configurations(one, other)) == [("train.remat", "none", "full")]
-    assert list(configurations(one, one)) == []
+    first, second = (open_checkpoint(run / "checkpoints" / "1")[0] for run in runs)
+    assert list(configurations(first, second)) == [("train.remat", "none", "full")]
+    assert list(configurations(first, first)) == []

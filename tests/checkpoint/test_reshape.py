@@ -20,13 +20,13 @@ def test_every_shape_restores_what_every_shape_has_saved(tmp_path):
     begun = time.monotonic()
     for name in SHAPES:
         run_job(tmp_path, "save", name)
-    found = {name: run_job(tmp_path, "restore", name) for name in SHAPES}
-    record(found, begun)
+    losses = {name: run_job(tmp_path, "restore", name) for name in SHAPES}
+    record(losses, begun)
 
 
-def record(found, begun):
+def record(losses_by_shape, begun):
     """Check and write down by restoring shape what it has found of each saving one."""
-    losses = np.array([[found[restorer][saver] for saver in SHAPES] for restorer in SHAPES])
+    losses = np.array([[losses_by_shape[restorer][saver] for saver in SHAPES] for restorer in SHAPES])
     # Of a step's gradient on two processes of two devices each, jax 0.10.2 on CPU now and then gets a few values wrong,
     # from one and the same state: what follows such a step says nothing of the state.
     steady = [

@@ -26,29 +26,29 @@ def data_file(checkpoint):
     return max((path for path in checkpoint.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def all_counts(found, ending):
-    return sum(one[ending] for one in found.values())
+def all_counts(counts, ending):
+    return sum(endings[ending] for endings in counts.values())
 
 
 def test_damage_is_never_loaded(tmp_path, capfd):
-    found = count(tmp_path, 40, seed=3, all_files=False)
-    assert set(found) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
-    assert all_counts(found, "silent") == 0
-    assert all_counts(found, "found") >= 38  # zeros over zeros, a file for its equal: harmless
+    counts = count(tmp_path, 40, seed=3, all_files=False)
+    assert set(counts) == {f"{kind}, {where}" for kind in KINDS for where in WHERE}
+    assert all_counts(counts, "silent") == 0
+    assert all_counts(counts, "found") >= 38  # zeros over zeros, a file for its equal: harmless
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.soak
 def test_a_thousand_damages_and_none_is_loaded(tmp_path, capfd):
     begun = time.monotonic()
-    found = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32), all_files=True)
-    assert all_counts(found, "silent") == 0
+    counts = count(tmp_path, 1000, seed=random.SystemRandom().randrange(2**32), all_files=True)
+    assert all_counts(counts, "silent") == 0
     assert capfd.readouterr().err == ""
     what = ("two checkpoints of a run, the newest damaged at random; then the run is restored. 'found': reported, "
             "quarantined, and the older one restored bitwise; 'harmless': the values are those saved; 'silent': "
             "anything else that restored")  # fmt: skip
-    endings = {ending: all_counts(found, ending) for ending in ("silent", "found", "harmless")}
-    places = {name: dict(one) for name, one in sorted(found.items())}
+    endings = {ending: all_counts(counts, ending) for ending in ("silent", "found", "harmless")}
+    places = {name: dict(endings_of_place) for name, endings_of_place in sorted(counts.items())}
     write_soak("damage", what, begun, {**endings, "by kind and place": places, "stderr": "nothing"})
 
 
@@ -58,7 +58,7 @@ def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
         flip(data_file(tmp_path / str(step)))
     said = []
     assert newest(tmp_path, said)[0] == 1
-    assert [one.rpartition("It is kept as ")[2][:9] for one in said] == ["3.corrupt", "2.corrupt"]
+    assert [sentence.rpartition("It is kept as ")[2][:9] for sentence in said] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
     with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged"):
@@ -123,8 +123,8 @@ def test_arrays_that_are_not_wanted_or_not_there_are_named(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     save_all(tmp_path, [1, 2])
-    found = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
-    assert not differing(found.state, make_state(2))
+    restored = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
+    assert not differing(restored.state, make_state(2))
     flip(data_file(tmp_path / "2"))
     with pytest.raises(InputError, match=r"is not what was (saved|written)\. Take an older checkpoint"):
         read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))

@@ -53,9 +53,9 @@ def abstract_state(width):
 
 def restored(store, state, said=None):
     """Step and state of the newest checkpoint, laid out as `state`."""
-    found = restore_newest(store, lambda manifest: abstract(state), [].append if said is None else said.append)
-    assert found is not None
-    return found.manifest.step, found.state
+    checkpoint = restore_newest(store, lambda manifest: abstract(state), [].append if said is None else said.append)
+    assert checkpoint is not None
+    return checkpoint.manifest.step, checkpoint.state
 
 
 def newest(folder, said=None, width=3, **config):

@@ -26,9 +26,9 @@ def wide_everywhere() -> Iterator[None]:
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
+    with socket.socket() as unbound:
+        unbound.bind(("127.0.0.1", 0))
+        return unbound.getsockname()[1]
 
 
 def start_job(
@@ -49,15 +49,15 @@ def start_job(
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices // count), "XLA_FLAGS": CHEAP,
                    "PYTHONWARNINGS": "default"}  # fmt: skip
     run = f"import sys\n{code or ''}\nfrom zaya_jax.main import main\nsys.exit(main(sys.argv[1:]))"
-    found = []
+    job = []
     for index, (command, address) in enumerate(zip(commands, addresses, strict=True)):
         flags = ["--coordinator", address, "--processes", str(count), "--process", str(index)]
         with (folder / f"{index}.log").open("w") as log:
-            found.append(subprocess.Popen(
+            job.append(subprocess.Popen(
                 [sys.executable, "-c", run, *command, *(flags if count > 1 else [])], cwd=ROOT, env=environment,
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
             ))  # fmt: skip
-    return found
+    return job
 
 
 def finish_job(folder: Path, processes: Sequence[subprocess.Popen], seconds: float = 400) -> list[tuple[int, str]]:
@@ -105,8 +105,8 @@ class Link:
             except OSError:  # process 0 does not listen yet
                 if threading.Event().wait(0.1):
                     return
-        for one, other in ((near, far), (far, near)):
-            threading.Thread(target=self._pass, args=(one, other), daemon=True).start()
+        for source, target in ((near, far), (far, near)):
+            threading.Thread(target=self._pass, args=(source, target), daemon=True).start()
 
     def _pass(self, source: socket.socket, target: socket.socket) -> None:
         try:

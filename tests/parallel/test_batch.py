@@ -53,13 +53,13 @@ def placed(config: ParallelConfig, micro_batches: int | None):
     """For each device, its part of rows 0, 1, …, and what the rows are in all."""
     mesh = make_mesh(config)
     rows = np.arange(16 * 16).reshape(16, 16)
-    found = place_batch({"tokens": rows}, mesh, config, micro_batches)["tokens"]
-    whole = np.asarray(found)
-    parts = {shard.device.id: np.asarray(shard.data) for shard in found.addressable_shards}
+    placed_rows = place_batch({"tokens": rows}, mesh, config, micro_batches)["tokens"]
+    whole = np.asarray(placed_rows)
+    parts = {shard.device.id: np.asarray(shard.data) for shard in placed_rows.addressable_shards}
     return (
         whole,
         parts,
-        found.sharding.spec
+        placed_rows.sharding.spec
         == PartitionSpec(*([None] * (micro_batches is not None)), ("data", "fsdp", "expert"), "context"),
     )
 

@@ -297,7 +297,7 @@ def both_scatters(count):
     """A sum over tuples of axes of which each device keeps a part: as one process does it, and as one of several."""
     mesh = make_mesh(ParallelConfig(data=2, fsdp=2))
     x = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
-    found = []
+    kept = []
     for axes, axis, spec in ((("data", "fsdp"), 2, P(None, None, ("data", "fsdp"))), ("fsdp", 0, P("fsdp"))):
 
         def scatter(part, axes=axes, axis=axis):
@@ -306,12 +306,12 @@ def both_scatters(count):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(jax, "process_count", lambda: count)
             run = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=P(), out_specs=spec, check_vma=False))
-            found.append(np.asarray(run(x)))
-    return found
+            kept.append(np.asarray(run(x)))
+    return kept
 
 
 def test_sums_of_which_each_keeps_a_part_are_the_same_over_processes():
-    one, several = (on_devices(4, "tests.parallel.test_collectives:both_scatters", count) for count in (1, 2))
-    for x, y in zip(one, several, strict=True):
+    alone, several = (on_devices(4, "tests.parallel.test_collectives:both_scatters", count) for count in (1, 2))
+    for x, y in zip(alone, several, strict=True):
         assert_close(x, y, 1e-6)
         assert np.abs(x).max() > 1

@@ -55,7 +55,7 @@ def test_parts_of_the_keys_join_to_all_of_them(seed, cut, window):
 
 def trees(cases):
     """Tree attention on four devices with caches filled differently, and the whole attention."""
-    mesh, found = make_mesh(ParallelConfig(context=4)), []
+    mesh, pairs = make_mesh(ParallelConfig(context=4)), []
     for seed, window in cases:
         with jax.enable_x64(True):
             q, k, v, q_seg, k_seg = problem(seed, s=3, t=32)
@@ -82,16 +82,16 @@ def trees(cases):
             specs = (none, split, split, none, split, PartitionSpec("context"))
             tree = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=none, check_vma=False)
             out = jax.jit(tree)(q, spread(k), spread(v), q_seg, spread(k_seg), starts)
-            found.append((np.asarray(out), np.asarray(whole)))
-    return found
+            pairs.append((np.asarray(out), np.asarray(whole)))
+    return pairs
 
 
 def test_tree_attention_over_caches_of_unequal_fill_is_the_whole_attention():
-    found = on_devices(
+    pairs = on_devices(
         4, "tests.parallel.test_context:trees", [(seed, window) for seed in range(4) for window in (None, 5)]
     )
-    assert len(found) > 4
-    for tree, whole in found:
+    assert len(pairs) > 4
+    for tree, whole in pairs:
         assert_close(tree, whole, 1e-6)
 
 
@@ -104,9 +104,9 @@ def test_a_layout_without_pieces_leaves_the_order():
 @pytest.mark.parametrize("kind", ["gathered", "ring"])
 def test_a_cache_is_refused_where_a_sequence_lies_over_devices(kind):
     config = ParallelConfig(context=2)
-    one = gathered_attention(config, attention)
+    attend = gathered_attention(config, attention)
     if kind == "ring":
-        one = ring_attention(config, partial_attention, partial_attention_gradient)
+        attend = ring_attention(config, partial_attention, partial_attention_gradient)
     q, k, v, q_seg, k_seg = problem(0)
     with pytest.raises(ValueError, match="cache"):
-        one(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, query_offset=1)
+        attend(q, k, v, query_segments_bs=q_seg, key_segments_bt=k_seg, query_offset=1)

@@ -46,7 +46,7 @@ def problem(seed, devices):
 
 def both_ways(cases):
     """Output and gradients of both exchanges over some devices."""
-    found = []
+    results = []
     for seed, devices in cases:
         with jax.enable_x64(True):
             mesh = make_mesh(ParallelConfig(expert=devices), jax.devices()[:devices])
@@ -55,8 +55,8 @@ def both_ways(cases):
             for op in (gathered_experts(dispatch_experts), ragged_experts(dispatch_experts, exchange, devices)):
 
                 def region(h, weight, gate_up, down, expert, out, op=op):
-                    def loss(*given):
-                        result = op(given[0], expert, given[1], given[2], given[3])
+                    def loss(*operands):
+                        result = op(operands[0], expert, operands[1], operands[2], operands[3])
                         return (result * out).sum(), result
 
                     grads, result = jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(h, weight, gate_up, down)
@@ -65,8 +65,8 @@ def both_ways(cases):
                 specs = (rows, rows, experts, experts, rows, rows)
                 run = jax.shard_map(region, mesh=mesh, in_specs=specs, out_specs=(rows, (rows, rows, experts, experts)),
                                     check_vma=False)  # fmt: skip
-                found.append(jax.device_get(jax.jit(run)(h, weight, gate_up, down, expert, out)))
-    return found
+                results.append(jax.device_get(jax.jit(run)(h, weight, gate_up, down, expert, out)))
+    return results
 
 
 def test_experts_on_other_devices_give_what_they_give_here():
@@ -92,8 +92,8 @@ def check(cases):
                 *map(jnp.asarray, (h, weight, gate_up, down))
             )
             for _ in ("gathered", "ragged"):
-                found, found_grads = next(results)
-                assert_close(found, result, 1e-12)
-                for one, other in zip(found_grads, grads, strict=True):
-                    assert_close(one, other, 1e-12)
+                output, output_grads = next(results)
+                assert_close(output, result, 1e-12)
+                for grad, expected_grad in zip(output_grads, grads, strict=True):
+                    assert_close(grad, expected_grad, 1e-12)
             assert np.count_nonzero(np.asarray(result).any(-1)) == np.count_nonzero(expert < E)

@@ -56,11 +56,11 @@ def test_a_matrix_and_its_adapters_become_their_sum():
     params = parameters(model)
     shape = params[name].shape
     a, b = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((*shape[:-1], 2), (2, 2, shape[-1])))
-    one = Adapted(params[name], a, b, 0.5)
-    joined = with_values(model, {**params, **balancing_biases(model), name: one})
-    found = parameters(gather_layer(placement.leaves, placement.dtypes)(joined))
-    np.testing.assert_array_equal(found[name], merge(one))
-    assert differing(found, params) == [f"['{name}']"]
+    adapted = Adapted(params[name], a, b, 0.5)
+    joined = with_values(model, {**params, **balancing_biases(model), name: adapted})
+    gathered = parameters(gather_layer(placement.leaves, placement.dtypes)(joined))
+    np.testing.assert_array_equal(gathered[name], merge(adapted))
+    assert differing(gathered, params) == [f"['{name}']"]
 
 
 def gathered_sum():

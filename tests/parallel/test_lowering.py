@@ -68,21 +68,21 @@ QUICK = [("everything", "rocm"), ("fsdp_expert_context", "cuda")]
 REST = [(name, platform) for platform in TARGETS for name in EXPECTED if (name, platform) not in QUICK]
 
 
-@pytest.mark.parametrize(("name", "platform"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
+@pytest.mark.parametrize(("name", "platform"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.soak) for row in REST)])
 def test_the_step_lowers_for_eight_gpus(name, platform):
     parallel, expected = EXPECTED[name]
     traced, program = lowered(parallel, platform)
     text = program.as_text()
     assert jax.device_count() == 1
     assert "mhlo.num_partitions = 8 : i32" in text.split("\n", 1)[0]
-    found = collectives(text)
-    assert set(found) == expected
+    moved = collectives(text)
+    assert set(moved) == expected
     kernels = {kernel.name for kernel in kernels_of(program)}
     assert {"residual_norm_forward", "residual_norm_backward", "cca_mix", "cca_mix_backward"} <= kernels
     assert {"momentum", "gram"} <= kernels
     # A part of a ring has few queries here, and so the kernel for few.
     assert {"attention", "attention_backward_keys"} <= kernels or {"attention_decode", "attention_join"} <= kernels
     # Each stands where shapes are those of a device: outside, the compiler would gather what it is given.
-    assert {one.primitive.name for one in traced.jaxpr.eqns if "pallas_call" in str(one)} == {"shard_map"}
+    assert {eqn.primitive.name for eqn in traced.jaxpr.eqns if "pallas_call" in str(eqn)} == {"shard_map"}
     assert "sdy.manual_computation" in text
     assert "bf16" in text

@@ -45,15 +45,15 @@ def layout() -> dict[str, list]:
 
 
 def test_each_device_holds_its_sequences_in_order_or_everything():
-    found = on_devices(4, "tests.parallel.test_mesh:layout")
+    placed = on_devices(4, "tests.parallel.test_mesh:layout")
     array = np.arange(2 * 8 * 3).reshape(2, 8, 3)
-    assert sorted(device for device, _ in found["split"]) == [0, 1, 2, 3]
-    for device, part in found["split"]:
+    assert sorted(device for device, _ in placed["split"]) == [0, 1, 2, 3]
+    for device, part in placed["split"]:
         assert np.array_equal(part, array[:, 2 * device : 2 * device + 2])
-    assert len(found["whole"]) == 4
-    assert all(np.array_equal(part, array) for _, part in found["whole"])
-    assert found["some"] == [1, 2]
-    assert found["sizes"] == [4, 2]
+    assert len(placed["whole"]) == 4
+    assert all(np.array_equal(part, array) for _, part in placed["whole"])
+    assert placed["some"] == [1, 2]
+    assert placed["sizes"] == [4, 2]
 
 
 @given(sizes=st.tuples(*[st.sampled_from([1, 2, 3])] * 4), sequences=st.integers(1, 40), micro=st.integers(1, 4))

@@ -43,9 +43,9 @@ def losses(folder, run):
     return [[row["step"], row["loss"], row["grad_norm"]] for row in read_rows(folder / run / METRICS)]
 
 
-def ended(found, status=0):
-    assert [code for code, _ in found] == [status] * len(found), "\n\n".join(text for _, text in found)
-    return [text for _, text in found]
+def ended(outcomes, status=0):
+    assert [code for code, _ in outcomes] == [status] * len(outcomes), "\n\n".join(text for _, text in outcomes)
+    return [text for _, text in outcomes]
 
 
 def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
@@ -56,11 +56,11 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
     configs = [small_run(tmp_path, *SAME, run=run) for run in ("two", "one")]
     with wide_everywhere():
         run_training(configs[1])
-        two, one = (restore(config, 12) for config in configs)
+        together, alone = (restore(config, 12) for config in configs)
     np.testing.assert_allclose(losses(tmp_path, "two"), losses(tmp_path, "one"), rtol=1e-6)
     with wide_everywhere():
-        assert_close(leaves(two[0]), leaves(one[0]), 1e-4, least=1e-3)  # Muon iterates in fp32
-    assert two[1] == one[1]  # the position in the data
+        assert_close(leaves(together[0]), leaves(alone[0]), 1e-4, least=1e-3)  # Muon iterates in fp32
+    assert together[1] == alone[1]  # the position in the data
 
     # Adapters of what they have trained: begun by both, split over them, and gone on with by one.
     adapters = ["lora.rank=2", "lora.alpha=4", f"init_from={tmp_path / 'two' / 'checkpoints' / '12'}",
@@ -137,9 +137,9 @@ def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
     link = Link(free_port())
     job = start_and_wait(tmp_path, has_two_rows, 'phases=[{"tokens": 128000}]', code=IMPATIENT, link=link)
     link.cut()
-    found = ended(finish_job(tmp_path, job), 1)
+    texts = ended(finish_job(tmp_path, job), 1)
     link.close()
-    for other, text in zip((1, 0), found, strict=True):
+    for other, text in zip((1, 0), texts, strict=True):
         assert f"Stopped: Process {other} on " in text
         assert "was not heard for 5 s" in text
         assert "Traceback" not in text
@@ -204,8 +204,8 @@ def test_four_processes_train_the_tiny_model_as_one_does_and_fewer_go_on(tmp_pat
         np.testing.assert_allclose(run(later.name, processes), alone, rtol=1e-6)
         assert "Resuming after step 10 of 20." in (tmp_path / "0.log").read_text(encoding="utf-8")
     with wide_everywhere():
-        four, one = (load_config(config, [*overrides, f"run_dir={tmp_path / name}"]) for name in ("4", "one"))
-        assert_close(leaves(restore(four, 20)[0]), leaves(restore(one, 20)[0]), 1e-4, least=1e-3)
+        four, alone_config = (load_config(config, [*overrides, f"run_dir={tmp_path / name}"]) for name in ("4", "one"))
+        assert_close(leaves(restore(four, 20)[0]), leaves(restore(alone_config, 20)[0]), 1e-4, least=1e-3)
 
 
 # --- messages --------------------------------------------------------------------------------------------------

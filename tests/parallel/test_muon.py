@@ -40,12 +40,12 @@ def gradients():
 
 def updates():
     """The update of each layout, and what the compiler makes of it."""
-    found = []
+    results = []
     for parallel, iterates in LAYOUTS:
         compiled, shardings = compiled_update(muon_of(iterates), make_mesh(parallel), SHAPES, ROLES)
         calls = collectives(compiled.as_text() or "", make_mesh(parallel).shape)
-        found.append((jax.device_get(compiled(jax.device_put(gradients(), shardings))), calls))
-    return found
+        results.append((jax.device_get(compiled(jax.device_put(gradients(), shardings))), calls))
+    return results
 
 
 def muon_of(iterates):
@@ -67,19 +67,19 @@ def compiled_update(muon, mesh, shapes, roles):
 
 def flops():
     """Of each stack, operations of a device's products where there are eight, and where there is one."""
-    muon, found = scale_by_muon(MuonConfig(newton_schulz_dtype="float32")), {}
+    muon, flops_by_stack = scale_by_muon(MuonConfig(newton_schulz_dtype="float32")), {}
     for name, shape in STACKS.items():
         role = "expert" if "experts" in name else "attention"
-        found[name] = [
+        flops_by_stack[name] = [
             product_flops(compiled_update(muon, mesh, {name: shape}, {name: role})[0].as_text() or "")
             for mesh in (make_mesh(), make_mesh(devices=jax.devices()[:1]))
         ]
-    return found
+    return flops_by_stack
 
 
 def optimizer_bytes():
     """Bytes of the optimizer's state on each of eight devices that really hold it, in all, and of what is not split."""
-    found = {}
+    sizes = {}
     for name in STATES:
         config = change(WIDE, {"train.compute_dtype": "float32", "parallel": MODEL_LAYOUTS[name]})
         program = make_program(config, 8)
@@ -92,8 +92,8 @@ def optimizer_bytes():
         ]
         held = [sum(shard.data.nbytes for x in leaves for shard in x.addressable_shards if shard.device == device)
                 for device in jax.devices()]  # fmt: skip
-        found[name] = held, sum(x.nbytes for x in leaves), sum(x.nbytes for x in leaves if x.is_fully_replicated)
-    return found
+        sizes[name] = held, sum(x.nbytes for x in leaves), sum(x.nbytes for x in leaves if x.is_fully_replicated)
+    return sizes
 
 
 def everything():
@@ -102,38 +102,39 @@ def everything():
 
 
 @pytest.fixture(scope="module")
-def found():
+def results():
     return on_devices(8, "tests.parallel.test_muon:everything")
 
 
-def test_an_update_over_devices_is_that_of_one(found):
+def test_an_update_over_devices_is_that_of_one(results):
     grads, alone = jax.tree.map(jnp.asarray, gradients()), {}
     for iterates in {iterates for _, iterates in LAYOUTS}:
         muon = muon_of(iterates)
         alone[iterates] = jax.jit(lambda grads, muon=muon: muon.update(grads, muon.init(grads))[0])(grads)
-    for (parallel, iterates), (update, calls) in zip(LAYOUTS, found[0], strict=True):
+    for (parallel, iterates), (update, calls) in zip(LAYOUTS, results[0], strict=True):
         for name, value in update.items():
-            one = alone[iterates][name]
+            expected = alone[iterates][name]
             # A sum in another order may round to the next bf16, which the iteration makes larger.
-            tolerance = {"float32": 5e-6, "bfloat16": 0.05}[iterates] * np.abs(one).max()
-            np.testing.assert_allclose(value, one, rtol=0, atol=tolerance, err_msg=name)
+            tolerance = {"float32": 5e-6, "bfloat16": 0.05}[iterates] * np.abs(expected).max()
+            np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance, err_msg=name)
         # Nothing else moves, and nothing within the iteration; the 7 × 9 matrices are not split.
         assert [(call.kind, call.loops) for call in calls] == [("all-to-all", ())] * 2 * 3, parallel
 
 
 @pytest.mark.parametrize("name", STACKS)
-def test_a_device_does_its_whole_matrices_and_no_more(found, name):
+def test_a_device_does_its_whole_matrices_and_no_more(results, name):
     """Of S matrices ⌈S / 8⌉, the last devices some of zeros."""
     *stack, rows, columns = STACKS[name]
     matrices, (long, short) = math.prod(stack), (max(rows, columns), min(rows, columns))
-    one = 5 * (2 * 2 * short**2 * long + 2 * short**3)  # a step has two products with the matrix, one of the Gram
-    assert found[1][name] == [math.ceil(matrices / 8) * one, matrices * one]
+    # A step has two products with the matrix, one of the Gram.
+    matrix_flops = 5 * (2 * 2 * short**2 * long + 2 * short**3)
+    assert results[1][name] == [math.ceil(matrices / 8) * matrix_flops, matrices * matrix_flops]
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_device_holds_an_eighth_of_the_optimizer(found, name):
+def test_a_device_holds_an_eighth_of_the_optimizer(results, name):
     """And the counters and the moments of the temperatures, which are too few to split; nothing is padded."""
-    held, total, whole = found[2][name]
+    held, total, whole = results[2][name]
     assert held == [(total - whole) / 8 + whole] * 8
     assert whole < total / 1000
 
@@ -156,6 +157,6 @@ def test_on_gpus_kernels_see_what_a_device_has(platform):
         traced = jax.jit(update).trace(grads)
         lowered = traced.lower(lowering_platforms=(platform,))
     assert [kernel.name for kernel in kernels_of(lowered)] == ["momentum", "gram", "gram_polynomial"] * len(SHAPES)
-    assert {one.primitive.name for one in traced.jaxpr.eqns if "pallas_call" in str(one)} == {"shard_map"}
+    assert {eqn.primitive.name for eqn in traced.jaxpr.eqns if "pallas_call" in str(eqn)} == {"shard_map"}
     travels = re.findall(r"stablehlo.all_to_all.*-> tensor<\S+x(\w+)>", lowered.as_text())
     assert travels == ["bf16"] * 2 * (len(SHAPES) - 1), "half of what momentum has"

@@ -52,16 +52,16 @@ def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(cap
 
 
 def test_in_another_thread_the_signal_is_left_alone():
-    found = []
+    seen = []
 
     def listen():
         with Preemption() as stop:
-            found.append((signal.getsignal(signal.SIGTERM), stop.reached()))
+            seen.append((signal.getsignal(signal.SIGTERM), stop.reached()))
 
     thread = threading.Thread(target=listen)
     thread.start()
     thread.join()
-    assert found == [(signal.getsignal(signal.SIGTERM), False)]
+    assert seen == [(signal.getsignal(signal.SIGTERM), False)]
 
 
 def ask_one_of(folder, run, processes, sent_to, number):
@@ -87,15 +87,15 @@ def ask_one_of(folder, run, processes, sent_to, number):
      (2, None, signal.SIGINT)],
 )  # fmt: skip
 def test_real_processes_save_at_one_step_and_go_on_bitwise(tmp_path, processes, sent_to, number):
-    command, found = ask_one_of(tmp_path, "asked", processes, sent_to, number)
-    assert [status for status, _ in found] == [128 + number] * processes, found
-    for _, text in found:
+    command, outcomes = ask_one_of(tmp_path, "asked", processes, sent_to, number)
+    assert [status for status, _ in outcomes] == [128 + number] * processes, outcomes
+    for _, text in outcomes:
         assert text.count(f"Stopped by {NAMES[number]} after step ") == 1
         assert "which is saved" in text
         assert "Traceback" not in text
     (step,) = saved_steps(tmp_path / "asked" / "checkpoints")
     assert 20 <= step < 300
-    for _, text in found:
+    for _, text in outcomes:
         assert f"after step {step}, which is saved" in text
     finished = finish_job(tmp_path, start_job(tmp_path, [command] * processes, devices=2))
     assert [status for status, _ in finished] == [0] * processes, finished

@@ -32,7 +32,7 @@ def meeting(numbers, processes, seconds=0.6, port=None, host="127.0.0.1"):
     port = port or free_port()
     counts = [processes] * len(numbers) if isinstance(processes, int) else processes
     with ThreadPoolExecutor(len(numbers)) as pool:
-        jobs = [Job(host, port, "--coordinator", count, one) for one, count in zip(numbers, counts, strict=True)]
+        jobs = [Job(host, port, "--coordinator", count, number) for number, count in zip(numbers, counts, strict=True)]
         return list(pool.map(lambda job: outcome(job, seconds), jobs))
 
 
@@ -41,20 +41,20 @@ def meeting(numbers, processes, seconds=0.6, port=None, host="127.0.0.1"):
 def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
     processes, others = drawn
     numbers = [0, *others][:processes]
-    twice = {one for one in numbers if numbers.count(one) > 1}
-    missing = [one for one in range(processes) if one not in numbers]
-    found = meeting(numbers, processes, 2 if missing else 20)
+    twice = {number for number in numbers if numbers.count(number) > 1}
+    missing = [number for number in range(processes) if number not in numbers]
+    outcomes = meeting(numbers, processes, 2 if missing else 20)
     if twice:  # of several, the first to be seen; one that comes later finds nobody
-        said = [str(one) for one in found]
-        assert sum(any(f"Two processes are numbered {one}," in text for one in twice) for text in said) >= 2, said
+        said = [str(outcome_text) for outcome_text in outcomes]
+        assert sum(any(f"Two processes are numbered {number}," in text for number in twice) for text in said) >= 2, said
         assert all("numbered" in text or "process 0" in text.lower() for text in said), said
     elif missing:
         listed, came = (", ".join(map(str, some)) for some in (missing, sorted(numbers)))
-        for said in found:
+        for said in outcomes:
             assert f"Process{'es' * (len(missing) > 1)} {listed} of {processes} did not reach --coordinator" in said
             assert f" {came} did" in said
     else:
-        assert found == [[0] if number else list(range(1, processes)) for number in numbers]
+        assert outcomes == [[0] if number else list(range(1, processes)) for number in numbers]
 
 
 def test_another_number_of_processes_is_told_to_all():
@@ -163,8 +163,8 @@ def test_strangers_are_let_go_and_the_port_is_free_while_connections_are_open():
 
     def strangers():
         for said in (b"GET / HTTP/1.1\r\n\r\n", b"", b'zaya_jax {"process": "x"}\n', b"\xff\n"):
-            with socket.create_connection((job.host, job.port)) as one:
-                one.sendall(said)
+            with socket.create_connection((job.host, job.port)) as connection:
+                connection.sendall(said)
 
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(meet, job, 20)

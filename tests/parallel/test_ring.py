@@ -38,11 +38,11 @@ def differentiated(function):
 
 def over_devices(cases):
     """Output and gradients of ring and gathered attention, brought back into order, and those of one device."""
-    found = []
+    pairs = []
     with jax.enable_x64(True):
         for seed, context, layout, window in cases:
             config = ParallelConfig(context=context, context_layout=layout)
-            given = problem(seed)
+            operands = problem(seed)
             order = sequence_order(config, S)
             order = np.arange(S) if order is None else order
 
@@ -59,17 +59,17 @@ def over_devices(cases):
                     window=window,
                 )  # fmt: skip
 
-            alone = jax.jit(differentiated(whole))(*given)
+            alone = jax.jit(differentiated(whole))(*operands)
             spec = PartitionSpec(None, "context")
             mesh = make_mesh(config, jax.devices()[:context])
             for function in (ring, gather):
                 spread = jax.shard_map(
                     differentiated(function), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
                 )
-                out = jax.jit(spread)(*(x[:, order] for x in given))
+                out = jax.jit(spread)(*(x[:, order] for x in operands))
                 back = [jnp.zeros_like(x).at[:, order].set(x) for x in out]
-                found.append([(np.asarray(one), np.asarray(other)) for one, other in zip(back, alone, strict=True)])
-    return found
+                pairs.append([(np.asarray(x), np.asarray(y)) for x, y in zip(back, alone, strict=True)])
+    return pairs
 
 
 def test_ring_and_gather_are_attention_and_so_are_their_gradients():

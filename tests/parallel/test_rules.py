@@ -31,9 +31,9 @@ def abstract_mesh(sizes):
 @given(sizes=sizes)
 def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
     mesh = abstract_mesh(sizes)
-    found = place_leaves(*full, mesh)
-    assert found.keys() == full[0].keys()
-    for name, place in found.items():
+    leaves = place_leaves(*full, mesh)
+    assert leaves.keys() == full[0].keys()
+    for name, place in leaves.items():
         shape = full[0][name]
         local = NamedSharding(mesh, place.stored).shard_shape(shape)  # raises where an axis does not divide
         if name.startswith("blocks."):
@@ -65,8 +65,8 @@ def test_the_vocabulary_is_split_where_it_divides_and_the_width_where_it_does_no
 
 def test_a_leaf_too_narrow_for_all_devices_is_split_over_some_or_none():
     mesh = abstract_mesh((4, 8, 1, 1))
-    found = place_leaves({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
-    assert [(place.axis, place.over) for place in found.values()] == [(-1, ("fsdp",)), (None, ()), (None, ())]
+    leaves = place_leaves({"a": (8,), "b": (3,), "c": ()}, {"a": "norm", "b": "bias", "c": "scale"}, mesh)
+    assert [(place.axis, place.over) for place in leaves.values()] == [(-1, ("fsdp",)), (None, ()), (None, ())]
 
 
 def test_momentum_lies_as_its_parameter_and_counters_lie_everywhere():

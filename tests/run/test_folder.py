@@ -32,7 +32,7 @@ SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "par
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
         "sample.temperature", "preset", "train.batch.micro_batch", "train.remat", "train.spike.window",
         "train.spike.threshold", "train.max_skipped_steps",
-        *(f"{name}.{one.name}" for name in SECTIONS for one in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
+        *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -110,9 +110,9 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
 
 
 def test_changes_are_recorded_once_with_their_step(config, begun):
-    (one,) = config.phases
+    (phase,) = config.phases
     changed = change(config, {"train.spike.threshold": 20.0, "train.log_every": 7})
-    changed = dataclasses.replace(changed, phases=(dataclasses.replace(one, tokens=2048),))
+    changed = dataclasses.replace(changed, phases=(dataclasses.replace(phase, tokens=2048),))
     record_changes(begun, config, 3)
     assert not (begun / CHANGES).exists()
     for _ in range(2):

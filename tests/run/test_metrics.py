@@ -42,13 +42,13 @@ def test_a_row_outlives_its_process_from_when_it_is_logged(tmp_path):
 @st.composite
 def lives(draw):
     """Of each process: the checkpoint it starts from (at most what was logged), where it ends, bytes torn off."""
-    found, logged = [], 0
+    processes, logged = [], 0
     for _ in range(draw(st.integers(1, 5))):
         start = draw(st.integers(0, logged))
         end = start + draw(st.integers(0, 6))
-        found.append((start, end, draw(st.integers(0, 60))))
+        processes.append((start, end, draw(st.integers(0, 60))))
         logged = end
-    return found
+    return processes
 
 
 @given(lives())
@@ -63,7 +63,7 @@ def test_each_step_has_one_row_whatever_was_torn_off_after_the_checkpoint(killed
             after = killed[killed.index((start, end, torn)) + 1][0] if (start, end, torn) != killed[-1] else end
             safe = sum(map(len, lines[:after]))
             path.write_bytes(whole[: max(safe, len(whole) - torn)])
-        assert [found["step"] for found in read_rows(path)] == list(range(1, killed[-1][1] + 1))
+        assert [logged_row["step"] for logged_row in read_rows(path)] == list(range(1, killed[-1][1] + 1))
         assert path.read_bytes() == b"".join((json.dumps(row(s)) + "\n").encode() for s in range(1, killed[-1][1] + 1))
 
 
@@ -79,7 +79,7 @@ def test_whole_rows_are_read_before_any_damage(cut, rest):
         run(path, 0, 6)
         whole = path.read_bytes()[:cut]
         path.write_bytes(whole + rest)
-        steps = [found["step"] for found in read_rows(path)]
+        steps = [logged_row["step"] for logged_row in read_rows(path)]
         complete = whole.count(b"\n")
         assert steps[:complete] == list(range(1, complete + 1))
         assert None not in steps

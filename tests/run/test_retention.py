@@ -17,7 +17,7 @@ LOSSES = st.none() | st.floats(allow_nan=True, width=16)
 SAVED = st.lists(
     st.tuples(st.integers(0, 60), LOSSES, st.booleans(), st.booleans()).map(lambda fields: Checkpoint(*fields)),
     max_size=12,
-    unique_by=lambda one: one.step,
+    unique_by=lambda checkpoint: checkpoint.step,
 )
 CONFIGS = st.builds(
     CheckpointConfig, keep=st.integers(1, 4), keep_every=st.none() | st.integers(1, 20), keep_best=st.integers(0, 3)
@@ -28,25 +28,23 @@ CONFIGS = st.builds(
 @given(SAVED, CONFIGS, st.sets(st.integers(0, 60), max_size=5))
 def test_what_must_stay_stays_and_no_more(saved, config, read):
     kept = steps_to_keep(saved, config, read)
-    steps = sorted(one.step for one in saved)
+    steps = sorted(checkpoint.step for checkpoint in saved)
     assert kept <= set(steps)
-    verified = [one.step for one in saved if one.is_verified or one.step in read]
+    verified = [checkpoint.step for checkpoint in saved if checkpoint.is_verified or checkpoint.step in read]
     assert not verified or max(verified) in kept
     assert set(steps[-config.keep :]) <= kept
-    pinned = {one.step for one in saved if one.is_pinned}
+    pinned = {checkpoint.step for checkpoint in saved if checkpoint.is_pinned}
     assert pinned <= kept
     rest = kept - set(steps[-config.keep :]) - pinned - {max(verified, default=None)}
     if config.keep_every:
         assert {step for step in steps if step % config.keep_every == 0} <= kept
         rest -= {step for step in steps if step % config.keep_every == 0}
-    looked = {
-        one.step: one.heldout_loss for one in saved if one.heldout_loss is not None and not math.isnan(one.heldout_loss)
-    }
+    looked = {x.step: x.heldout_loss for x in saved if x.heldout_loss is not None and not math.isnan(x.heldout_loss)}
     assert rest <= set(looked)
     assert len(rest) <= config.keep_best
     best = sorted(looked.values())[: config.keep_best]
     assert sorted(looked[step] for step in looked if step in kept)[: len(best)] == best
-    assert steps_to_keep([one for one in saved if one.step in kept], config, read) == kept  # once is enough
+    assert steps_to_keep([x for x in saved if x.step in kept], config, read) == kept  # once is enough
     assert steps_to_keep(list(reversed(saved)), config, read) == kept
 
 
@@ -91,23 +89,23 @@ class History:
     def prune(self, _):
         """As another process does, by command."""
         saved = usable_checkpoints(self.folder)
-        for one in {one.step for one in saved} - steps_to_keep(saved, CheckpointConfig(**self.config)):
-            remove(self.folder, one)
+        for step in {x.step for x in saved} - steps_to_keep(saved, CheckpointConfig(**self.config)):
+            remove(self.folder, step)
 
     def corrupt(self, index):
         there = saved_steps(self.folder)
         if there:
-            one = there[index % len(there)]
-            if one not in self.damaged:  # for a second flip could undo the first
-                flip(data_file(self.folder / str(one)), 30)
-            self.damaged.add(one)
+            step = there[index % len(there)]
+            if step not in self.damaged:  # for a second flip could undo the first
+                flip(data_file(self.folder / str(step)), 30)
+            self.damaged.add(step)
 
     def lose_manifest(self, index):
         there = saved_steps(self.folder)
         if there:
-            one = there[index % len(there)]
-            next((self.folder / str(one)).glob("manifest-*")).unlink()
-            self.damaged.add(one)
+            step = there[index % len(there)]
+            next((self.folder / str(step)).glob("manifest-*")).unlink()
+            self.damaged.add(step)
 
     def known(self):
         """The steps of the checkpoints that were found whole and that nothing has been seen of since."""
@@ -132,8 +130,8 @@ def test_whatever_happens_the_last_verified_one_stays(tmp_path_factory, verify, 
             getattr(history, action)(index)
             if action in ("save", "prune") and before:
                 assert max(history.known(), default=0) >= max(before), (action, before)
-            for one in set(saved_steps(history.folder)) & history.verified - history.damaged:
-                assert verify_checkpoint(history.folder / str(one)) == []
+            for step in set(saved_steps(history.folder)) & history.verified - history.damaged:
+                assert verify_checkpoint(history.folder / str(step)) == []
     except StopIteration:
         return
     history.store.__exit__(None)
@@ -146,4 +144,4 @@ def test_that_it_was_read_is_known_to_those_that_go_on(tmp_path):
                 restored(store, abstract_state(3))
             store.save(step, make_state(step), ABOUT)
     assert saved_steps(tmp_path) == [1, 4]
-    assert [one.is_verified for one in usable_checkpoints(tmp_path)] == [True, False]
+    assert [checkpoint.is_verified for checkpoint in usable_checkpoints(tmp_path)] == [True, False]

@@ -79,9 +79,9 @@ with lock_folder(Path(sys.argv[1])), track_status(Path(sys.argv[1])):
 
 def status(folder):
     (folder / "checkpoints").mkdir(exist_ok=True)
-    found = open_run(folder).status
-    assert found is not None
-    return found
+    saved = open_run(folder).status
+    assert saved is not None
+    return saved
 
 
 def test_the_status_of_a_process_that_runs_and_then_is_killed(tmp_path):
@@ -114,9 +114,9 @@ def test_the_status_of_a_process_that_runs_and_then_is_killed(tmp_path):
 def test_the_status_of_a_process_that_stopped_is_its_exit_status_and_sentence(tmp_path, error, code):
     with pytest.raises(type(error)), track_status(tmp_path):
         raise error
-    found = status(tmp_path)
-    assert (found.state, found.exit_status) == ("stopped", code)
-    assert found.message == last_words(error)[0]
+    stopped = status(tmp_path)
+    assert (stopped.state, stopped.exit_status) == ("stopped", code)
+    assert stopped.message == last_words(error)[0]
 
 
 def test_a_status_that_cannot_be_written_costs_nothing(tmp_path):
