@@ -1,4 +1,4 @@
-"""Arrays before they are saved: names, digests, small ones together, finite values; and the recorded environment."""
+"""Arrays before they are saved: names, digests, small ones together; and the recorded environment."""
 
 import itertools
 import json
@@ -7,7 +7,6 @@ import os
 import chex
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,10 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.checkpoint.test_store import abstract, make_state
 from tests.train_helpers import CONFIG, make_program, on_devices
 from tests.train_helpers import differing as differing_leaves
-from zaya_jax.checkpoint import finite
 from zaya_jax.checkpoint.digest import ArrayPart, array_digest, differing, digests, parts_to_save
 from zaya_jax.checkpoint.environment import environment, versions
-from zaya_jax.checkpoint.finite import is_finite
 from zaya_jax.checkpoint.leaves import like, named
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, pack_arrays, unpack_array
 from zaya_jax.run.digests import digest, joined, leaf_digest, read_slice, slice_text, uncovered
@@ -216,27 +213,6 @@ def test_large_and_small_parts_are_all_there_is_to_save():
 def test_packed_arrays_that_end_too_early_are_refused():
     with pytest.raises(ValueError, match="reshape"):
         unpack_array(np.zeros(8, np.uint8), {"dtype": "float32", "shape": [3], "at": 0})
-
-
-KINDS = [np.dtype(kind) for kind in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16)]
-
-
-@given(kind=st.sampled_from(KINDS), raw=st.binary(max_size=64))
-def test_any_bits_are_told_apart_as_numpy_does(kind, raw):
-    x = np.frombuffer(raw[: len(raw) // kind.itemsize * kind.itemsize], kind)
-    assert is_finite(x) == bool(np.isfinite(x).all())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
-def test_one_value_anywhere_is_found(kind, value, monkeypatch):
-    monkeypatch.setattr(finite, "_BLOCK", 7)
-    largest = ml_dtypes.finfo(kind).max
-    for at in range(20):
-        x = np.full((4, 5), -largest, kind).T
-        assert is_finite(x)
-        x[at % 5, at // 5] = value
-        assert not is_finite(x)
 
 
 def test_it_says_what_numbers_depend_on_and_json_keeps_it():

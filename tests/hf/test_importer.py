@@ -87,14 +87,14 @@ def journey(folder, config, dtype, shard):
         opened = open_folder(folder / name)
         assert opened.legacy == (name == "second")
         assert dataclasses.replace(opened.config, layer_pattern=config.layer_pattern, sliding_window=3) == config
-        found = jax.device_get(read_parameters(opened, abstract_of(values)))
-        assert found.keys() == values.keys()
+        loaded = jax.device_get(read_parameters(opened, abstract_of(values)))
+        assert loaded.keys() == values.keys()
         for key, x in values.items():
-            assert (found[key].dtype, found[key].tobytes()) == (x.dtype, x.tobytes()), key
-        write_folder(folder / written, config, read_arrays(found), dtype, layout, max_shard_bytes=shard)
+            assert (loaded[key].dtype, loaded[key].tobytes()) == (x.dtype, x.tobytes()), key
+        write_folder(folder / written, config, read_arrays(loaded), dtype, layout, max_shard_bytes=shard)
     assert bits(folder / "first") == bits(folder / "third")
-    one, two = bits(folder / "first"), bits(folder / "second")
-    assert sum(len(raw) for *_, raw in one.values()) == sum(len(raw) for *_, raw in two.values())
+    first, second = bits(folder / "first"), bits(folder / "second")
+    assert sum(len(raw) for *_, raw in first.values()) == sum(len(raw) for *_, raw in second.values())
 
 
 @pytest.fixture(scope="module")
@@ -174,11 +174,11 @@ def read_on_devices(path: str, parallel: ParallelConfig, piece: int):
         specs = {name: placed[name].stored if name in placed else PartitionSpec() for name in shapes}
         abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
                     for name, shape in shapes.items()}  # fmt: skip
-        found = read_parameters(opened, abstract)
-        assert all(x.sharding == abstract[name].sharding for name, x in found.items())
-        split = [name for name, x in found.items() if x.addressable_shards[0].data.size < x.size]
-        text = _collectives(found["blocks.0.mixture.experts.gate_up"])
-        return {name: np.asarray(x) for name, x in found.items()}, split, text
+        loaded = read_parameters(opened, abstract)
+        assert all(x.sharding == abstract[name].sharding for name, x in loaded.items())
+        split = [name for name, x in loaded.items() if x.addressable_shards[0].data.size < x.size]
+        text = _collectives(loaded["blocks.0.mixture.experts.gate_up"])
+        return {name: np.asarray(x) for name, x in loaded.items()}, split, text
 
 
 def _collectives(leaf):
@@ -201,8 +201,8 @@ SHARDED = [(ParallelConfig(fsdp=8), 2**28), (ParallelConfig(fsdp=4, expert=2), 9
 def test_arrays_are_equal_on_eight_devices(folder, parallel, piece):
     path, values, _ = folder
     here = "tests.hf.test_importer:read_on_devices"
-    found, split, collectives = on_devices(8, here, str(path), parallel, piece)
+    loaded, split, collectives = on_devices(8, here, str(path), parallel, piece)
     for name, x in values.items():
-        np.testing.assert_array_equal(found[name], x.astype(jnp.float32), err_msg=name)
+        np.testing.assert_array_equal(loaded[name], x.astype(jnp.float32), err_msg=name)
     assert {"embedding", "blocks.0.attention.query", "blocks.1.mixture.experts.down"} <= set(split)
     assert collectives == [], "an expert goes to the devices that hold it, and no other hears of it"

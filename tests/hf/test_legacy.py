@@ -90,7 +90,7 @@ RELEASED_8B = ModelConfig(
 
 def test_names_and_shapes_are_those_written_by_hand():
     golden = {name: tuple(map(int, shape)) for name, *shape in map(str.split, GOLDEN.strip().splitlines())}
-    assert {one.name: one.shape for one in legacy_tensors(tiny_config(num_experts=2))} == golden
+    assert {tensor.name: tensor.shape for tensor in legacy_tensors(tiny_config(num_experts=2))} == golden
 
 
 def test_the_released_8b_has_2483_tensors():
@@ -109,8 +109,8 @@ def test_the_released_8b_has_2483_tensors():
 ])  # fmt: skip
 def test_merges_and_norms_stand_with_the_sublayer_that_begins_with_them(layer, name, legacy):
     config = tiny_config()
-    ours = {(one.path, one.group) for one in tensors(config) if one.name == f"model.layers.{layer}.{name}"}
-    theirs = {(one.path, one.group) for one in legacy_tensors(config) if one.name == legacy}
+    ours = {(tensor.path, tensor.group) for tensor in tensors(config) if tensor.name == f"model.layers.{layer}.{name}"}
+    theirs = {(tensor.path, tensor.group) for tensor in legacy_tensors(config) if tensor.name == legacy}
     assert ours == theirs
     assert len(ours) == 1
 
@@ -120,21 +120,21 @@ def test_both_layouts_hold_the_same_values(variant):
     """Each value of the model once, and an expert's where the tensor of all experts has it."""
     config = tiny_config(variant, attention_bias=True, head_bias=True)
     rng, stacks, left = np.random.default_rng(0), {}, {}
-    for one in tensors(config):
-        ours = one.to_ours(rng.normal(size=one.shape))
-        stacks[one.path, one.group] = ours  # of a bias in parts the last, which is not looked at
-        left[one.path, one.group] = left.get((one.path, one.group), 0) + ours.size
-    for one in legacy_tensors(config):
-        left[one.path, one.group] -= int(np.prod(one.shape))
-        if "local_experts" in one.name:
-            ours = stacks[one.path, one.group][one.part]
-            assert one.to_theirs(ours).shape == one.shape
-            np.testing.assert_array_equal(one.to_ours(one.to_theirs(ours)), ours)
+    for tensor in tensors(config):
+        ours = tensor.to_ours(rng.normal(size=tensor.shape))
+        stacks[tensor.path, tensor.group] = ours  # of a bias in parts the last, which is not looked at
+        left[tensor.path, tensor.group] = left.get((tensor.path, tensor.group), 0) + ours.size
+    for tensor in legacy_tensors(config):
+        left[tensor.path, tensor.group] -= int(np.prod(tensor.shape))
+        if "local_experts" in tensor.name:
+            ours = stacks[tensor.path, tensor.group][tensor.part]
+            assert tensor.to_theirs(ours).shape == tensor.shape
+            np.testing.assert_array_equal(tensor.to_ours(tensor.to_theirs(ours)), ours)
     assert set(left.values()) == {0}
 
 
 def test_the_layout_is_told_by_names():
     config = tiny_config()
-    assert is_legacy([one.name for one in legacy_tensors(config)])
-    assert not is_legacy([one.name for one in tensors(config)])
+    assert is_legacy([tensor.name for tensor in legacy_tensors(config)])
+    assert not is_legacy([tensor.name for tensor in tensors(config)])
     assert not is_legacy([])

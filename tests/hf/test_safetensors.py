@@ -23,14 +23,14 @@ KINDS = list(DTYPES.values())
 @st.composite
 def arrays(draw):
     """Tensors of every dtype, some empty, some without axes; any bits, NaN among them."""
-    found = {}
+    tensors = {}
     for name in draw(st.lists(st.text(min_size=1, max_size=9).filter(lambda text: text != "__metadata__"), unique=True,
                               max_size=5)):  # fmt: skip
         kind, shape = draw(st.sampled_from(KINDS)), tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
         size = int(np.prod(shape)) * kind.itemsize
         raw = draw(st.binary(min_size=size, max_size=size))
-        found[name] = np.frombuffer(raw, kind).reshape(shape)
-    return found
+        tensors[name] = np.frombuffer(raw, kind).reshape(shape)
+    return tensors
 
 
 def pieces(x):

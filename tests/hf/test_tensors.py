@@ -5,9 +5,12 @@ import numpy as np
 import pytest
 
 from tests.helpers import VARIANTS, tiny_config
+from zaya_jax.errors import InputError
 from zaya_jax.hf.tensors import tensors
 from zaya_jax.model import arithmetic
-from zaya_jax.model.zaya import abstract_model
+from zaya_jax.model.experts import ROUTERS
+from zaya_jax.model.hf_names import same
+from zaya_jax.model.zaya import ATTENTION, abstract_model
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -59,6 +62,34 @@ def test_layouts_undo_each_other_and_keep_every_bit(variant):
 
 def row(config, name):
     return next(tensor for tensor in tensors(config) if tensor.name == name)
+
+
+class Own:
+    """A part of a layer with names of its own."""
+
+    @staticmethod
+    def hf_tensors(config):
+        yield same("own.weight", "own", config.hidden_size)
+
+
+@pytest.mark.parametrize(("table", "replaced", "path"), [
+    (ATTENTION, "cca", ("attention", "own")), (ROUTERS, "zaya", ("mixture", "router", "own")),
+])  # fmt: skip
+def test_another_attention_or_router_brings_its_own_names(table, replaced, path, monkeypatch):
+    config = tiny_config("sliding")
+    before = {tensor.leaf for tensor in tensors(config)}
+    monkeypatch.setitem(table, replaced, Own)
+    after = {tensor.leaf for tensor in tensors(config)}
+    own = {".".join(("blocks", str(position), *path)) for position in range(len(config.period))}
+    assert after - before == own
+    part = ".".join(path[:-1])
+    assert not [name for name in before & after if f".{part}." in name]
+
+
+@pytest.mark.parametrize("changed", [{"attention": "gqa"}, {"router": "linear"}])
+def test_a_part_without_names_is_refused(changed):
+    with pytest.raises(InputError, match="|".join(f"{key}={value}" for key, value in changed.items())):
+        list(tensors(tiny_config(**changed)))
 
 
 def test_linear_weights_are_transposed():

@@ -14,6 +14,7 @@ from tests.train_helpers import CONFIG, change, compile_once, differing, make_pr
 from zaya_jax.config import Config, LoraConfig, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
+from zaya_jax.train import run_tokenizer
 from zaya_jax.train.initialization import (
     NO_BASE,
     FrozenBase,
@@ -114,6 +115,13 @@ def test_a_run_brings_its_optimizer_and_an_import_brings_parameters(tmp_path, fi
     ):
         with pytest.raises(InputError, match=f"{named}.* NaN or infinite values"):
             started(wrong)
+
+
+def test_a_fresh_run_finds_what_init_from_names_once(tmp_path, quick, monkeypatch):
+    config = small_run(tmp_path)
+    write(tmp_path / "model", config)
+    monkeypatch.setattr(run_tokenizer, "tokenizer_folder", lambda source: pytest.fail(f"{source} is looked for again"))
+    run_training(with_folder(tmp_path / "model", config))
 
 
 def start_on_devices(config: Config) -> dict[str, tuple[np.ndarray, bool]]:

@@ -5,12 +5,15 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tests.data_helpers import small_tokenizer, write_source
+from tests.helpers import random_values
 from tests.train_helpers import change, small_run
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.config import SourceConfig
 from zaya_jax.data.sources import open_sources
 from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.train.run_tokenizer import write_tokenizer
+from zaya_jax.weights.load import open_weights
 
 TALK = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "2"}]
 
@@ -86,10 +89,21 @@ def test_the_files_of_init_from_are_kept_if_its_tokenizer_is_the_datas(chatting,
     assert read(tmp_path / "run" / "tokenizer" / "tokenizer_config.json") == described
 
 
+def test_the_tokenizer_is_that_of_the_open_weights(chatting, tmp_path):
+    """They are not looked for again, so that a folder replaced meanwhile brings no other tokenizer."""
+    config, prepared = chatting
+    write_folder(tmp_path / "model", config.model, read_arrays(random_values(config.model)), "float32")
+    small_tokenizer().save(tmp_path / "model" / "tokenizer.json")
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "mine"}))
+    weights = open_weights(f"hf:{tmp_path / 'model'}")
+    write_tokenizer(tmp_path / "run", change(config, {"init_from": f"hf:{tmp_path / 'other'}"}), prepared, weights)
+    assert "mine" in read(tmp_path / "run" / "tokenizer" / "tokenizer_config.json").values()
+
+
 def test_a_folder_that_cannot_be_written_is_a_warning(chatting, tmp_path):
     config, prepared = chatting
     said = []
     (tmp_path / "run" / "tokenizer").write_text("in the way")
-    write_tokenizer(tmp_path / "run", config, prepared, said.append)
+    write_tokenizer(tmp_path / "run", config, prepared, say=said.append)
     assert "Warning: the tokenizer could not be written" in said[0]
     assert "File exists" in said[0]

@@ -56,12 +56,12 @@ def test_an_export_holds_the_merged_matrices(tuned, tmp_path):
     folder, expected, _ = tuned
     assert main(["export-hf", str(folder / "run"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     model = load_model(f"hf:{tmp_path / 'out'}")[0]
-    found = {**tree.parameters(model), **tree.balancing_biases(model)}
-    assert found.keys() == expected.keys()
+    values = {**tree.parameters(model), **tree.balancing_biases(model)}
+    assert values.keys() == expected.keys()
     for name, x in expected.items():
-        assert_close(found[name], x, 1e-6)
+        assert_close(values[name], x, 1e-6)
     before = tree.parameters(load_model(f"hf:{folder / 'model'}")[0])
-    moved = {name for name in before if not np.array_equal(before[name], found[name])}
+    moved = {name for name in before if not np.array_equal(before[name], values[name])}
     assert moved == {name for name, role in roles(model).items() if role in ("attention", "expert")}
 
 
@@ -73,10 +73,10 @@ def test_an_average_is_that_of_the_merged_models_and_can_be_exported(tuned, tmp_
     assert main(["export-hf", str(tmp_path / "mean"), str(tmp_path / "out"), "--dtype", "float32"]) == 0
     assert (tmp_path / "out" / "tokenizer.json").read_text() == (folder / "model" / "tokenizer.json").read_text()
     model = load_model(f"hf:{tmp_path / 'out'}")[0]
-    found = {**tree.parameters(model), **tree.balancing_biases(model)}
-    assert found.keys() == merged_models[0].keys()
-    for name, x in found.items():
-        mean = np.mean([one[name] for one in merged_models], axis=0, dtype=np.float64)
+    values = {**tree.parameters(model), **tree.balancing_biases(model)}
+    assert values.keys() == merged_models[0].keys()
+    for name, x in values.items():
+        mean = np.mean([merged[name] for merged in merged_models], axis=0, dtype=np.float64)
         scale = np.abs(mean).max()
         np.testing.assert_allclose(x, mean, rtol=0, atol=1e-6 * scale, err_msg=name)
 

@@ -25,14 +25,14 @@ def test_parameters_are_means_and_the_rest_is_the_newest(tmp_path, order):
     _, reader = open_checkpoint(folder)
     states = [named(drawn(step)) for step in (1, 2, 4)]
     for name, newest in states[-1].items():
-        found = reader.read(name)
+        value = reader.read(name)
         if name.startswith(("params.", "balance.")):
             exact = np.mean([np.asarray(state[name], np.float64) for state in states], axis=0)
-            np.testing.assert_array_equal(found, exact.astype(found.dtype), err_msg=name)
+            np.testing.assert_array_equal(value, exact.astype(value.dtype), err_msg=name)
         else:
-            np.testing.assert_array_equal(found, newest, err_msg=name)
-    about = read_manifest(folder).metadata
-    assert (about["averaged"], about["heldout_loss"]) == ([1, 2, 4], None)
+            np.testing.assert_array_equal(value, newest, err_msg=name)
+    metadata = read_manifest(folder).metadata
+    assert (metadata["averaged"], metadata["heldout_loss"]) == ([1, 2, 4], None)
 
 
 def test_a_damaged_one_is_not_averaged(tmp_path):

@@ -30,8 +30,8 @@ def model(request):
 
 @pytest.mark.parametrize("layout", ["hf", "legacy"])
 def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
-    save_pretrained(model, tmp_path / "given", layout)
-    assert main(["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")]) == 0
+    save_pretrained(model, tmp_path / "model", layout)
+    assert main(["import-hf", str(tmp_path / "model"), "--output", str(tmp_path / "run")]) == 0
     folder = tmp_path / "run" / "checkpoints" / "0"
     assert verify_checkpoint(folder) == []
     values = {f"params.{name}": x for name, x in tree.parameters(model).items()}
@@ -39,45 +39,53 @@ def test_a_folder_is_a_checkpoint_and_a_folder_again(model, layout, tmp_path):
     assert read_manifest(folder).leaves.keys() == values.keys()
     _, reader = open_checkpoint(folder)
     for name, x in values.items():
-        found = reader.read(name)
+        imported = reader.read(name)
         same = np.asarray(x).copy()
         if name == "params.blocks.0.mixture.router.state_scale":
             same[0] = 1.0  # inert, and in no folder
-        np.testing.assert_array_equal(found, same, err_msg=name)
+        np.testing.assert_array_equal(imported, same, err_msg=name)
     assert open_weights(tmp_path / "run").config.hidden_size == model.config.hidden_size
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back"), "--dtype", "float32", "--layout",
                  layout]) == 0  # fmt: skip
-    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
+    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "model")
 
 
 def test_the_dtype_stays_and_can_be_cast(tmp_path):
     model = random_model(MODEL, 1)
-    save_pretrained(jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype("bfloat16")), model), tmp_path / "given")
-    main(["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")])
+    save_pretrained(jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype("bfloat16")), model), tmp_path / "model")
+    main(["import-hf", str(tmp_path / "model"), "--output", str(tmp_path / "run")])
     leaves = read_manifest(tmp_path / "run" / "checkpoints" / "0").leaves
     assert {leaf["dtype"] for name, leaf in leaves.items() if name.startswith("params.")} == {"bfloat16"}
     assert {leaf["dtype"] for name, leaf in leaves.items() if name.startswith("balance.")} == {"float32"}
     main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")])
-    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "given")
+    assert snapshot(tmp_path / "back") == snapshot(tmp_path / "model")
     main(["export-hf", str(tmp_path / "run"), str(tmp_path / "wide"), "--dtype", "float32"])
-    one, other = load_model(f"hf:{tmp_path / 'wide'}")[0], load_model(f"hf:{tmp_path / 'given'}")[0]
-    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True))
+    wide, stored = load_model(f"hf:{tmp_path / 'wide'}")[0], load_model(f"hf:{tmp_path / 'model'}")[0]
+    assert all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(wide), jax.tree.leaves(stored), strict=True))
 
 
 def test_nan_is_imported_only_where_it_is_asked_for(tmp_path, capsys):
     name = "model.layers.1.self_attn.qkv_proj.q_proj.weight"
-    save_pretrained(random_model(MODEL, 1), tmp_path / "given")
-    set_value(tmp_path / "given", name, np.nan)
-    command = ["import-hf", str(tmp_path / "given"), "--output", str(tmp_path / "run")]
+    save_pretrained(random_model(MODEL, 1), tmp_path / "model")
+    set_value(tmp_path / "model", name, np.nan)
+    command = ["import-hf", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
     assert main(command) == 2
-    assert f"The tensor {name} in {tmp_path / 'given'} holds NaN" in capsys.readouterr().err
+    assert f"The tensor {name} in {tmp_path / 'model'} holds NaN" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
-    (tmp_path / "given" / "tokenizer.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert main([*command, "--allow-nonfinite"]) == 0
     assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 2
     assert f"The tensor {name} holds NaN" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("form", ["{}", "hf:{}"])
+def test_a_folder_is_imported_in_either_form_of_its_name(form, tmp_path, capsys):
+    save_pretrained(random_model(MODEL, 1), tmp_path / "model")
+    assert main(["import-hf", form.format(tmp_path / "model"), "--output", str(tmp_path / "run")]) == 0
+    assert verify_checkpoint(tmp_path / "run" / "checkpoints" / "0") == []
+    assert f"Imported {tmp_path / 'model'} into" in capsys.readouterr().out
 
 
 def test_what_is_no_folder_is_refused(tmp_path, capsys):

@@ -15,6 +15,7 @@ from tests.data_helpers import small_tokenizer
 from tests.helpers import VARIANTS, random_model, random_values, tiny_config
 from tests.train_helpers import CONFIG, MODEL
 from zaya_jax import load_model, save_pretrained
+from zaya_jax.checkpoint import inspection, restore
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig, PhaseConfig, to_dict
@@ -46,7 +47,7 @@ QUICK = [("plain", "bfloat16"), ("biased", "float32"), ("sliding", "bfloat16")]
 REST = [(variant, dtype) for variant in VARIANTS for dtype in ("float32", "bfloat16") if (variant, dtype) not in QUICK]
 
 
-@pytest.mark.parametrize(("variant", "dtype"), [*QUICK, *(pytest.param(*one, marks=pytest.mark.soak) for one in REST)])
+@pytest.mark.parametrize(("variant", "dtype"), [*QUICK, *(pytest.param(*row, marks=pytest.mark.soak) for row in REST)])
 def test_a_round_trip_keeps_every_bit(variant, dtype, tmp_path):
     model = model_of(variant, dtype)
     save_pretrained(model, tmp_path / "first")
@@ -136,6 +137,14 @@ def test_a_model_is_what_was_saved_with_the_positions_of_its_phase(saved, source
     for name, x in expected.items():
         np.testing.assert_array_equal(weights.read(name, 1 if name.startswith("blocks.") else None),
                                       x[1] if name.startswith("blocks.") else x, err_msg=name)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["{}/run@short", "{}/run/checkpoints/1", "{}/imported/checkpoints/0"])
+def test_a_manifest_is_read_once(saved, source, monkeypatch):
+    weights = open_weights(source.format(saved[0]))
+    for module in (inspection, restore):
+        monkeypatch.setattr(module, "read_manifest", lambda folder, **_: pytest.fail(f"{folder} is read again"))
+    chex.assert_tree_all_finite(tree.parameters(weights.load_model(None)))
 
 
 @pytest.mark.parametrize(

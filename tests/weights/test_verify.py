@@ -24,8 +24,9 @@ def test_the_architecture_is_the_8bs():
 def test_another_model_is_refused_by_the_key_that_differs(tmp_path):
     values = jax.device_get(random_values(tiny_config()))
     write_folder(tmp_path / "model", tiny_config(), read_arrays(values), "bfloat16")
-    with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, and 262272 in the 8B"):
-        verify_hf(tmp_path / "model")
+    for source in (tmp_path / "model", f"hf:{tmp_path / 'model'}"):
+        with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, and 262272 in the 8B"):
+            verify_hf(source)
     check_released(dataclasses.replace(RELEASED_8B, layer_pattern=("full",) * 40, max_positions=32_768), "X")
     with pytest.raises(InputError, match=r"rope_base is 1000000\.0"):  # ZAYA1-base
         check_released(dataclasses.replace(RELEASED_8B, rope_base=1e6), "X")
@@ -34,20 +35,20 @@ def test_another_model_is_refused_by_the_key_that_differs(tmp_path):
 def test_what_comes_out_is_compared_and_told(monkeypatch):
     """On a small model whose vocabulary the prompt is folded into, its own answer taken for the expected one."""
     model = random_model(tiny_config())
-    monkeypatch.setattr(module, "PROMPT", tuple(one % 37 for one in PROMPT))
-    found = compare(model)
-    assert not found.good
-    assert "differs" in str(found)
-    assert "The folder differs." in str(found)
-    monkeypatch.setattr(module, "LIKELIEST", found.likeliest)
-    monkeypatch.setattr(module, "TAIL", np.asarray(found.tail) + 0.05)
+    monkeypatch.setattr(module, "PROMPT", tuple(token % 37 for token in PROMPT))
+    first = compare(model)
+    assert not first.good
+    assert "differs" in str(first)
+    assert "The folder differs." in str(first)
+    monkeypatch.setattr(module, "LIKELIEST", first.likeliest)
+    monkeypatch.setattr(module, "TAIL", np.asarray(first.tail) + 0.05)
     again = compare(model)
     assert again.good
     np.testing.assert_allclose(again.error, 0.05, rtol=1e-3)
     assert str(again).endswith("The folder is the released 8B.")
     assert len(str(again).splitlines()) == 14
-    monkeypatch.setattr(module, "LIKELIEST", (*found.likeliest[:-1], found.likeliest[-1] + 1))
+    monkeypatch.setattr(module, "LIKELIEST", (*first.likeliest[:-1], first.likeliest[-1] + 1))
     assert not compare(model).good
-    monkeypatch.setattr(module, "LIKELIEST", found.likeliest)
-    monkeypatch.setattr(module, "TAIL", np.asarray(found.tail) + 0.2)
+    monkeypatch.setattr(module, "LIKELIEST", first.likeliest)
+    monkeypatch.setattr(module, "TAIL", np.asarray(first.tail) + 0.2)
     assert not compare(model).good

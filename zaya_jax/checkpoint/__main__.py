@@ -53,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
                      "newest checkpoint's run)")  # fmt: skip
 
     add = verbs.add_parser("import-hf", help="convert a transformers folder to a checkpoint")
-    add.add_argument("folder", type=Path, metavar="FOLDER")
+    add.add_argument("folder", metavar="FOLDER", help="FOLDER or hf:FOLDER")
     add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="a new run folder")
     add.add_argument("--allow-nonfinite", action="store_true", help="import NaN and infinite values too")
 
@@ -74,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add = verbs.add_parser("verify-hf", help="compare the released 8B here with transformers")
-    add.add_argument("folder", type=Path, metavar="FOLDER")
+    add.add_argument("folder", metavar="FOLDER", help="FOLDER or hf:FOLDER")
     return parser
 
 

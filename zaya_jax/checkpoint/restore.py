@@ -61,19 +61,22 @@ def restore_newest(
     return None
 
 
-def read_checkpoint(folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False) -> Restored:
+def read_checkpoint(
+    folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False, manifest: Manifest | None = None
+) -> Restored:
     """A checkpoint of any run, which is left as it is.
 
     Args:
       folder: of the checkpoint.
       prepare: gives for a manifest the abstract state.
       part: whether that may be a part of what was saved.
+      manifest: its own, where it has been read; read here where None.
 
     Raises:
       InputError: it is damaged, cannot be read, or holds other arrays than asked for.
     """
     try:
-        manifest = _manifest(folder.parent, int(folder.name))
+        manifest = _manifest(folder.parent, int(folder.name), manifest)
         return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
         raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.CHECKPOINTS}/STEP.") from error
@@ -87,11 +90,11 @@ def _quarantine(folder: Path, step: int) -> str:
                          f"{error.strerror}.") from error  # fmt: skip
 
 
-def _manifest(folder: Path, step: int) -> Manifest:
-    """The manifest of a checkpoint; all processes agree on whether it can be used."""
-    path, manifest, problem = folder / str(step), None, None
+def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Manifest:
+    """The manifest of a checkpoint, read if need be; all processes agree on whether it can be used."""
+    path, problem = folder / str(step), None
     try:
-        manifest = read_manifest(path)
+        manifest = manifest or read_manifest(path)
         if manifest.step != step:
             raise Damaged(f"{path} holds the checkpoint of step {manifest.step}.")
         if not is_current(folder, step, manifest.fencing_token):

@@ -15,12 +15,12 @@ from zaya_jax.config.model import ModelConfig
 from zaya_jax.config.optimizer import ComputeDtype, Matrices, OptimizerConfig
 from zaya_jax.config.parallel import ParallelConfig
 from zaya_jax.config.phases import BatchConfig, PhaseConfig, Remat
+from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
 Verify = Literal["none", "hash", "readback"]
 MAX_PHASES = 1000
-HF = "hf:"  # before a folder of transformers, in `init_from`
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Config:
         require(self.preset is None or self.preset in PRESETS, "preset", self.preset,
                 f"null or one of {', '.join(PRESETS)}")  # fmt: skip
         if self.init_from is not None:
-            path = self.init_from.removeprefix(HF)
+            path = parse_source(self.init_from).path
             require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")
             require_path("init_from", path)
         if self.resume_from is not None:
@@ -142,7 +142,7 @@ class Config:
             require(self.init_from is None, "resume_from", self.resume_from,
                     f"null where init_from is given ({self.init_from!r}): resume_from takes another run's complete "
                     "state and position, init_from begins anew with its parameters and optimizer")  # fmt: skip
-            require(not self.resume_from.startswith(HF), "resume_from", self.resume_from,
+            require(parse_source(self.resume_from).kind == "checkpoint", "resume_from", self.resume_from,
                     f"a run, since {HF}FOLDER has no optimizer state to resume; use init_from")  # fmt: skip
         if self.lora is not None:
             require(self.init_from is not None, "init_from", self.init_from,

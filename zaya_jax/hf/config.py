@@ -131,14 +131,14 @@ def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, floa
         raise InputError(f"{where} has rope_parameters {parameters!r:.200}, but must have sections "
                          f"{', '.join(_KINDS)}.")  # fmt: skip
     for kind in dict.fromkeys(types):
-        given = parameters.get(kind)
-        given = {} if given is None else given
-        if not isinstance(given, dict):
-            raise InputError(f"{where} has rope_parameters {given!r:.200} for {kind}, but must have a section.")
-        if given.get("rope_type", "default") != "default":
-            raise InputError(f"{where} has rope_type {given['rope_type']!r:.200}, but only 'default' is supported.")
-        bases[kind] = number(given, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
-        fractions.append(number(given, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
+        section = parameters.get(kind)
+        section = {} if section is None else section
+        if not isinstance(section, dict):
+            raise InputError(f"{where} has rope_parameters {section!r:.200} for {kind}, but must have a section.")
+        if section.get("rope_type", "default") != "default":
+            raise InputError(f"{where} has rope_type {section['rope_type']!r:.200}, but only 'default' is supported.")
+        bases[kind] = number(section, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
+        fractions.append(number(section, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
     if len(set(fractions)) > 1:
         raise InputError(f"{where} rotates different fractions ({fractions}) in different layers; one is supported.")
     return bases, fractions[0]
@@ -171,6 +171,9 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
     """What every `config.json` begins with; refuses a part of ZAYA1 taken away, of which the folders have no form."""
+    if unknown := set(config.layer_pattern).difference(_KINDS.values()):
+        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but a model can be written for transformers only "
+                         f"where its layers are {' and '.join(_KINDS.values())}.")  # fmt: skip
     for key, value in _ONLY.items():
         if getattr(config, key) != value:
             raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "

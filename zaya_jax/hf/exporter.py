@@ -10,16 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
+from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
-from zaya_jax.hf.tensors import Tensor, is_bias, tensors
-from zaya_jax.model.tree import balancing_biases, parameters
+from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.files import sync_folder
 from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
@@ -60,7 +60,7 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
     kind, folder = np.dtype(jnp.dtype(dtype)), Path(folder).expanduser()
     if kind not in DTYPES.values():
         raise InputError(f"The dtype is {kind.name}, but a folder's parameters are one of "
-                         f"{', '.join(one.name for one in DTYPES.values())}.")  # fmt: skip
+                         f"{', '.join(known.name for known in DTYPES.values())}.")  # fmt: skip
     describe, names = LAYOUTS[layout]
     described = describe(config, kind.name)
     carried = _carried(carry, described)
@@ -96,7 +96,8 @@ def read_arrays(values: Mapping[str, jax.Array]) -> Read:
 
 
 def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype, most: int) -> None:
-    described = {one.name: Described(np.dtype(np.float32) if is_bias(one.leaf) else dtype, one.shape) for one in rows}
+    kinds = {row.name: np.dtype(np.float32) if is_balancing_bias(row.leaf) else dtype for row in rows}
+    described = {row.name: Described(kinds[row.name], row.shape) for row in rows}
     shards: list[list[Tensor]] = [[]]
     size = 0
     for row in rows:
@@ -112,7 +113,8 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
         write_file(folder / name, {row.name: described[row.name] for row in shard}, content)
         weight_map.update(dict.fromkeys((row.name for row in shard), name))
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(one.bytes for one in described.values())}, "weight_map": weight_map}
+        total = sum(tensor.bytes for tensor in described.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
@@ -134,13 +136,13 @@ def _latest(read: Read) -> Read:
     """`read`, its last result kept: a legacy folder's experts come out of it one by one."""
     last: list[Any] = [None, None]
 
-    def found(name: str, group: int | None) -> np.ndarray:
+    def read_once(name: str, group: int | None) -> np.ndarray:
         if last[0] != (name, group):
             last[:] = None, None  # given back before the next one is taken
             last[:] = (name, group), read(name, group)
         return last[1]
 
-    return found
+    return read_once
 
 
 def _check_free(folder: Path) -> None:
@@ -152,7 +154,7 @@ def _remove_remains(partial: Path) -> None:
     """Remove what a killed export left, and nothing else."""
     if not partial.exists():
         return
-    if not partial.is_dir() or not all(any(one.match(form) for form in _WRITTEN) for one in partial.iterdir()):
+    if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
         raise InputError(f"{partial} is in the way: it holds more than an export that was cut off. Move it away.")
     shutil.rmtree(partial)
 

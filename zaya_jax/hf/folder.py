@@ -69,11 +69,11 @@ def _check_shape(folder: Path, name: str, stored: Stored, shape: tuple[int, ...]
 
 
 def _check_tied(folder: Path, head: Stored, embedding: Stored) -> None:
-    one, two = head.open(), embedding.open()
-    rows = max(1, _BLOCK // max(1, one[:1].nbytes))
+    head_vd, embedding_vd = head.open(), embedding.open()
+    rows = max(1, _BLOCK // max(1, head_vd[:1].nbytes))
     same = head.dtype == embedding.dtype and all(
-        np.array_equal(one[at : at + rows].view(np.uint8), two[at : at + rows].view(np.uint8))
-        for at in range(0, len(one), rows)
+        np.array_equal(head_vd[at : at + rows].view(np.uint8), embedding_vd[at : at + rows].view(np.uint8))
+        for at in range(0, len(head_vd), rows)
     )
     if not same:
         raise InputError(f"The tensor {_HEAD} in {folder} is another than {_EMBEDDING}, but the head is tied to it.")

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.checkpoint.finite import not_finite
 from zaya_jax.errors import InputError
+from zaya_jax.hf.finite import not_finite
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import Stored
 from zaya_jax.hf.tensors import Tensor
-from zaya_jax.model.router import INERT
+from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
 
 PIECE = 2**28  # bytes of a tensor under way at once
@@ -59,7 +59,7 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     def start() -> dict[str, jax.Array]:
-        return {name: jnp.full(x.shape, float(name == INERT), x.dtype) for name, x in abstract.items()}
+        return {name: jnp.full(x.shape, float(is_inert(name, 0)), x.dtype) for name, x in abstract.items()}
 
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 

@@ -99,7 +99,7 @@ def _sublayers(tree: dict[str, Any], where: str) -> int:
                              "number of them.")  # fmt: skip
         return count
     if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
-            or any(type(one) is not int for one in layers[1::2])):  # fmt: skip
+            or any(type(experts) is not int for experts in layers[1::2])):  # fmt: skip
         raise InputError(
             f"{where} has zaya_layers {layers!r:.200}, but must have 'a' and a number of experts by turns."
         )
@@ -109,14 +109,14 @@ def _sublayers(tree: dict[str, Any], where: str) -> int:
 def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) -> int:
     """The size under the first of `keys` that is given; of a list the entries `at` are asked, which must agree."""
     key = next((key for key in keys if tree.get(key) is not None), keys[-1])
-    given = tree.get(key)
-    if not isinstance(given, list):
+    entries = tree.get(key)
+    if not isinstance(entries, list):
         return whole(tree, key, where)
-    if len(given) <= at[-1]:
-        raise InputError(f"{where} has {len(given)} entries of {key}, but must have one for each of at least "
+    if len(entries) <= at[-1]:
+        raise InputError(f"{where} has {len(entries)} entries of {key}, but must have one for each of at least "
                          f"{at[-1] + 1} sublayers.")  # fmt: skip
-    values = [given[index] for index in at]
-    if any(one != values[0] for one in values):
+    values = [entries[index] for index in at]
+    if any(value != values[0] for value in values):
         raise InputError(f"{where} has different {key} in different layers ({values!r:.200}); one is supported.")
     return whole({key: values[0]}, key, where)
 
@@ -125,23 +125,23 @@ def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[At
     """Which layers slide, and the tokens that a query of theirs sees, itself included."""
 
     def by_layer(key: str) -> list[Any]:
-        given = tree[key]
-        if not isinstance(given, list) or (len(given) not in (sublayers, sublayers // 2) and len(given) < sublayers):
-            raise InputError(f"{where} has {key} {given!r:.200}, but must have a list of {sublayers} sublayers or "
-                             f"{sublayers // 2} layers.")  # fmt: skip
-        return given if len(given) == sublayers // 2 else given[:sublayers:2]
+        entries, layers = tree[key], sublayers // 2
+        if not isinstance(entries, list) or (len(entries) < sublayers and len(entries) != layers):
+            raise InputError(f"{where} has {key} {entries!r:.200}, but must have a list of {sublayers} sublayers or "
+                             f"{layers} layers.")  # fmt: skip
+        return entries if len(entries) == layers else entries[:sublayers:2]
 
     windows = [0] * (sublayers // 2) if tree.get("swa_layers") is None else by_layer("swa_layers")
-    if any(type(one) is not int or one < 0 for one in windows):
+    if any(type(tokens) is not int or tokens < 0 for tokens in windows):
         raise InputError(f"{where} has swa_layers {windows!r:.200}, but must have the tokens each layer looks back, 0 "
                          "where it sees all.")  # fmt: skip
-    kinds: list[Any] = ["sliding" if one else "full" for one in windows]
+    kinds: list[Any] = ["sliding" if tokens else "full" for tokens in windows]
     if tree.get("layer_types") is not None:
         types = by_layer("layer_types")
-        if any(not isinstance(one, str) or one not in _SLIDING for one in types):
+        if any(not isinstance(name, str) or name not in _SLIDING for name in types):
             raise InputError(f"{where} has layer_types {types!r:.200}, but supported are {', '.join(_SLIDING)}.")
-        kinds = [_SLIDING[one] for one in types]
-    spans = {one for one, kind in zip(windows, kinds, strict=True) if one and kind == "sliding"}
+        kinds = [_SLIDING[name] for name in types]
+    spans = {tokens for tokens, kind in zip(windows, kinds, strict=True) if tokens and kind == "sliding"}
     if len(spans) > 1:
         raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}); one is supported.")
     width = window(tree, where)
@@ -179,7 +179,7 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "max_position_embeddings": config.max_positions,
         "cca_time0": config.depthwise_kernel,
         "cca_time1": config.grouped_kernel,
-        "swa_layers": [back * (one == kind) for kind in pattern for one in ("sliding", "")] if sliding else None,
+        "swa_layers": [tokens for kind in pattern for tokens in (back * (kind == "sliding"), 0)] if sliding else None,
         "swa_rotary_base": config.sliding_rope_base,
         "sliding_window": None,  # told by swa_layers
         "rope_theta": config.rope_base,

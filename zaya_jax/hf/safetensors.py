@@ -88,17 +88,17 @@ def read_header(path: Path) -> dict[str, Stored]:
     if len(raw) != length:
         raise _damaged(path, f"its header of {length} bytes is cut off")
     header = _parse(path, raw)
-    found = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
+    tensors = {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
     end, last = 8 + length, ""
-    for name, stored in sorted(found.items(), key=lambda item: (item[1].start, item[1].bytes)):
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].bytes)):
         if stored.start != end:
             what = f"overlaps the tensor {last}" if stored.start < end else "follows a gap"
             raise _damaged(path, f"the tensor {name} {what}")
         end, last = end + stored.bytes, name
     if end != size:
-        what = f"the tensor {last} ends" if found else "its header ends"
+        what = f"the tensor {last} ends" if tensors else "its header ends"
         raise _damaged(path, f"{what} at byte {end}, the file at byte {size}")
-    return found
+    return tensors
 
 
 def _damaged(path: Path, what: str) -> InputError:
@@ -134,7 +134,7 @@ def _stored(path: Path, name: str, entry: Any, base: int) -> Stored:
         raise _damaged(path, f"the tensor {name} is not given by dtype, shape and data_offsets")
     shape, offsets, dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
     for numbers in (shape, offsets):
-        if not isinstance(numbers, list) or not all(type(one) is int and 0 <= one < 2**63 for one in numbers):
+        if not isinstance(numbers, list) or not all(type(size) is int and 0 <= size < 2**63 for size in numbers):
             raise _damaged(path, f"the tensor {name} has the shape {shape} and the data_offsets {offsets}")
     if isinstance(dtype, str) and dtype in _OTHERS:
         raise InputError(f"The tensor {name} in {path} is of dtype {dtype}, but parameters are {', '.join(DTYPES)}: "
@@ -161,9 +161,9 @@ def write_file(path: Path, described: Mapping[str, Described], content: Iterable
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # which transformers insists on
     end = 0
-    for name, one in described.items():
-        header[name] = {"dtype": _NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + one.bytes]}
-        end += one.bytes
+    for name, tensor in described.items():
+        start, end = end, end + tensor.bytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that tensors begin at multiples of their dtype's size
     partial = path.with_name(path.name + ".partial")

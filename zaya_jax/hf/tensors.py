@@ -5,13 +5,8 @@ from typing import NamedTuple
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.hf_names import Change
-from zaya_jax.model.router import INERT
+from zaya_jax.model.router import is_inert
 from zaya_jax.model.zaya import Block, Zaya
-
-
-def is_bias(leaf: str) -> bool:
-    """Whether a parameter, by its flat name, is a balancing bias."""
-    return leaf.rpartition(".")[2] == "balancing_bias"
 
 
 class Tensor(NamedTuple):
@@ -37,7 +32,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
         yield Tensor(row.name, row.path, None, *row[2:])
     for index in range(config.num_layers):
         group, position = divmod(index, len(config.period))
-        for row in Block.hf_tensors(config):
+        for row in Block.hf_tensors(config, config.layer_kinds[position]):
             tensor = Tensor(f"model.layers.{index}.{row.name}", ("blocks", position, *row.path), group, *row[2:])
-            if (tensor.leaf, group) != (INERT, 0):
+            if not is_inert(tensor.leaf, group):
                 yield tensor

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from zaya_jax.config import ModelConfig
 from zaya_jax.model.attention import visible_keys
 from zaya_jax.model.layers import MATRIX_ROLES, Role
-from zaya_jax.model.router import INERT
+from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import fused, roles, shapes
 from zaya_jax.model.zaya import abstract_model, init_cache
 
@@ -26,7 +26,7 @@ def _sizes(config: ModelConfig) -> dict[Role, int]:
     model, totals = abstract_model(config), {}
     role_by_name = roles(model)
     for name, shape in shapes(model).items():
-        role, inert = role_by_name[name], math.prod(shape[1:]) if name == INERT else 0
+        role, inert = role_by_name[name], math.prod(shape[1:]) if is_inert(name, 0) else 0
         totals[role] = totals.get(role, 0) + math.prod(shape) - inert
     return totals
 

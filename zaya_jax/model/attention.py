@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
+from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
@@ -53,6 +54,8 @@ class Attention(nnx.Module):
             self.output_bias = param(jnp.zeros(d), "bias")
         self.config = config
         self.layer = layer
+
+    hf_tensors = staticmethod(no_form)
 
     def project(self, h_bsd: jax.Array) -> jax.Array:
         """All projections side by side in one product, [b, s, x] in the dtype of `h_bsd`."""

@@ -4,10 +4,13 @@ Linear weights are [out, in] there and [in, out] here (docs: zaya1.md §12.1); n
 keeps every bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.errors import InputError
 
 Change = Callable[[np.ndarray], np.ndarray]
 
@@ -29,6 +32,12 @@ class HfTensor(NamedTuple):
     to_ours: Change
     to_theirs: Change
     part: slice | None = None
+
+
+def no_form(config: ModelConfig) -> Iterator[HfTensor]:
+    """`hf_tensors` of a module that has no form in a `transformers` folder."""
+    raise InputError(f"A model with model.attention={config.attention} and model.router={config.router} has no form in "
+                     "a transformers folder.")  # fmt: skip
 
 
 def unchanged(x: np.ndarray) -> np.ndarray:

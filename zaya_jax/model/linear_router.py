@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import BalancingBias, matrix, param
 from zaya_jax.model.router import SKIP_BIAS, Routing, choose_class
 from zaya_jax.ops import Ops
@@ -21,6 +22,8 @@ class LinearRouter(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         self.output = param(matrix(key, (config.hidden_size, config.num_experts)), "router")
         self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
+
+    hf_tensors = staticmethod(no_form)
 
     def probabilities(self, h_bsd: jax.Array) -> jax.Array:
         """fp32 softmax over the e experts; the product is in the dtype of `h_bsd`, its sum in fp32."""

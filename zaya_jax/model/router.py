@@ -13,8 +13,6 @@ from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.precision import accumulation_dtype
 
-# Its first layer's scales a state that is zero: it is not counted, stands in no `transformers` folder, and is one.
-INERT = "blocks.0.mixture.router.state_scale"
 SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any expert of bias 0
 
 
@@ -79,6 +77,14 @@ class Router(nnx.Module):
             yield same(f"mlp.gate.router_mlp.{name}.bias", f"{attribute}_bias", r)
         yield linear("mlp.gate.router_mlp.out_proj.weight", "output", classes, r)
         yield same("mlp.gate.balancing_biases", "balancing_bias", classes)
+
+
+def is_inert(name: str, group: int | None) -> bool:
+    """Whether a parameter, by its flat name and the index in its stack, is the state scale of the first layer.
+
+    It scales a state that is zero: it is not counted, is in no `transformers` folder, and is one.
+    """
+    return (name, group) == ("blocks.0.mixture.router.state_scale", 0)
 
 
 def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -45,6 +45,11 @@ def balancing_biases(model: Zaya) -> Arrays:
     return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
 
 
+def is_balancing_bias(name: str) -> bool:
+    """Whether a name is that of a balancing bias."""
+    return name.rpartition(".")[2] == "balancing_bias"
+
+
 @functools.lru_cache(maxsize=8)
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape of each parameter and balancing bias of a model, by name."""

@@ -78,14 +78,14 @@ class Block(nnx.Module):
         return self.mixture_merge(out, x_bsd), state_bsr, counts, cache
 
     @staticmethod
-    def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
+    def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
         """The tensors of one layer in a `transformers` folder."""
         d = config.hidden_size
         yield same("input_layernorm.weight", "attention_norm.weight", d)
         yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
         yield from (within("attention_merge", tensor) for tensor in ResidualScaling.hf_tensors("attention", d))
         yield from (within("mixture_merge", tensor) for tensor in ResidualScaling.hf_tensors("mlp", d))
-        yield from (within("attention", tensor) for tensor in CCA.hf_tensors(config))
+        yield from (within("attention", tensor) for tensor in ATTENTION[layer.attention].hf_tensors(config))
         yield from (within("mixture", tensor) for tensor in MixtureOfExperts.hf_tensors(config))
 
 

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zaya_jax.checkpoint.restore import read_checkpoint
 from zaya_jax.config import Config
 from zaya_jax.config.stages import first_step, stage_at
 from zaya_jax.errors import InputError
@@ -18,9 +17,9 @@ from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.train.program import PhaseProgram
 from zaya_jax.train.run_checks import OPTIMIZER_KEYS, check_architecture, check_values, warn_about_positions
 from zaya_jax.train.state import TrainState, init_counters, init_state
-from zaya_jax.weights.adapters import AdaptedWeights, read_base_fingerprint, write_base_note
+from zaya_jax.weights.adapters import read_base_fingerprint, write_base_note
 from zaya_jax.weights.load import open_weights
-from zaya_jax.weights.sources import CheckpointWeights, Weights
+from zaya_jax.weights.sources import Weights
 
 
 class FrozenBase(NamedTuple):
@@ -43,7 +42,7 @@ def open_init_from(config: Config) -> Weights | None:
         return None
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
     check_architecture(weights.config, config.model, name, "choose another one")
-    if isinstance(weights, AdaptedWeights):
+    if weights.holds_adapters:
         raise InputError(f"{name} holds adapters. Export that run with export-hf, which merges them, and set init_from "
                          "to the exported folder.")  # fmt: skip
     return weights
@@ -69,12 +68,12 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         placed = jax.tree.map(lambda x: x.sharding, abstract)
         state = jax.jit(lambda: init_state(program), out_shardings=placed)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
-    if isinstance(weights, CheckpointWeights) and weights.has_optimizer:
-        learned = _load_learned(config, weights, abstract)
-    else:
-        wanted: dict[str, Any] = {**abstract.params, **abstract.balance}
-        values = weights.load(wanted)
-        learned = {"params": _select(values, abstract.params), "balance": _select(values, abstract.balance)}
+    if weights.optimizer_config is not None:
+        check_values(config, weights.optimizer_config, f"init_from={config.init_from}", OPTIMIZER_KEYS,
+                     "the optimizer's state does not fit. Set the same value, or export that run and set init_from to "
+                     "the exported folder")  # fmt: skip
+    kinds = ("params", "balance", "opt_state", "balance_state")
+    learned = weights.load_state({kind: getattr(abstract, kind) for kind in kinds})
     names = [field.name for field in dataclasses.fields(TrainState) if field.name not in learned]
 
     def rest(params: Arrays, balance: Arrays) -> dict[str, Any]:
@@ -84,14 +83,6 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
 
     placed = {name: jax.tree.map(lambda x: x.sharding, getattr(abstract, name)) for name in names}
     return TrainState(**learned, **jax.jit(rest, out_shardings=placed)(learned["params"], learned["balance"]))
-
-
-def _load_learned(config: Config, weights: CheckpointWeights, abstract: TrainState) -> dict[str, Any]:
-    check_values(config, weights.manifest.metadata["config"], f"init_from={config.init_from}", OPTIMIZER_KEYS,
-                 "the optimizer's state does not fit. Set the same value, or export that run and set init_from to the "
-                 "exported folder")  # fmt: skip
-    learned = {name: getattr(abstract, name) for name in ("params", "balance", "opt_state", "balance_state")}
-    return read_checkpoint(weights.folder, lambda _: learned, part=True).state
 
 
 def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBase:
@@ -107,11 +98,7 @@ def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBa
     biases = jax.eval_shape(balancing_biases, program.model)
     balance = {name: jax.ShapeDtypeStruct(x.shape, dtype, sharding=whole) for name, x in biases.items()}
     values = weights.load({**program.abstract_base, **balance})
-    return FrozenBase(_select(values, program.abstract_base), _select(values, balance))
-
-
-def _select(values: Arrays, names: Any) -> Arrays:
-    return {name: values[name] for name in names}
+    return FrozenBase(*({name: values[name] for name in kind} for kind in (program.abstract_base, balance)))
 
 
 def record_base(folder: Path, config: Config, base: FrozenBase) -> None:

@@ -46,6 +46,7 @@ from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.trainer import Trainer
+from zaya_jax.weights.sources import Weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,21 +163,21 @@ def _initialize_or_resume(
     base = load_frozen_base(program, weights)
     if resuming:
         check_base(folder, config, base)
-        _claim(folder, config, prepared)
+        _claim(folder, config, prepared, weights)
         return (*resume(config, programs, store, batches), base)
     fresh = config.resume_from is None
     state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
     record_base(folder, config, base)
-    _claim(folder, config, prepared)
+    _claim(folder, config, prepared, weights)
     store.take_over()
     return state, int(jax.device_get(state.step)), base
 
 
-def _claim(folder: Path, config: Config, prepared: Prepared) -> None:
+def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | None) -> None:
     """Make the folder this run's, now that everything it starts from is known to be good."""
     if is_primary():
         claim_run(folder, config)
-        write_tokenizer(folder, config, prepared)
+        write_tokenizer(folder, config, prepared, weights)
 
 
 def open_sinks(folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:

@@ -9,21 +9,27 @@ from zaya_jax.data.sources import Prepared
 from zaya_jax.errors import InputError
 from zaya_jax.run import tokenizer as files
 from zaya_jax.weights.load import tokenizer_folder
+from zaya_jax.weights.sources import Weights
 
 # Training writes out whole conversations, so the built-in template has no place for an answer to come.
 _PROMPT = "{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}\n"
 _END_OF_TURN = "<|im_end|>"  # of the built-in template
 
 
-def write_tokenizer(folder: Path, config: Config, prepared: Prepared, say: Callable[[str], object] = print) -> None:
-    """Write the files that the run folder lacks, see `zaya_jax.run.tokenizer.write_tokenizer_files`."""
+def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: Weights | None = None,
+                    say: Callable[[str], object] = print) -> None:  # fmt: skip
+    """Write the files that the run folder lacks, see `zaya_jax.run.tokenizer.write_tokenizer_files`.
+
+    `weights` are those of `init_from`, where the run has opened them.
+    """
     source = next(iter(prepared.sources.values()))
     manifest, template = source.manifest, _chat_template(config, prepared)
     builtin = template is not None and template.startswith(DEFAULT_TEMPLATE)
     eos = manifest.eos or manifest.eot
     tokenizer = files.TrainedTokenizer(
         source.folder, manifest.tokenizer.file, prepared.tokenizer.token_id, manifest.bos, eos,
-        (manifest.eot, eos, *([_END_OF_TURN] if builtin else [])), template, _init_folder(config),
+        (manifest.eot, eos, *([_END_OF_TURN] if builtin else [])), template,
+        _init_folder(config) if weights is None else weights.tokenizer,
     )  # fmt: skip
     files.write_tokenizer_files(folder, tokenizer, say)
 

@@ -11,14 +11,14 @@ import numpy as np
 
 from zaya_jax.config import LoraConfig
 from zaya_jax.errors import InputError
-from zaya_jax.hf.tensors import is_bias
+from zaya_jax.hf.exporter import Read
 from zaya_jax.model.fingerprint import combine_sums, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
-from zaya_jax.model.tree import Arrays, abstract_weights, compute_dtypes, roles
+from zaya_jax.model.tree import Arrays, abstract_weights, compute_dtypes, is_balancing_bias, roles
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.files import read_json, write_atomically
-from zaya_jax.weights.sources import CheckpointWeights, Read, Weights, stack_groups
+from zaya_jax.weights.sources import CheckpointWeights, Weights, stack_groups
 
 BASE = "base.json"  # of a run with adapters: the fingerprint of the parameters they were trained on
 
@@ -28,7 +28,6 @@ class AdaptedWeights(Weights):
 
     Attributes:
       adapters: the checkpoint itself.
-      manifest: of that.
       lora: rank and weight of the adapters.
       exact: dtype of sums in the run, fp32 or fp64.
     """
@@ -36,8 +35,8 @@ class AdaptedWeights(Weights):
     def __init__(self, adapters: CheckpointWeights, lora: LoraConfig, open_base: Callable[[], Weights]) -> None:
         """Merge `adapters`; `open_base` opens what they were trained on, and is called when that is first read."""
         self.source, self.folder, self.tokenizer = adapters.source, adapters.folder, adapters.tokenizer
-        self.adapters, self.manifest, self.lora, self._open_base = adapters, adapters.manifest, lora, open_base
-        self.config, compute_dtype = adapters.config, self.manifest.metadata["config"]["train"]["compute_dtype"]
+        self.adapters, self.holds_adapters, self.lora, self._open_base = adapters, True, lora, open_base
+        self.config, compute_dtype = adapters.config, adapters.manifest.metadata["config"]["train"]["compute_dtype"]
         self.exact, self._roles = accumulation_dtype(compute_dtype), roles(abstract_model(self.config))
         vectors = dict.fromkeys(abstract_weights(self.config), self.exact)
         self.dtypes = vectors | compute_dtypes(self._roles, compute_dtype)
@@ -66,7 +65,7 @@ class AdaptedWeights(Weights):
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; a balancing bias is that of the adapters' run."""
-        if is_bias(name):
+        if is_balancing_bias(name):
             return self.adapters.read(name, group)
         if self._roles[name] not in ADAPTED:
             return self.read_base(name, group)

@@ -9,17 +9,17 @@ from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.inspection import saved_slices
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.errors import InputError
-from zaya_jax.hf.tensors import is_bias
+from zaya_jax.hf.exporter import Read
 from zaya_jax.model.lora import ADAPTED, adapter_names
-from zaya_jax.model.tree import abstract_weights, roles
+from zaya_jax.model.tree import abstract_weights, is_balancing_bias, roles
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import read_slice
 from zaya_jax.run.tokenizer import copy_tokenizer
 from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.interop import write_parameters
-from zaya_jax.weights.load import open_checkpoint_weights
-from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights, Read
+from zaya_jax.weights.load import merge_adapters, open_checkpoint_weights
+from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights
 
 
 def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str | None = None) -> Path:
@@ -45,21 +45,20 @@ def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str |
     """
     if len(sources) < 2:
         raise InputError(f"{len(sources)} checkpoint is given, but an average is of at least 2.")
-    opened = [open_checkpoint_weights(str(source), "CHECKPOINT", base) for source in sources]
+    opened = [open_checkpoint_weights(source, "CHECKPOINT") for source in sources]
     for weights in opened:
         weights.verify()
     opened.sort(key=lambda weights: weights.manifest.step)
-    adapted = [weights for weights in opened if isinstance(weights, AdaptedWeights)]
-    full = [weights for weights in opened if isinstance(weights, CheckpointWeights)]
-    if adapted and full:
+    full = [weights for weights in opened if not weights.holds_adapters]
+    if 0 < len(full) < len(opened):
         raise InputError(f"{full[0].folder} holds all parameters, but others hold adapters: merge those first, with "
                          "export-hf and import-hf, and average the imported ones.")  # fmt: skip
     newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
     target = output / CHECKPOINTS / str(newest.manifest.step)
-    if adapted:
-        _average_adapters(adapted, averaged, target)
-    else:
+    if full:
         _average_parameters(full, averaged, target)
+    else:
+        _average_adapters([merge_adapters(weights, base) for weights in opened], averaged, target)
     if newest.tokenizer is not None:
         copy_tokenizer(newest.tokenizer, output)
     return target
@@ -110,7 +109,7 @@ def _merged_mean(adapted: Sequence[AdaptedWeights]) -> Read:
     frozen, kinds = adapted[-1].read_base, roles(abstract_model(adapted[-1].config))
 
     def mean(name: str, group: int | None) -> np.ndarray:
-        if is_bias(name):
+        if is_balancing_bias(name):
             biases = [weights.read(name, group) for weights in adapted]
             return np.asarray(np.mean(biases, axis=0, dtype=np.float64))
         total = frozen(name, group).astype(np.float64)

@@ -10,27 +10,20 @@ from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
-from zaya_jax.hf.exporter import Layout, write_folder
-from zaya_jax.hf.tensors import is_bias
-from zaya_jax.model.tree import abstract_weights
+from zaya_jax.hf.exporter import Layout, Read, write_folder
+from zaya_jax.model.tree import abstract_weights, is_balancing_bias
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
 from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
-from zaya_jax.weights.load import open_weights
-from zaya_jax.weights.sources import (
-    PARAMETERS_ONLY,
-    FolderWeights,
-    Read,
-    saved_name,
-    stack_groups,
-)
+from zaya_jax.weights.load import open_folder_weights, open_weights
+from zaya_jax.weights.sources import PARAMETERS_ONLY, saved_name, stack_groups
 
 
-def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
+def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -> str:
     """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
 
     Args:
-      path: of the folder, in either layout.
+      source: the folder, in either layout: FOLDER or hf:FOLDER.
       output: a new run folder.
       allow_nonfinite: import NaN and infinite values too.
 
@@ -40,9 +33,10 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
     Raises:
       InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
     """
-    weights, output = FolderWeights(str(path), path.expanduser()), output.expanduser()
+    weights, output = open_folder_weights(source), output.expanduser()
     special_ids(weights.folder)  # raises, before anything is written
-    dtypes = {name: np.dtype(np.float32) if is_bias(name) else dtype for name, dtype in weights.dtypes.items()}
+    dtypes = {name: np.dtype(np.float32) if is_balancing_bias(name) else dtype
+              for name, dtype in weights.dtypes.items()}  # fmt: skip
 
     def read(name: str, group: int | None) -> np.ndarray:
         if not allow_nonfinite:
@@ -51,7 +45,7 @@ def import_hf(path: Path, output: Path, allow_nonfinite: bool = False) -> str:
 
     write_parameters(output / CHECKPOINTS / "0", weights.config, dtypes, read)
     copy_tokenizer(weights.folder, output)
-    return f"Imported {path} into {output / CHECKPOINTS / '0'}."
+    return f"Imported {weights.folder} into {output / CHECKPOINTS / '0'}."
 
 
 def export_hf(
@@ -109,5 +103,5 @@ def write_parameters(
                 yield ArrayPart(saved_name(name), slice_text(index, x.shape), value if group is None else value[None])
 
     leaves = {saved_name(name): {"dtype": dtypes[name].name, "shape": list(x.shape)} for name, x in abstract.items()}
-    about = {"config": {"model": to_dict(config)}, PARAMETERS_ONLY: True, "heldout_loss": None, "versions": versions()}
-    write_checkpoint(folder, int(folder.name), about | metadata, leaves, parts())
+    own = {"config": {"model": to_dict(config)}, PARAMETERS_ONLY: True, "heldout_loss": None, "versions": versions()}
+    write_checkpoint(folder, int(folder.name), own | metadata, leaves, parts())

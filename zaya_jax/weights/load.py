@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import LoraConfig
-from zaya_jax.config.schema import HF
+from zaya_jax.config.weight_source import HF, parse_source
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya
@@ -29,25 +29,33 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
     Raises:
       InputError: there is nothing of the kind, or it is damaged as far as that is known without reading values.
     """
-    source = str(source)
-    if (folder := _transformers_folder(source)) is not None:
-        return FolderWeights(source, folder)
+    parsed = parse_source(str(source))
+    if parsed.kind == "transformers":
+        return FolderWeights(str(source), Path(parsed.path))
     if (Path(source).expanduser() / "config.json").is_file():
-        raise InputError(f"{what} is {source!r}, which looks like a transformers folder; write {HF}{source}.")
-    return open_checkpoint_weights(source, what, base)
+        raise InputError(f"{what} is {str(source)!r}, which looks like a transformers folder; write {HF}{source}.")
+    checkpoint = open_checkpoint_weights(source, what)
+    return merge_adapters(checkpoint, base) if checkpoint.holds_adapters else checkpoint
 
 
-def open_checkpoint_weights(source: str, what: str, base: str | None) -> CheckpointWeights | AdaptedWeights:
-    """Open those of a checkpoint, see `open_weights`."""
-    checkpoint = CheckpointWeights(source, checkpoint_folder(source, what))
-    config = checkpoint.manifest.metadata["config"]
-    if config.get("lora") is None:
-        return checkpoint
+def open_folder_weights(source: str | Path) -> FolderWeights:
+    """Open those of a `transformers` folder: FOLDER or hf:FOLDER, where it can be nothing else."""
+    return FolderWeights(str(source), Path(parse_source(str(source)).path))
+
+
+def open_checkpoint_weights(source: str | Path, what: str) -> CheckpointWeights:
+    """Open those of a checkpoint, adapters alone where it holds these; see `open_weights`."""
+    return CheckpointWeights(str(source), checkpoint_folder(str(source), what))
+
+
+def merge_adapters(adapters: CheckpointWeights, base: str | None) -> AdaptedWeights:
+    """Those of a checkpoint of adapters, merged into what they were trained on; see `open_weights`."""
+    config = adapters.manifest.metadata["config"]
     try:
         open_base = functools.partial(open_weights, base or config["init_from"], "--base" if base else "init_from")
-        return AdaptedWeights(checkpoint, LoraConfig(**config["lora"]), open_base)
+        return AdaptedWeights(adapters, LoraConfig(**config["lora"]), open_base)
     except (KeyError, TypeError) as error:
-        raise InputError(f"The manifest of {checkpoint.folder} does not describe its adapters: {error}.") from error
+        raise InputError(f"The manifest of {adapters.folder} does not describe its adapters: {error}.") from error
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:
@@ -70,8 +78,7 @@ def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.floa
 
 def tokenizer_folder(source: str) -> Path | None:
     """Where the tokenizer of a source is, without opening its weights; see `open_weights` for what is raised."""
-    return _transformers_folder(source) or run_tokenizer(checkpoint_folder(source))
-
-
-def _transformers_folder(source: str) -> Path | None:
-    return Path(source.removeprefix(HF)).expanduser() if source.startswith(HF) else None
+    parsed = parse_source(source)
+    if parsed.kind == "transformers":
+        return Path(parsed.path).expanduser()
+    return run_tokenizer(checkpoint_folder(source))

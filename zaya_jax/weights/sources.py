@@ -1,7 +1,7 @@
 """Where weights can come from: a checkpoint, or a `transformers` folder; opened first, read when asked for."""
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint.finite import is_finite, not_finite
 from zaya_jax.checkpoint.inspection import open_checkpoint
 from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import read_checkpoint
@@ -17,18 +16,18 @@ from zaya_jax.config import ModelConfig, model_from_dict
 from zaya_jax.data.special_tokens import find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
-from zaya_jax.hf.tensors import Tensor, is_bias
-from zaya_jax.model.router import INERT
-from zaya_jax.model.tree import Arrays, abstract_weights, with_values
+from zaya_jax.hf.tensors import Tensor
+from zaya_jax.model.router import is_inert
+from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.tokenizer import run_tokenizer
 
 PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
 WEIGHTS = ("params.", "balance.")  # what the names of a model's arrays in a checkpoint start with
-Read = Callable[[str, int | None], np.ndarray]  # see `Weights.read`
 
 
 class Weights(abc.ABC):
@@ -40,6 +39,9 @@ class Weights(abc.ABC):
       tokenizer: folder of the tokenizer and generation files; None where there is none.
       config: the architecture, with the positions of the phase it was saved in.
       dtypes: of each parameter and balancing bias as `read` gives it, by name.
+      holds_adapters: whether what was opened is a checkpoint of adapters.
+      optimizer_config: the configuration of the run whose optimizer's state `load_state` gives; None where there is
+        none.
     """
 
     source: str
@@ -47,6 +49,8 @@ class Weights(abc.ABC):
     tokenizer: Path | None
     config: ModelConfig
     dtypes: Mapping[str, Any]
+    holds_adapters: bool = False
+    optimizer_config: dict[str, Any] | None = None
 
     @abc.abstractmethod
     def read(self, name: str, group: int | None) -> np.ndarray:
@@ -63,6 +67,22 @@ class Weights(abc.ABC):
           InputError: they are damaged, of another architecture, or NaN or infinite somewhere.
         """
 
+    def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        """What is here of a training state, on devices.
+
+        Args:
+          abstract: of `params`, `balance`, `opt_state` and `balance_state` shape, dtype and sharding of each leaf.
+
+        Returns:
+          `params` and `balance`, and the other two where there is an `optimizer_config`.
+
+        Raises:
+          InputError: see `load`; or the optimizer's state has other arrays.
+        """
+        kinds = {kind: abstract[kind] for kind in ("params", "balance")}
+        values = self.load({name: x for kind in kinds.values() for name, x in kind.items()})
+        return {kind: {name: values[name] for name in wanted} for kind, wanted in kinds.items()}
+
     def verify(self) -> None:  # noqa: B027 (a folder has no checksums)
         """Raise `InputError` where a checksum does not match; `load` does that, too, and `read` does not."""
 
@@ -74,12 +94,12 @@ class Weights(abc.ABC):
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         exact = accumulation_dtype(self.dtypes["embedding"] if dtype is None else dtype)
-        abstract = {
-            name: jax.ShapeDtypeStruct(
-                x.shape, exact if is_bias(name) else self.dtypes[name] if dtype is None else dtype, sharding=device
-            )
-            for name, x in abstract_weights(self.config).items()
-        }
+
+        def placed(name: str, shape: Sequence[int]) -> jax.ShapeDtypeStruct:
+            kind = self.dtypes.get(name, exact) if dtype is None else dtype
+            return jax.ShapeDtypeStruct(shape, exact if is_balancing_bias(name) else kind, sharding=device)
+
+        abstract = {name: placed(name, x.shape) for name, x in abstract_weights(self.config).items()}
         return with_values(abstract_model(self.config), self.load(abstract))
 
     def load_tokenizer(self) -> Tokenizer | None:
@@ -96,15 +116,15 @@ class CheckpointWeights(Weights):
 
     Attributes:
       manifest, reader: of the checkpoint.
-      has_optimizer: whether the optimizer's state is there, too.
     """
 
     def __init__(self, source: str, folder: Path) -> None:
         """Open the checkpoint in `folder`; InputError where its manifest or a file is damaged."""
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
         self.manifest, self.reader = open_checkpoint(folder)
-        self.config = model_config(self.manifest.metadata)
-        self.has_optimizer = PARAMETERS_ONLY not in self.manifest.metadata
+        metadata = self.manifest.metadata
+        self.config, self.holds_adapters = model_config(metadata), metadata["config"].get("lora") is not None
+        self.optimizer_config = None if PARAMETERS_ONLY in metadata else metadata["config"]
         saved = {name: leaf["dtype"] for name, leaf in self.manifest.leaves.items() if name.startswith(WEIGHTS)}
         try:
             self.dtypes = {name.partition(".")[2]: jnp.dtype(dtype) for name, dtype in saved.items()}
@@ -121,7 +141,7 @@ class CheckpointWeights(Weights):
             saved_name(name): jax.ShapeDtypeStruct(x.shape, self.dtypes.get(name, x.dtype), sharding=x.sharding)
             for name, x in abstract.items()
         }
-        arrays = read_checkpoint(self.folder, lambda _: stored, part=True).state
+        arrays = self._restore(stored)
 
         def cast(arrays: Arrays) -> tuple[Arrays, Arrays]:
             values = {name: arrays[saved_name(name)].astype(x.dtype) for name, x in abstract.items()}
@@ -135,6 +155,13 @@ class CheckpointWeights(Weights):
                                  "checkpoint.")  # fmt: skip
         return values
 
+    def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Weights.load_state`; with the optimizer's, all as it was saved."""
+        return super().load_state(abstract) if self.optimizer_config is None else self._restore(dict(abstract))
+
+    def _restore(self, abstract: dict[str, Any]) -> dict[str, Any]:
+        return read_checkpoint(self.folder, lambda _: abstract, part=True, manifest=self.manifest).state
+
     def verify(self) -> None:
         """See `Weights.verify`."""
         if damage := verify_checkpoint(self.folder):
@@ -146,22 +173,21 @@ class FolderWeights(Weights):
 
     def __init__(self, source: str, folder: Path) -> None:
         """Open `folder`; InputError as `open_folder`."""
-        self.source, self.folder, self.tokenizer = source, folder, folder
         self._opened = open_folder(folder)
+        self.source, self.folder, self.tokenizer = source, self._opened.path, self._opened.path
         self.config = self._opened.config
         self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}
         dtypes: dict[str, Any] = {}
         for tensor in self._opened.tensors:
             self._tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
             stored = self._opened.stored[tensor.name].dtype
-            dtypes[tensor.leaf] = jnp.promote_types(
-                dtypes.get(tensor.leaf, stored), stored
-            )  # one that holds all layers
-        self.dtypes = {INERT: dtypes["embedding"]} | dtypes
+            # One that holds all layers.
+            dtypes[tensor.leaf] = jnp.promote_types(dtypes.get(tensor.leaf, stored), stored)
+        self.dtypes = dict.fromkeys(abstract_weights(self.config), dtypes["embedding"]) | dtypes
 
     def read(self, name: str, group: int | None) -> np.ndarray:
         """See `Weights.read`; mapped from its file, where it lies in one piece."""
-        if (name, group) == (INERT, 0):  # inert, and in no folder
+        if is_inert(name, group):  # and so in no folder
             return np.ones(self.config.router_size, np.float32)
         tensors = self._tensors[name, group]
         values = [tensor.to_ours(self._opened.stored[tensor.name].open()) for tensor in tensors]
@@ -183,7 +209,7 @@ class FolderWeights(Weights):
 
 def saved_name(name: str) -> str:
     """The name in a checkpoint of a parameter, an adapter or a balancing bias."""
-    return f"{'balance' if is_bias(name) else 'params'}.{name}"
+    return f"{'balance' if is_balancing_bias(name) else 'params'}.{name}"
 
 
 def stack_groups(name: str, shape: Sequence[int]) -> Sequence[int | None]:

@@ -11,7 +11,7 @@ import numpy as np
 from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
-from zaya_jax.weights.sources import FolderWeights
+from zaya_jax.weights.load import open_folder_weights
 
 # "Hello! How can I assist you today?", as the released tokenizer has it.
 PROMPT = (2, 9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881, 106)
@@ -51,15 +51,15 @@ class Verification(NamedTuple):
         return "\n".join([*rows, "The folder is the released 8B." if self.good else "The folder differs."])
 
 
-def verify_hf(folder: str | Path) -> Verification:
-    """Run the fixture of `transformers`' own test on a folder, in either layout, in bf16.
+def verify_hf(source: str | Path) -> Verification:
+    """Run the fixture of `transformers`' own test on a folder, FOLDER or hf:FOLDER in either layout, in bf16.
 
     The host holds the parameters in bf16 (17.7 GB) where there is no other device.
 
     Raises:
       InputError: the folder is not of the released 8B's architecture, or see `open_folder`; nothing is allocated then.
     """
-    weights = FolderWeights(str(folder), Path(folder).expanduser())
+    weights = open_folder_weights(source)
     check_released(weights.config, weights.source)
     return compare(weights.load_model(jnp.bfloat16))
 
@@ -76,8 +76,8 @@ def check_released(config: ModelConfig, where: str) -> None:
 def compare(model: Zaya) -> Verification:
     """What `model` says after each token of the prompt, beside what is expected."""
     out = np.asarray(jax.jit(logits)(model, jnp.asarray([PROMPT], jnp.int32))[0])
-    likeliest = tuple(int(one) for one in out.argmax(-1))
+    likeliest = tuple(map(int, out.argmax(-1)))
     tail = out[-3:, -3:]
     error = float(np.abs(tail - np.asarray(TAIL)).max())
-    rows = tuple(tuple(float(one) for one in row) for row in tail)
+    rows = tuple(tuple(map(float, row)) for row in tail)
     return Verification(likeliest, rows, error, likeliest == LIKELIEST and error <= TOLERANCE)
