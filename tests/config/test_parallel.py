@@ -15,6 +15,14 @@ def test_a_layout_that_cannot_be_is_refused_by_its_key(fields, key):
     assert refused({"parallel": ParallelConfig(**fields)}).startswith(f"parallel.{key} is {fields[key]}, but must be ")
 
 
+def test_a_piece_holds_the_tokens_that_convolutions_look_back():
+    four = {"parallel": ParallelConfig(context=8, context_layout="contiguous"), "model.depthwise_kernel": 4}
+    changed(SMALL, four).check()  # pieces of four tokens, two taps in the other convolution
+    five = four | {"model.depthwise_kernel": 5}
+    assert "such that a piece holds the 5 tokens that convolutions look back" in refused(five)
+    changed(SMALL, five | {"model.attention": "gqa"}).check()  # has no convolutions
+
+
 def test_a_phase_is_refused_by_its_own_key():
     phase = PhaseConfig(1000, "mid", parallel=ParallelConfig(expert=3))
     assert "phases.mid.parallel.expert is 3" in refused({"phases": (PhaseConfig(1000), phase)})

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import ABLATIONS, VARIANTS, tiny_config
-from zaya_jax.model.cache import LayerCache, advance, halo
+from zaya_jax.model.cache import KeyValues, write
+from zaya_jax.model.cca import CCACache
 from zaya_jax.model.zaya import init_cache
 
 
@@ -20,13 +21,15 @@ def test_an_empty_cache_is_zeros_of_the_right_shapes(variant, dtype):
     assert len(cache.layers) == len(config.period)
     chex.assert_trees_all_equal(cache, jax.tree.map(jnp.zeros_like, cache))
     groups, heads, c = config.num_groups, config.num_kv_heads, config.head_dim
-    cca = config.attention == "cca"  # other attention holds keys and values alone
-    rows = config.depthwise_kernel + config.grouped_kernel - 2 if cca else 0
     for layer in cache.layers:
-        chex.assert_shape([layer.k_btkc, layer.v_btkc], (groups, 3, 16, heads, c))
-        chex.assert_shape(layer.u_bwnc, (groups, 3, rows, config.num_query_heads + heads, c))
-        chex.assert_shape(layer.delayed_b1x, (groups, 3, 1, config.kv_size // 2 if cca else 0))
-        chex.assert_type([layer.k_btkc, layer.v_btkc, layer.u_bwnc, layer.delayed_b1x], [dtype, dtype, float, float])
+        kv = layer.kv if config.attention == "cca" else layer  # other attention keeps nothing else
+        chex.assert_shape(list(kv), (groups, 3, 16, heads, c))
+        chex.assert_type(list(kv), dtype)
+        if config.attention == "cca":
+            rows = config.depthwise_kernel + config.grouped_kernel - 2
+            chex.assert_shape(layer.u_bwnc, (groups, 3, rows, config.num_query_heads + heads, c))
+            chex.assert_shape(layer.delayed_b1x, (groups, 3, 1, config.kv_size // 2))
+            chex.assert_type([layer.u_bwnc, layer.delayed_b1x], float)
 
 
 def test_layers_have_buffers_of_their_own():
@@ -37,8 +40,9 @@ def test_layers_have_buffers_of_their_own():
 
 def filled(rows):
     rng = np.random.default_rng(0)
-    return LayerCache(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in
-                        ((2, 9, 1, 4), (2, 9, 1, 4), (2, rows, 3, 4), (2, 1, 2))))  # fmt: skip
+    k, v, u, delayed = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in
+                        ((2, 9, 1, 4), (2, 9, 1, 4), (2, rows, 3, 4), (2, 1, 2)))  # fmt: skip
+    return CCACache(KeyValues(k, v), u, delayed)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
@@ -48,8 +52,8 @@ def test_advance_writes_new_tokens_and_keeps_the_last_rows(rows, new):
     before = filled(rows)
     k, v = rng.normal(size=(2, 2, new, 1, 4)).astype(np.float32)
     u, delayed = rng.normal(size=(2, new, 3, 4)).astype(np.float32), rng.normal(size=(2, new, 2)).astype(np.float32)
-    after = advance(before, k, v, u, delayed, jnp.asarray(3))
-    for old, written, now in ((before.k_btkc, k, after.k_btkc), (before.v_btkc, v, after.v_btkc)):
+    after = before.advance(write(before.kv, k, v, jnp.asarray(3)), u, delayed)
+    for old, written, now in zip(before.kv, (k, v), after.kv, strict=True):
         np.testing.assert_array_equal(now[:, 3 : 3 + new], written)
         np.testing.assert_array_equal(now[:, :3], old[:, :3])
         np.testing.assert_array_equal(now[:, 3 + new :], old[:, 3 + new :])
@@ -60,8 +64,9 @@ def test_advance_writes_new_tokens_and_keeps_the_last_rows(rows, new):
 
 def test_the_tail_stays_float32():
     low = jnp.ones((2, 1, 3, 4), jnp.bfloat16)
-    after = advance(filled(2), low[:, :, :1], low[:, :, :1], low, low[:, :, 0, :2], jnp.asarray(0))
-    chex.assert_type(list(after), jnp.float32)
+    before = filled(2)
+    after = before.advance(write(before.kv, low[:, :, :1], low[:, :, :1], jnp.asarray(0)), low, low[:, :, 0, :2])
+    chex.assert_type(jax.tree.leaves(after), jnp.float32)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
@@ -70,8 +75,8 @@ def test_the_halo_holds_the_documents_of_its_rows(rows):
     layer = filled(rows)
     width = max(rows, 1)  # the value shift looks one token back whatever the kernels
     for length in (0, 1, 2, 5):
-        found = halo(layer, segments, jnp.asarray(length))
+        halo = layer.halo(segments, jnp.asarray(length))
         expected = np.pad(segments, ((0, 0), (width, 0)))[:, length : length + width]
-        np.testing.assert_array_equal(found.segments_bw, expected)
-        np.testing.assert_array_equal(found.u_bwnc, layer.u_bwnc)
-        np.testing.assert_array_equal(found.delayed_b1x, layer.delayed_b1x)
+        np.testing.assert_array_equal(halo.segments_bw, expected)
+        np.testing.assert_array_equal(halo.u_bwnc, layer.u_bwnc)
+        np.testing.assert_array_equal(halo.delayed_b1x, layer.delayed_b1x)

@@ -17,11 +17,11 @@ from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import fast_jit, make_program, on_devices
 from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.model.layers import MATRIX_ROLES
+from zaya_jax.model.tree import is_stacked
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import BATCH_AXES, axis_sizes, make_mesh
-from zaya_jax.parallel.rules import LAYERS
 from zaya_jax.train.program import Programs
 
 MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
@@ -161,7 +161,7 @@ def test_the_counts_are_those_of_the_model():
     roles = program.roles
     split = [name for name, role in roles.items() if role != "temperature"]
     assert len(split) == SPLIT
-    assert sum(name.startswith(LAYERS) for name in split) == LAYERED
+    assert sum(is_stacked(name) for name in split) == LAYERED
     assert sum(role == "expert" for role in roles.values()) == EXPERTS
     assert sum(role in MATRIX_ROLES for role in roles.values()) == MATRICES
     assert program.model.config.num_groups * MICRO == LAYER

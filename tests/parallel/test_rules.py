@@ -31,9 +31,9 @@ def abstract_mesh(sizes):
 @given(sizes=sizes)
 def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
     mesh = abstract_mesh(sizes)
-    leaves = place_leaves(*full, mesh)
-    assert leaves.keys() == full[0].keys()
-    for name, place in leaves.items():
+    placed = place_leaves(*full, mesh)
+    assert placed.keys() == full[0].keys()
+    for name, place in placed.items():
         shape = full[0][name]
         local = NamedSharding(mesh, place.stored).shard_shape(shape)  # raises where an axis does not divide
         if name.startswith("blocks."):
@@ -41,9 +41,9 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
         expert = full[1][name] == "expert"
         if expert:
             assert local[1] == shape[1] // mesh.shape["expert"], name
-        assert place.by_expert == (expert and mesh.shape["expert"] > 1)
-        parts = math.prod(mesh.shape[axis] for axis in place.over)
-        assert math.prod(local) * parts * (mesh.shape["expert"] if place.by_expert else 1) == math.prod(shape), name
+        assert place.own == (("expert",) if expert and mesh.shape["expert"] > 1 else ())
+        parts = math.prod(mesh.shape[axis] for axis in place.split)
+        assert math.prod(local) * parts == math.prod(shape), name
         assert place.by_layer == (name.startswith("blocks.") and mesh.shape["fsdp"] > 1 and "fsdp" in place.over)
 
 
@@ -53,8 +53,7 @@ def test_matrices_are_split_over_all_devices(full, sizes):
     devices = math.prod(sizes)
     for name, place in place_leaves(*full, mesh).items():
         if full[1][name] in ("attention", "expert", "embedding") and devices <= 1024:
-            over = {*place.over, *(["expert"] if place.by_expert else [])}
-            assert over == {axis for axis in AXES if mesh.shape[axis] > 1}, name
+            assert set(place.split) == {axis for axis in AXES if mesh.shape[axis] > 1}, name
 
 
 def test_the_vocabulary_is_split_where_it_divides_and_the_width_where_it_does_not(full):

@@ -202,9 +202,7 @@ def test_adapters_and_base_lie_as_the_table_says():
                            "train.batch.micro_batch": 4})  # fmt: skip
     placement = simulated_programs(config, 4)[0].placement
     a, b, whole = (placement.leaves[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
-    assert a.by_expert
-    assert b.by_expert
-    assert whole.by_expert
+    assert a.own == b.own == whole.own == ("expert",)
     assert a.axis == -2  # rows of A and columns of B: the rank is never split
     assert b.axis == -1
     names = [f"blocks.0.mixture.experts.down{part}" for part in (".lora_a", ".lora_b", "")]

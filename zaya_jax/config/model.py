@@ -98,6 +98,11 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def convolution_reach(self) -> int:
+        """Tokens before the current one that a layer's convolutions see."""
+        return self.depthwise_kernel + self.grouped_kernel - 2 if self.attention == "cca" else 0
+
+    @property
     def period(self) -> tuple[AttentionKind, ...]:
         """The shortest pattern that gives the same layers: what one step of the layer scan holds."""
         pattern = self.layer_pattern

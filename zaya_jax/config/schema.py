@@ -164,7 +164,9 @@ class Config:
                 require(source in self.data.source_names, f"{where}.mixture", source,
                         f"made of sources that exist: {', '.join(self.data.source_names)}")  # fmt: skip
             self._check_batch(phase, where)
-            self._check_parallel(phase)
+            # Held-out rows are of `data.context`, whatever the phase.
+            contexts = {"the context": self.context_for(phase), "data.context": self.data.context}
+            self.parallel_for(phase).check(self.parallel_key(phase), self.model, contexts)
         require(self.start_phase is None or self.start_phase in names, "start_phase", self.start_phase,
                 f"one of {', '.join(names)}")  # fmt: skip
         self._check_schedules()
@@ -181,21 +183,6 @@ class Config:
             require(batch.micro_batch is None or (size // context) % batch.micro_batch == 0, f"{key}.micro_batch",
                     batch.micro_batch,
                     f"a number that divides the {size // context} sequences of a step in {where}")  # fmt: skip
-
-    def _check_parallel(self, phase: PhaseConfig) -> None:
-        parallel, context, model = self.parallel_for(phase), self.context_for(phase), self.model
-        where = self.parallel_key(phase)
-        require(model.num_experts % parallel.expert == 0, f"{where}.expert", parallel.expert,
-                f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
-        # Held-out rows are of `data.context`, whatever the phase.
-        for length, name in ((context, "the context"), (self.data.context, "data.context")):
-            cut = f"a number that cuts {name} ({length}) into whole pieces, {parallel.chunks} of them with "
-            require(length % parallel.chunks == 0, f"{where}.context", parallel.context,
-                    f"{cut}context_layout {parallel.context_layout}")  # fmt: skip
-        context = min(context, self.data.context)
-        rows = max(model.depthwise_kernel + model.grouped_kernel - 2, 1)
-        require(parallel.context == 1 or context // parallel.chunks >= rows, f"{where}.context", parallel.context,
-                f"such that a piece holds the {rows} tokens that convolutions look back")  # fmt: skip
 
     def _check_schedules(self) -> None:
         """Refuse a warm-up or a decay longer than the phases that its schedule spans."""

@@ -1,21 +1,20 @@
 """What a model of a given architecture has and costs (zaya1.md §1.1), counted from the parameters of its modules.
 
-A multiply-add counts as two operations. A token goes through every matrix and convolution once, but through one expert
-of a layer. Attention counts the keys a query may see; recomputation in the backward pass is not counted.
+A multiply-add counts as two operations. A token goes through every matrix and convolution once, but only through the
+experts it is sent to; what else attention does, its module says. Recomputation in the backward pass is not counted.
 """
 
 import functools
 import math
 
 import jax
-import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
-from zaya_jax.model.attention import visible_keys
+from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES, Role
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import fused, roles, shapes
-from zaya_jax.model.zaya import abstract_model, init_cache
+from zaya_jax.model.zaya import ATTENTION, abstract_model, init_cache
 
 _MULTIPLIED: tuple[Role, ...] = (*MATRIX_ROLES, "convolution")
 
@@ -43,7 +42,7 @@ def active_parameters(config: ModelConfig) -> int:
 
 def _idle(config: ModelConfig) -> int:
     """Parameters of the experts that a token does not go to."""
-    return _sizes(config)["expert"] * (config.num_experts - 1) // config.num_experts
+    return _sizes(config)["expert"] * (config.num_experts - rows_per_token(config)) // config.num_experts
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True) -> float:
@@ -60,9 +59,9 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
 
 
 def attention_flops_per_token(config: ModelConfig, context: int) -> float:
-    """Those of `prefill_flops_per_token` that grow with the context: scores and weighted values."""
-    keys = sum(visible_keys(context, layer.window) for layer in config.layer_kinds)
-    return config.num_groups * 4 * config.query_size * keys
+    """Those of `prefill_flops_per_token` that grow with the context: no products with parameters."""
+    layers = config.layer_kinds
+    return config.num_groups * sum(ATTENTION[kind.attention].flops_per_token(config, kind, context) for kind in layers)
 
 
 def training_flops_per_token(config: ModelConfig, context: int, frozen_head: bool = False) -> float:
@@ -75,9 +74,17 @@ def training_flops_per_token(config: ModelConfig, context: int, frozen_head: boo
 
 
 def cache_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one more cached token takes over all layers, keys and values in bf16."""
-    layers = jax.eval_shape(functools.partial(init_cache, config, 1, 1, jnp.bfloat16)).layers
-    return sum(x.size * x.dtype.itemsize for layer in layers for x in (layer.k_btkc, layer.v_btkc))
+    """Bytes that one more cached token takes over all layers, in bf16."""
+    return 2 * (cached_values(config, 1) - cached_values(config, 0))
+
+
+def cached_values(config: ModelConfig, tokens: int) -> int:
+    """Values of the decode state of all layers with room for `tokens` tokens.
+
+    Those for none are what a piece of a sequence needs of the tokens before it, beside their keys and values.
+    """
+    cache = jax.eval_shape(functools.partial(init_cache, config, 1, tokens))
+    return sum(x.size for x in jax.tree.leaves(cache.layers))
 
 
 def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:

@@ -1,7 +1,7 @@
 """What every form of attention has in common: projections, windows, the output, and the facts it states of itself."""
 
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
+from zaya_jax.model.cache import empty
 from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
@@ -34,9 +35,10 @@ class Context(NamedTuple):
 class Attention(nnx.Module):
     """Attention of h query heads to k heads of keys and values, each shared by h / k queries.
 
-    A form of attention is a subclass, listed in `zaya.ATTENTION`. Its parameters say what it costs; its call maps
-    (h_bsd, context, decode state or None, ops) to the output and the new decode state. Beside them it states the empty
-    decode state (`init_cache`) and, where there are any, its tensors in a `transformers` folder (`hf_tensors`).
+    A form of attention is a subclass, listed in `zaya.ATTENTION`. Its call maps (h_bsd, context, decode state or None,
+    ops) to the output and the new decode state. It states the operations beside those of its parameters
+    (`flops_per_token`), the empty decode state (`init_cache`) and, where there are any, its tensors in a `transformers`
+    folder (`hf_tensors`).
     """
 
     output: nnx.Param
@@ -73,6 +75,30 @@ class Attention(nnx.Module):
         )  # fmt: skip
         out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
         return out_bsd + self.output_bias[...].astype(dtype) if self.config.attention_bias else out_bsd
+
+    @staticmethod
+    def flops_per_token(config: ModelConfig, layer: LayerKind, context: int) -> float:
+        """Operations of a forward pass a token, mean over `context` tokens, that are no product with a parameter.
+
+        These are scores and weighted values.
+        """
+        return 4 * config.query_size * visible_keys(context, layer.window)
+
+    @staticmethod
+    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Any:
+        """The decode state of one layer before the first token.
+
+        Args:
+          config: its sizes.
+          batch: rows of tokens.
+          capacity: tokens of a row.
+          dtype: of keys and values.
+
+        Returns:
+          A pytree of zeros, [batch, …] each. What does not grow with `capacity` is what a piece of a sequence needs
+          of the tokens before it, beside keys and values.
+        """
+        return empty(config, batch, capacity, dtype)
 
 
 def visible_keys(context: int, window: int | None) -> float:

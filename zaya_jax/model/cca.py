@@ -1,24 +1,43 @@
 """Compressed convolutional attention (zaya1.md §1.3; arXiv 2510.04476)."""
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model import cache as decode
 from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import LayerCache
+from zaya_jax.model.cache import KeyValues, empty, write
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cca_mix import MixWeights
+from zaya_jax.ops.cca_mix import Halo, MixWeights
+from zaya_jax.ops.precision import accumulation_dtype
 
 
-def tail_rows(config: ModelConfig) -> int:
-    """Tokens before the current one that the two convolutions see."""
-    return config.depthwise_kernel + config.grouped_kernel - 2
+class CCACache(NamedTuple):
+    """Decode state of one layer.
+
+    The tail of the convolutions' input and the delayed value are fp32 whatever the model computes in (zaya1.md §1.3).
+    """
+
+    kv: KeyValues
+    u_bwnc: jax.Array
+    delayed_b1x: jax.Array
+
+    def halo(self, cached_segments_bt: jax.Array, length: jax.Array | int) -> Halo:
+        """The rows before the next token, which follows `length` others."""
+        rows = max(self.u_bwnc.shape[1], 1)
+        padded = jnp.pad(cached_segments_bt, ((0, 0), (rows, 0)))
+        return Halo(self.u_bwnc, jax.lax.dynamic_slice_in_dim(padded, length, rows, 1), self.delayed_b1x)
+
+    def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array) -> "CCACache":
+        """The state with new tokens: `kv` with theirs, and the rows that the next ones need."""
+        tail = jnp.concatenate([self.u_bwnc, u_bsnc.astype(self.u_bwnc.dtype)], 1)
+        return CCACache(kv, tail[:, tail.shape[1] - self.u_bwnc.shape[1] :],
+                        delayed_bsx[:, -1:].astype(self.delayed_b1x.dtype))  # fmt: skip
 
 
 class CCA(Attention):
@@ -41,8 +60,8 @@ class CCA(Attention):
         self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
 
     def __call__(
-        self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, h_bsd: jax.Array, context: Context, cache: CCACache | None, ops: Ops
+    ) -> tuple[jax.Array, CCACache | None]:
         """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
         config, dtype = self.config, h_bsd.dtype
         # Packed heads of queries and keys, then both halves of the value.
@@ -51,22 +70,25 @@ class CCA(Attention):
         u_bsnc = u_bsx.reshape(*h_bsd.shape[:2], -1, config.head_dim)
         delayed_bias = self.projection_bias[...][qk + half :] if config.attention_bias else None
         if cache is None or context.cached_segments_bt is None:
-            halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, tail_rows(config))
+            halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
         else:
-            halo = decode.halo(cache, context.cached_segments_bt, jnp.asarray(context.length))
+            halo = cache.halo(context.cached_segments_bt, context.length)
         weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
         q, k, v = recomputed(ops.cca_mix)(u_bsnc, current_bsx, delayed_bsx, halo, context.segments_bs,
                               context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
         if cache is not None:
-            cache = decode.advance(cache, k, v, u_bsnc, delayed_bsx, jnp.asarray(context.length))
-            k, v = cache.k_btkc.astype(dtype), cache.v_btkc.astype(dtype)
+            cache = cache.advance(write(cache.kv, k, v, context.length), u_bsnc, delayed_bsx)
+            k, v = (x.astype(dtype) for x in cache.kv)
         return self.attend(q, k, v, context, ops), cache
 
     @staticmethod
-    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Keys, values, the convolutions' tail and the delayed value."""
-        return decode.empty(config, batch, capacity, dtype, rows=tail_rows(config), delayed=config.kv_size // 2)
+    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> CCACache:
+        """See `Attention.init_cache`."""
+        exact, heads = accumulation_dtype(dtype), config.num_query_heads + config.num_kv_heads
+        return CCACache(empty(config, batch, capacity, dtype),
+                        jnp.zeros((batch, config.convolution_reach, heads, config.head_dim), exact),
+                        jnp.zeros((batch, 1, config.kv_size // 2), exact))  # fmt: skip
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:

@@ -17,6 +17,12 @@ ROUTERS = {"zaya": Router, "linear": LinearRouter}
 HF_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of a layer, all experts in one tensor
 
 
+def rows_per_token(config: ModelConfig) -> int:
+    """Rows that a token is to the experts of a layer, each through one of them."""
+    del config
+    return 1
+
+
 class Experts(nnx.Module):
     """Matrices of all experts of a layer, stacked."""
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model import cache as decode
 from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import LayerCache
+from zaya_jax.model.cache import KeyValues, write
 from zaya_jax.model.layers import recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate
@@ -27,8 +26,8 @@ class GQA(Attention):
         super().__init__(config, layer, list(jax.random.split(key, 4)), config.kv_size)
 
     def __call__(
-        self, h_bsd: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
-    ) -> tuple[jax.Array, LayerCache | None]:
+        self, h_bsd: jax.Array, context: Context, cache: KeyValues | None, ops: Ops
+    ) -> tuple[jax.Array, KeyValues | None]:
         """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
         config, dtype = self.config, h_bsd.dtype
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
@@ -36,14 +35,9 @@ class GQA(Attention):
         turn, table = recomputed(_rotate), context.rotary[self.layer.rope_base]
         q, k = turn(q, *table), turn(k, *table)
         if cache is not None:
-            cache = decode.write(cache, k, v, jnp.asarray(context.length))
-            k, v = cache.k_btkc.astype(dtype), cache.v_btkc.astype(dtype)
+            cache = write(cache, k, v, context.length)
+            k, v = (x.astype(dtype) for x in cache)
         return self.attend(q, k, v, context, ops), cache
-
-    @staticmethod
-    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> LayerCache:
-        """Keys and values."""
-        return decode.empty(config, batch, capacity, dtype)
 
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -34,6 +34,4 @@ class LinearRouter(nnx.Module):
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
         """Route every token of `h_bsd`; ties go to the lowest class. `ops` is what other routers call."""
-        probability = self.probabilities(h_bsd)
-        # The entry of skip is left out: skip has no probability, and a bias must not make it win all the same.
-        return Routing(*choose_class(probability, self.balancing_bias[...][:-1]), state_bsr)
+        return Routing(*choose_class(self.probabilities(h_bsd), self.balancing_bias[...]), state_bsr)

@@ -17,7 +17,7 @@ SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any 
 
 
 class Routing(NamedTuple):
-    """The router's choice.
+    """A router's choice.
 
     Attributes:
       expert_bs: int32 class of each token, e is skip.
@@ -61,8 +61,7 @@ class Router(nnx.Module):
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
         """Route every token of `h_bsd`; ties go to the lowest class."""
         probability, state = self.probabilities(h_bsd, state_bsr, ops)
-        expert, weight = choose_class(probability, self.balancing_bias[...])
-        return Routing(expert, jnp.where(expert == probability.shape[-1] - 1, 0.0, weight), state)
+        return Routing(*choose_class(probability, self.balancing_bias[...]), state)
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
@@ -88,9 +87,19 @@ def is_inert(name: str, group: int | None) -> bool:
 
 
 def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """int32 class of highest biased probability, ties to the lowest class, and its probability without the bias."""
-    expert = jnp.argmax(jax.lax.stop_gradient(probability) + bias, axis=-1).astype(jnp.int32)
-    return expert, jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
+    """The class of each token, and its weight.
+
+    Args:
+      probability: [.., e + 1], or [.., e] of a router that never skips.
+      bias: [e + 1], of the choice alone. A bias of skip must not make it win where it has no probability.
+
+    Returns:
+      int32 class of highest biased probability, ties to the lowest; its probability without the bias, 0 for skip.
+    """
+    biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
+    expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
+    weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
+    return expert, jnp.where(expert == bias.shape[0] - 1, 0.0, weight)
 
 
 def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:

@@ -25,6 +25,26 @@ def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
+def is_stacked(name: str) -> bool:
+    """Whether a parameter, by its name, is one of the layers': its first axis are the steps of the layer scan."""
+    return name.startswith("blocks.")
+
+
+def layer_position(name: str) -> int:
+    """The position in the layer pattern's period of a parameter that `is_stacked`."""
+    return int(name.split(".")[1])
+
+
+def name_in_layer(name: str) -> str:
+    """The name within its layer of a parameter that `is_stacked`."""
+    return name.split(".", 2)[2]
+
+
+def is_balancing_bias(name: str) -> bool:
+    """Whether a name is that of a balancing bias."""
+    return name.rpartition(".")[2] == "balancing_bias"
+
+
 def _variables(model: Zaya, kind: type[nnx.Variable]) -> dict[str, nnx.Variable]:
     flat = jax.tree.leaves_with_path(model, is_leaf=_is_variable)
     return {_name(path): variable for path, variable in flat if isinstance(variable, kind)}
@@ -43,11 +63,6 @@ def shapes(model: Zaya) -> dict[str, tuple[int, ...]]:
 def balancing_biases(model: Zaya) -> Arrays:
     """What the load moves, by name."""
     return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
-
-
-def is_balancing_bias(name: str) -> bool:
-    """Whether a name is that of a balancing bias."""
-    return name.rpartition(".")[2] == "balancing_bias"
 
 
 @functools.lru_cache(maxsize=8)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from zaya_jax.config.model import LayerKind
 from zaya_jax.config.phases import Remat
 from zaya_jax.errors import InputError
 from zaya_jax.model.attention import Context
-from zaya_jax.model.cache import Cache, LayerCache
+from zaya_jax.model.cache import Cache
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
 from zaya_jax.model.gqa import GQA
@@ -68,8 +68,8 @@ class Block(nnx.Module):
         self.mixture_merge = ResidualScaling(config.hidden_size) if config.residual_scaling else PlainSum()
 
     def __call__(
-        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: LayerCache | None, ops: Ops
-    ) -> tuple[jax.Array, jax.Array, jax.Array, LayerCache | None]:
+        self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops
+    ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """The new fp32 stream, the router's state, the tokens of each expert, and the decode state."""
         dtype = self.attention.query.dtype
         out, cache = self.attention(self.attention_norm(x_bsd, dtype, ops), context, cache, ops)
@@ -173,7 +173,7 @@ class Zaya(nnx.Module):
             x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
 
-        def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: LayerCache | None) -> tuple:
+        def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: Any) -> tuple:
             return ops.gather_layer(block)(x, state, context, layer, ops)
 
         if remat != "none":
@@ -242,7 +242,7 @@ def abstract_model(config: ModelConfig) -> Zaya:
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> Cache:
     """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
 
-    def stack(layer: LayerKind) -> LayerCache:
+    def stack(layer: LayerKind) -> Any:
         empty = ATTENTION[layer.attention].init_cache(config, batch, capacity, dtype)
         # A copy each, so that a decode step can be given its buffers.
         return jax.tree.map(lambda x: jnp.zeros((config.num_groups, *x.shape), x.dtype), empty)

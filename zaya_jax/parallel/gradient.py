@@ -42,8 +42,7 @@ class Reduction(NamedTuple):
 
 def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
     """The collectives of a parameter's gradient, beside those of its layer (`layers.gather_layer`)."""
-    own = {*leaf.over, *(["expert"] if leaf.by_expert else [])}
-    return Reduction(leaf.gathered, tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in own))
+    return Reduction(leaf.gathered, tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split))
 
 
 def summed_gradient(
@@ -131,11 +130,10 @@ def compute_copy(params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Ma
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        exact = leaf.by_layer or name == "embedding"
         if not leaf.gathered:
-            return x if exact else x.astype(dtype)
+            return x if leaf.exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
-        return x.astype(accumulation_dtype(dtype)) if exact else x
+        return x.astype(accumulation_dtype(dtype)) if leaf.exact else x
 
     return {name: copy(name, x) for name, x in params.items()}
 

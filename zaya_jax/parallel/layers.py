@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from zaya_jax.model.lora import Adapted, adapter_names, merge
-from zaya_jax.model.tree import map_variables
+from zaya_jax.model.tree import map_variables, name_in_layer
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.rules import LeafPlacement
 
@@ -25,7 +25,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
       dtypes: that they compute in.
     """
     by_layer = {
-        name.split(".", 2)[2]: (place.axis, dtypes[name])  # blocks.<position>.<name>
+        name_in_layer(name): (place.axis, dtypes[name])
         for name, place in leaves.items()
         if place.by_layer and place.axis is not None
     }

@@ -1,5 +1,6 @@
 """The device mesh, and how a batch lies on it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,24 +11,27 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 
-AXES = ("data", "fsdp", "expert", "context")
+AXES = ("data", "fsdp", "expert", "context")  # each a field of `ParallelConfig`
 BATCH_AXES = ("data", "fsdp", "expert")  # sequences of a batch are split over these
 SEQUENCE_AXIS = "context"
+# Outermost first: a layer's part along fsdp is what gathering the axes after it gives.
+STORED_OVER = ("fsdp", "data", "context", "expert")  # master weights and optimizer state are split over these
 
 AnyMesh = Mesh | AbstractMesh  # of devices, or of their number alone: enough to trace and to count
 
 
 def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
     """Devices along each axis; `InputError` unless they make up `devices`."""
-    fixed = config.fsdp * config.expert * config.context
+    sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
+    fixed = math.prod(sizes.values())
     data = devices // fixed if config.data is None else config.data
     if data * fixed != devices:
-        axes = f"{where}.fsdp {config.fsdp} × {where}.expert {config.expert} × {where}.context {config.context}"
+        axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
         if config.data is None:
             raise InputError(f"{axes} is {fixed}, which does not divide the {devices} devices of this job.")
         raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the devices of this "
                          "job (or leave data out: it is then what the others leave).")  # fmt: skip
-    return dict(zip(AXES, (data, config.fsdp, config.expert, config.context), strict=True))
+    return {"data": data, **sizes}
 
 
 def make_mesh(
@@ -62,7 +66,7 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 def batch_shards(mesh: AnyMesh) -> int:
     """Parts that the sequences of a batch are split into."""
-    return int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def nontrivial_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Where each parameter is: the one table from names and roles to `PartitionSpec`.
 
-What stays between steps (masters, momentum, second moments) is split over every device of the job, along the
+What stays between steps (master weights, momentum, second moments) is split over every device of the job, along the
 larger of a leaf's last two axes that the devices divide. Never along a stack of layers: the vocabulary of
 262,272 = 128 × 2,049 or 40 layers need not divide by anything, and where one axis does not, another does.
 """
@@ -13,34 +13,39 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.model.layers import Role
-from zaya_jax.parallel.mesh import AnyMesh, nontrivial_axes
-
-# Outermost first: a layer's part along fsdp is what gathering the axes after it gives.
-STORED_OVER = ("fsdp", "data", "context", "expert")
-LAYERS = "blocks."
+from zaya_jax.model.tree import is_stacked
+from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
 
 class LeafPlacement(NamedTuple):
     """Where one parameter is.
 
     Attributes:
-      stored: split of the master, of its gradient and of the optimizer's state.
+      stored: split of the master weights, of their gradient and of the optimizer's state.
       axis: the axis that is split, counted from the last (negative); None where none is.
-      over: mesh axes that it is split over.
+      over: mesh axes that `axis` is split over.
+      own: mesh axes along which devices compute with parts of their own: with their experts along `expert`.
       by_layer: whether it is gathered over fsdp layer by layer, in the loop over layers.
-      by_expert: whether devices along `expert` compute with experts of their own.
+      exact: whether the compute copy stays in the master weights' dtype, since its gradient is a sum over devices or
+        tokens that its own would round.
     """
 
     stored: PartitionSpec
     axis: int | None
     over: tuple[str, ...]
+    own: tuple[str, ...]
     by_layer: bool
-    by_expert: bool
+    exact: bool
 
     @property
     def gathered(self) -> tuple[str, ...]:
         """Mesh axes over which the compute copy is gathered once a step."""
         return tuple(axis for axis in self.over if not (self.by_layer and axis == "fsdp"))
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """All mesh axes that it is split over."""
+        return (*self.own, *self.over)
 
 
 def place_leaves(
@@ -57,9 +62,9 @@ def place_leaves(
 
 
 def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> LeafPlacement:
-    layered, by_expert = name.startswith(LAYERS), role == "expert" and mesh.shape["expert"] > 1
+    layered, own = is_stacked(name), nontrivial_axes(mesh, ["expert"] if role == "expert" else [])
     stack = layered + (role == "expert")
-    over = nontrivial_axes(mesh, [axis for axis in STORED_OVER if not (by_expert and axis == "expert")])
+    over = nontrivial_axes(mesh, [axis for axis in STORED_OVER if axis not in own])
     candidates = sorted(range(-min(2, len(shape) - stack), 0), key=lambda axis: shape[axis], reverse=True)
     axis = None
     while over and axis is None:
@@ -69,9 +74,10 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
-    if by_expert:
+    if own:
         spec[stack - 1] = "expert"
-    return LeafPlacement(PartitionSpec(*spec), axis, over, layered and "fsdp" in over, by_expert)
+    by_layer = layered and "fsdp" in over
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, by_layer, by_layer or role == "embedding")
 
 
 def state_shardings(state: Any, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> Any:

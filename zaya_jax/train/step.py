@@ -11,7 +11,7 @@ from zaya_jax.config import Config
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.model.lora import adapted
 from zaya_jax.model.loss import chunked_loss
-from zaya_jax.model.tree import Arrays, with_values
+from zaya_jax.model.tree import Arrays, layer_position, with_values
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.schedule import learning_rate_factor
@@ -155,12 +155,7 @@ def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dic
 def _split_by_stack(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
     """Rows of all layers, dealt out to the stacks of balancing biases: layer g·p + i is row g of stack i."""
     grouped = values_le.reshape(config.model.num_groups, len(config.model.period), -1)
-    return {name: grouped[:, _stack(name)] for name in balance}
-
-
-def _stack(name: str) -> int:
-    """Which position in the layer pattern's period a leaf `blocks.<position>.…` belongs to."""
-    return int(name.split(".")[1])
+    return {name: grouped[:, layer_position(name)] for name in balance}
 
 
 def _expert_metrics(counts_le: jax.Array, balance: Arrays) -> dict[str, Any]:
@@ -168,7 +163,7 @@ def _expert_metrics(counts_le: jax.Array, balance: Arrays) -> dict[str, Any]:
     real = counts[:, :-1]
     share = real / jnp.maximum(real.sum(-1, keepdims=True), 1.0)
     entropy = -jnp.sum(jnp.where(share > 0, share * jnp.log(jnp.maximum(share, 1e-30)), 0.0), -1)
-    stacks = [balance[name] for name in sorted(balance, key=_stack)]
+    stacks = [balance[name] for name in sorted(balance, key=layer_position)]
     biases = jnp.stack(stacks, 1).reshape(real.shape[0], -1)[:, :-1]  # layer g·p + i is row g of stack i
     return {
         "load_entropy": entropy / jnp.log(max(real.shape[1], 2)),

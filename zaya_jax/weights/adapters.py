@@ -14,7 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Read
 from zaya_jax.model.fingerprint import combine_sums, part_sums
 from zaya_jax.model.lora import ADAPTED, Adapted, adapter_names, merge
-from zaya_jax.model.tree import Arrays, abstract_weights, compute_dtypes, is_balancing_bias, roles
+from zaya_jax.model.tree import Arrays, abstract_weights, compute_dtypes, is_balancing_bias, is_stacked, roles
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.files import read_json, write_atomically
@@ -80,7 +80,7 @@ class AdaptedWeights(Weights):
 
         def load(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
             groups = [self.read(name, group) for group in stack_groups(name, x.shape)]
-            value = np.stack(groups) if name.startswith("blocks.") else groups[0]
+            value = np.stack(groups) if is_stacked(name) else groups[0]
             return jax.device_put(value.astype(x.dtype), x.sharding)
 
         return {name: load(name, x) for name, x in abstract.items()}

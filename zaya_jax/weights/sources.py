@@ -21,7 +21,7 @@ from zaya_jax.hf.folder import open_folder
 from zaya_jax.hf.importer import read_parameters
 from zaya_jax.hf.tensors import Tensor
 from zaya_jax.model.router import is_inert
-from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, with_values
+from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, is_stacked, with_values
 from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.tokenizer import run_tokenizer
@@ -214,7 +214,7 @@ def saved_name(name: str) -> str:
 
 def stack_groups(name: str, shape: Sequence[int]) -> Sequence[int | None]:
     """What `Weights.read` takes as `group`, one after another, for the whole of a parameter."""
-    return range(shape[0]) if name.startswith("blocks.") else (None,)
+    return range(shape[0]) if is_stacked(name) else (None,)
 
 
 def model_config(metadata: Mapping[str, Any]) -> ModelConfig:

@@ -94,9 +94,8 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
     for name, shape in shapes(program.model).items():
         if program.roles[name] in MATRIX_ROLES:
             leaf, (p, q) = program.placement.leaves[name], sorted(shape[-2:])
-            parts = math.prod(mesh.shape[axis] for axis in leaf.over)
-            experts = mesh.shape["expert"] if leaf.by_expert else 1
-            stack = -(-math.prod(shape[:-2]) // (parts * experts))  # matrices a device has whole, padding included
+            parts = math.prod(mesh.shape[axis] for axis in leaf.split)
+            stack = -(-math.prod(shape[:-2]) // parts)  # matrices a device has whole, padding included
             highest = max(highest, stack * (p * q * (2 * item + sums) + p * p * item))
     return master_weights + int(highest)
 
@@ -179,7 +178,7 @@ def _merging(program: PhaseProgram) -> int:
     """Of the largest matrix that has adapters, in one layer: their product, or its gradient, and the sum, in fp32."""
     if program.config.lora is None:
         return 0
-    experts = program.placement.mesh.shape["expert"]
-    sizes = [math.prod(shape[1:]) // (experts if program.placement.leaves[name].by_expert else 1)
+    axes, leaves = program.placement.mesh.shape, program.placement.leaves
+    sizes = [math.prod(shape[1:]) // math.prod(axes[axis] for axis in leaves[name].own)
              for name, shape in shapes(program.model).items() if program.roles[name] in ADAPTED]  # fmt: skip
     return 2 * max(sizes) * accumulation_dtype(program.config.train.compute_dtype).itemsize

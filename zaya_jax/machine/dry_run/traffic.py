@@ -11,6 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.model.arithmetic import cached_values
+from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.gradient import reduction
@@ -54,23 +56,21 @@ def transfers(
     passes = micro_batches * (3 if program.remat != "none" else 2)
     item = jnp.dtype(config.train.compute_dtype).itemsize
     if sizes["context"] > 1:
-        n, kv = sizes["context"], 2 * config.model.kv_size * tokens * config.model.num_layers
+        n, before = sizes["context"], cached_values(config.model, 0)
+        kv = (cached_values(config.model, 1) - before) * tokens
         if parallel.context_attention == "ring":
             forward = kv * item * (n - 1) * passes
             backward = kv * accumulation_dtype(config.train.compute_dtype).itemsize * n * micro_batches
             sent.append(Transfer("keys and values", "collective-permute", ("context",), forward + backward))
         else:
             sent.append(Transfer("keys and values", "all-gather", ("context",), kv * item * (n - 1) * passes))
-        if config.model.attention == "cca":  # whose convolutions and value shift read the tokens before a piece
-            rows = config.model.depthwise_kernel + config.model.grouped_kernel - 2
-            width = rows * (config.model.query_size + config.model.kv_size) + config.model.kv_size // 2
-            pieces = parallel.chunks // n
-            halo = width * item * pieces * sequences * config.model.num_layers * passes
-            sent.append(Transfer("halos", "collective-permute", ("context",), halo))
+        halos = before * item * parallel.chunks // n * sequences * passes
+        sent.append(Transfer("halos", "collective-permute", ("context",), halos))
     if (n := sizes["expert"]) > 1:
         ragged = parallel.expert_exchange == "ragged"
         share = (n - 1) / n if ragged else n - 1  # evenly routed, or all tokens to all devices
-        round_trip = 2 * tokens * config.model.hidden_size * item * config.model.num_layers * share
+        rows = tokens * rows_per_token(config.model) * config.model.num_layers
+        round_trip = 2 * rows * config.model.hidden_size * item * share
         kind = "ragged-all-to-all" if ragged else "all-gather, reduce-scatter"
         sent.append(Transfer("tokens to experts and back", kind, ("expert",), round_trip * passes))
     return [transfer for transfer in sent if transfer.bytes]
