@@ -24,14 +24,14 @@ def test_a_fingerprint_tells_any_two_apart(seed, name, data):
     whole = fingerprint(arrays)
     assert whole == fingerprint({key: arrays[key] for key in reversed(arrays)})
     flat = np.array(arrays[name]).reshape(-1)
-    one, two = (data.draw(st.integers(0, flat.size - 1)) for _ in range(2))
+    first, second = (data.draw(st.integers(0, flat.size - 1)) for _ in range(2))
     changed = flat.copy()
-    changed[one] = np.nextafter(changed[one], changed.dtype.type(9)) if name == "b" else changed[one] * 2
+    changed[first] = np.nextafter(changed[first], changed.dtype.type(9)) if name == "b" else changed[first] * 2
     swapped = flat.copy()
-    swapped[[one, two]] = flat[[two, one]]
+    swapped[[first, second]] = flat[[second, first]]
     for other in (changed, swapped):
-        found = fingerprint({**arrays, name: jnp.asarray(other.reshape(SHAPES[name]))})
-        assert (found == whole) == (other.tobytes() == flat.tobytes())
+        digest = fingerprint({**arrays, name: jnp.asarray(other.reshape(SHAPES[name]))})
+        assert (digest == whole) == (other.tobytes() == flat.tobytes())
 
 
 def placed_fingerprint():

@@ -42,14 +42,15 @@ def test_attention_and_experts_have_adapters_and_nothing_else_has(variant):
     model, shapes = of(variant)
     periods = len(model.config.period)
     names = {f"blocks.{place}.{name}" for place in range(periods) for name in MATRICES}
-    assert shapes.keys() == {one for name in names for one in adapter_names(name)}
+    assert shapes.keys() == {adapter for name in names for adapter in adapter_names(name)}
     assert adapter_roles(tree.roles(model)).keys() == shapes.keys()
     whole = tree.shapes(model)
     for name in names:
-        a, b = (shapes[one] for one in adapter_names(name))
+        a, b = (shapes[adapter] for adapter in adapter_names(name))
         assert (*a[:-1], b[-1]) == whole[name]
         assert a[-1] == b[-2] == 3
-        assert {adapter_roles(tree.roles(model))[one] for one in adapter_names(name)} == {tree.roles(model)[name]}
+        roles = tree.roles(model)
+        assert {adapter_roles(roles)[adapter] for adapter in adapter_names(name)} == {roles[name]}
 
 
 def test_adapters_begin_at_nothing():
@@ -73,9 +74,9 @@ def test_the_sum_is_of_base_and_product(seed, rank, scale):
     expected = base + scale * (a @ b)
     for dtype, band in ((jnp.float32, 1e-6), (jnp.bfloat16, 2e-2)):
         base_low = jnp.asarray(base, dtype)
-        found = merge(Adapted(base_low, jnp.float32(a), jnp.float32(b), scale))
-        assert found.dtype == dtype
-        np.testing.assert_allclose(np.float64(found), expected, atol=band * np.abs(expected).max())
+        product = merge(Adapted(base_low, jnp.float32(a), jnp.float32(b), scale))
+        assert product.dtype == dtype
+        np.testing.assert_allclose(np.float64(product), expected, atol=band * np.abs(expected).max())
         nothing = merge(Adapted(base_low, jnp.float32(a), jnp.zeros(b.shape, jnp.float32), scale))
         np.testing.assert_array_equal(nothing, base_low)
 
@@ -93,19 +94,19 @@ def test_a_merged_model_is_made_of_merged_layers(variant):
     values = random_values(tiny_config(variant))
     params = {name: values[name] for name in tree.shapes(model)}
     adapters = random_adapters(shapes, 1)
-    found = jax.device_get(merged(params, adapters, 2.0))
-    assert found.keys() == params.keys()
+    whole = jax.device_get(merged(params, adapters, 2.0))
+    assert whole.keys() == params.keys()
     joined = jax.device_get(adapted({**params, **adapters}, 2.0))
-    for name, x in found.items():
-        one = joined[name]
-        if not isinstance(one, Adapted):
+    for name, x in whole.items():
+        pair = joined[name]
+        if not isinstance(pair, Adapted):
             assert adapter_names(name)[0] not in shapes
             np.testing.assert_array_equal(x, params[name])
             continue
         for layer in range(x.shape[0]):
-            piece = jax.jit(merge)(Adapted(one.base[layer], one.a[layer], one.b[layer], one.scale))
+            piece = jax.jit(merge)(Adapted(pair.base[layer], pair.a[layer], pair.b[layer], pair.scale))
             assert_close(x[layer], piece, 1e-6)
-            assert not np.array_equal(x[layer], one.base[layer])
+            assert not np.array_equal(x[layer], pair.base[layer])
 
 
 def test_adapters_of_another_model_are_left_out_of_nothing():

@@ -63,8 +63,8 @@ def test_any_size_of_chunk_gives_the_same(size):
     np.testing.assert_allclose(alone, expected[0], rtol=1e-5)
     hidden, head, bias, targets, weights = arguments
     each = [dense(hidden[i : i + 1], head, bias, targets[i : i + 1], weights[i : i + 1]) for i in range(T)]
-    for found in (terms, same):
-        np.testing.assert_allclose(found, each, rtol=1e-4, atol=1e-5)
+    for actual in (terms, same):
+        np.testing.assert_allclose(actual, each, rtol=1e-4, atol=1e-5)
 
 
 def test_the_logits_of_all_tokens_never_exist():
@@ -98,9 +98,9 @@ def test_one_chunk_in_bfloat16_computes_where_it_is_compiled():
     rng = np.random.default_rng(0)
     hidden, head = (jnp.asarray(rng.normal(size=shape) / 8, jnp.bfloat16) for shape in ((512, 32), (300, 32)))
     targets, weights = rng.integers(0, 300, 512).astype(np.int32), np.ones(512, np.float32)
-    given = (hidden, head.astype(jnp.float32), targets, weights)
-    loss, (_, gradient) = compiled(total, False)(*given)
-    expected, (_, wide) = compiled(dense, False)(*given)
+    arguments = (hidden, head.astype(jnp.float32), targets, weights)
+    loss, (_, gradient) = compiled(total, False)(*arguments)
+    expected, (_, wide) = compiled(dense, False)(*arguments)
     np.testing.assert_allclose(loss, expected, rtol=0.01)
     assert np.linalg.norm(gradient - wide) < 0.03 * np.linalg.norm(wide)
 

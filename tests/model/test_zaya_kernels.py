@@ -48,13 +48,13 @@ def loss(params, biases, tokens, segments, ops, config=SHAPES, remat="dots"):
 @pytest.mark.parametrize("config", [SLIDING, pytest.param(SHAPES, marks=pytest.mark.soak)], ids=["sliding", "both"])
 def test_forward_and_backward_are_those_of_the_references(config):
     params, biases = values(0, config)
-    found = [
+    results = [
         jit(jax.value_and_grad(functools.partial(loss, ops=ops, config=config), has_aux=True))(params, biases, *batch())
         for ops in (LOCAL, kernels("interpret").ops)
     ]
-    ((one, counts), wanted), ((other, counts_there), grads) = found
+    ((expected, counts), wanted), ((value, counts_there), grads) = results
     np.testing.assert_array_equal(counts_there, counts)
-    assert abs(other - one) < 1e-6 * batch()[0].size * config.hidden_size  # a sum of as many terms, which cancel
+    assert abs(value - expected) < 1e-6 * batch()[0].size * config.hidden_size  # a sum of as many terms, which cancel
     assert_trees_close(grads, wanted, 2e-4)
 
 
@@ -69,11 +69,11 @@ def test_tokens_one_by_one_are_those_of_a_whole_sequence():
         out = model(tokens, cache=cache, ops=ops)
         return out.hidden_bsd @ model.embedding[...].T, out.cache
 
-    found, cache = step(tokens[:, :8], init_cache(SHAPES, 2, LENGTH, model.dtype))
-    parts = [found]
+    out, cache = step(tokens[:, :8], init_cache(SHAPES, 2, LENGTH, model.dtype))
+    parts = [out]
     for at in range(8, LENGTH):
-        found, cache = step(tokens[:, at : at + 1], cache)
-        parts.append(found)
+        out, cache = step(tokens[:, at : at + 1], cache)
+        parts.append(out)
     assert_close(np.concatenate(parts, 1), whole, 1e-4)
 
 
@@ -88,12 +88,12 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     gradient = jax.grad(functools.partial(loss, ops=kernels(platform).ops), has_aux=True)
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
     lowered = lower(gradient, *shapes(), tokens, segments, target=TARGETS[platform])
-    found = Counter(kernel.name for kernel in kernels_of(lowered))
+    launches = Counter(kernel.name for kernel in kernels_of(lowered))
     layers = SHAPES.num_layers  # both stand in the body of the scan: a period is two layers
     once = ("attention", "attention_backward_keys", "attention_backward_queries", "residual_norm_backward",
             "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
-    assert {name: found[name] for name in once} == dict.fromkeys(once, layers)
-    assert found["cca_mix"] == found["residual_norm_forward"] == 2 * layers
+    assert {name: launches[name] for name in once} == dict.fromkeys(once, layers)
+    assert launches["cca_mix"] == launches["residual_norm_forward"] == 2 * layers
 
 
 @pytest.mark.parametrize("platform", TARGETS)
@@ -107,6 +107,6 @@ def test_a_decode_step_has_the_kernel_for_few_queries(platform):
 
     token = jax.ShapeDtypeStruct((2, 1), jnp.int32)
     lowered = lower(step, params, biases, token, cache, target=TARGETS[platform])
-    found = Counter(kernel.name for kernel in kernels_of(lowered))
-    assert "attention" not in found
-    assert found["attention_decode"] == found["cca_mix"] == found["residual_norm_forward"] == SHAPES.num_layers
+    launches = Counter(kernel.name for kernel in kernels_of(lowered))
+    assert "attention" not in launches
+    assert launches["attention_decode"] == launches["cca_mix"] == launches["residual_norm_forward"] == SHAPES.num_layers

@@ -53,7 +53,7 @@ def sums_alone(mesh):
     return summed(lambda *arguments: local_loss(*arguments)[1], mesh, placed, dict.fromkeys(shapes, jnp.float32))
 
 
-def found(devices: int, micros: int, rows: int, seed: int) -> tuple[dict, dict, dict]:
+def summed_on(devices: int, micros: int, rows: int, seed: int) -> tuple[dict, dict, dict]:
     """Sums, gradient, and the sums alone, by the region on some devices."""
     params, constants, batch = problem(rows, seed)
     mesh = make_mesh(devices=jax.devices()[:devices])
@@ -65,7 +65,7 @@ def found(devices: int, micros: int, rows: int, seed: int) -> tuple[dict, dict, 
 
 
 def on_four_devices(cases: list) -> list:
-    return [found(*case) for case in cases]
+    return [summed_on(*case) for case in cases]
 
 
 def check(case: tuple[int, int, int, int], result: tuple[dict, dict, dict]) -> None:
@@ -76,7 +76,7 @@ def check(case: tuple[int, int, int, int], result: tuple[dict, dict, dict]) -> N
 @given(micros=st.sampled_from([1, 2, 3, 4]), seed=st.integers(0, 1000))
 def test_micro_batches_add_up_to_the_gradient_of_the_whole(micros, seed):
     case = (1, micros, 12, seed)
-    check(case, found(*case))
+    check(case, summed_on(*case))
 
 
 def test_devices_and_micro_batches_add_up_to_the_gradient_of_the_whole():

@@ -37,15 +37,15 @@ def memory(config, devices=1, sequences=1):
 
 
 def allocated(layouts):
-    """Bytes of the masters, and of the rest of a state, on the second of eight devices that really hold it."""
-    found, config = {}, load_config("configs/tiny.yaml", NARROW)
+    """Bytes of the master weights, and of the rest of a state, on the second of eight devices that really hold it."""
+    sizes, config = {}, load_config("configs/tiny.yaml", NARROW)
     state = jax.tree.map(nothing, make_program(config).abstract_state)
     for name, overrides in layouts.items():
         config = load_config("configs/tiny.yaml", [*NARROW, *overrides])
         placed = jax.device_put(state, make_program(config, 8).placement.shardings(state))
-        masters = held(placed.params)
-        found[name] = masters, held(placed) - masters
-    return found
+        master_weights = held(placed.params)
+        sizes[name] = master_weights, held(placed) - master_weights
+    return sizes
 
 
 def nothing(x):
@@ -149,17 +149,17 @@ def under_adapters():
 
 
 def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
-    config, found = load_config("configs/finetune.yaml"), under_adapters()
+    config, adapted = load_config("configs/finetune.yaml"), under_adapters()
     d, f, layers, experts, rank = 2048, 2048, 40, 16, 16
     pairs = [(d, 1024), (d, 256), (d, 128), (d, 128), (1024, d), *[(d, 2 * f), (f, d)] * experts]
     adapters = layers * rank * sum(rows + columns for rows, columns in pairs)
-    assert found.parameters == found.update == 4 * adapters
-    assert found.gradients == 8 * adapters  # those added up, and a micro-batch's
-    assert 0 <= found.optimizer - 8 * adapters < 1e5  # both moments; balancing, counters
-    assert found.compute == 0
+    assert adapted.parameters == adapted.update == 4 * adapters
+    assert adapted.gradients == 8 * adapters  # those added up, and a micro-batch's
+    assert 0 <= adapted.optimizer - 8 * adapters < 1e5  # both moments; balancing, counters
+    assert adapted.compute == 0
     vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer
-    assert 0 < found.frozen - 2 * 8_840_488_784 < vectors
-    assert found.total < 26e9 < memory(config).total / 5
+    assert 0 < adapted.frozen - 2 * 8_840_488_784 < vectors
+    assert adapted.total < 26e9 < memory(config).total / 5
 
 
 def test_eight_devices_share_what_is_under_adapters(monkeypatch):

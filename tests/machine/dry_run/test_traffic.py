@@ -20,8 +20,8 @@ QUICK = ["ring_zigzag4"]
 REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4", "gqa ring_zigzag4"]
 
 
-def config_of(name):
-    """One micro-batch in fp32, which a CPU's collectives leave as it is; "gqa LAYOUT" is one without CCA."""
+def layout_config(name):
+    """One micro-batch in fp32, which a CPU's collectives leave as it is; "gqa LAYOUT" is without CCA."""
     attention, _, layout = name.rpartition(" ")
     model = dataclasses.replace(WIDE.model, attention=attention or "cca")
     train = dataclasses.replace(WIDE.train, compute_dtype="float32", remat="full", batch=BatchConfig(tokens=16 * 32))
@@ -30,22 +30,27 @@ def config_of(name):
 
 def sent_by(names):
     """For each layout, the bytes that a device sends by kind of collective, counted in the compiled step."""
-    found = {}
+    bytes_by_layout = {}
     for name in names:
-        config = config_of(name)
+        config = layout_config(name)
         sent, sizes = Counter(), make_mesh(config.parallel).shape
         for call in collectives(compiled_step(config), sizes):
             sent[call.kind] += call.sent * call.times
-        found[name] = dict(sent)
-    return found
+        bytes_by_layout[name] = dict(sent)
+    return bytes_by_layout
+
+
+def estimated(name):
+    """The transfers of a layout, as the dry run has them."""
+    return estimate_phase(simulated_programs(layout_config(name), 8), 0, None).transfers
 
 
 def ours(name):
-    """Bytes by kind as `transfers` has them, gathers and scatters together as some transfers are both."""
-    found = Counter()
-    for one in estimate_phase(simulated_programs(config_of(name), 8), 0, None).transfers:
-        found[one.kind if one.kind in ("all-to-all", "collective-permute", "all-reduce") else "gathered"] += one.bytes
-    return found
+    """Bytes by kind of `estimated`, gathers and scatters together as some transfers are both."""
+    sent = Counter()
+    for _, kind, _, size in estimated(name):
+        sent[kind if kind in ("all-to-all", "collective-permute", "all-reduce") else "gathered"] += size
+    return sent
 
 
 @pytest.mark.soak
@@ -78,28 +83,26 @@ def no_residuals(monkeypatch):
 
 
 def test_only_attention_with_convolutions_has_halos():
-    names = {name: {one.what for one in estimate_phase(simulated_programs(config_of(name), 8), 0, None).transfers}
-             for name in ("ring_zigzag4", "gqa ring_zigzag4")}  # fmt: skip
-    assert "halos" in names["ring_zigzag4"]
-    assert "halos" not in names["gqa ring_zigzag4"]
+    with_halos, without = ({transfer.what for transfer in estimated(name)} for name in ("ring_zigzag4", REST[-1]))
+    assert "halos" in with_halos - without
 
 
 def by_what(phase, parallel=None):
     config = load_config("configs/zaya1_8b.yaml")
     if parallel is not None:
         config = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], parallel=parallel),))
-    found = Counter()
-    for one in estimate_phase(simulated_programs(config, 1024), phase, None).transfers:
-        found[one.what] += one.bytes
-    return found
+    sent = Counter()
+    for transfer in estimate_phase(simulated_programs(config, 1024), phase, None).transfers:
+        sent[transfer.what] += transfer.bytes
+    return sent
 
 
 def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step():
-    found = by_what(0)
-    small = found["gradients of what is not split"] / 8 * 1024 / 1023  # parameters that 1,024 does not split
+    sent = by_what(0)
+    small = sent["gradients of what is not split"] / 8 * 1024 / 1023  # parameters that 1,024 does not split
     split = 8_840_488_784 + 256 - small
-    assert found["gradients"] == pytest.approx(4 * split * 1023 / 1024, rel=1e-6)
-    assert found["parameters"] == pytest.approx(found["gradients"] / 2, rel=1e-3)  # some vectors compute in fp32
+    assert sent["gradients"] == pytest.approx(4 * split * 1023 / 1024, rel=1e-6)
+    assert sent["parameters"] == pytest.approx(sent["gradients"] / 2, rel=1e-3)  # some vectors compute in fp32
 
 
 def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
@@ -143,7 +146,7 @@ def test_what_is_frozen_is_gathered_and_has_no_gradient_on_the_wire():
     )
 
     def sent(estimate, kind):
-        return sum(one.bytes for one in estimate.transfers if one.kind == kind)
+        return sum(transfer.bytes for transfer in estimate.transfers if transfer.kind == kind)
 
     # Each micro-batch a device sends the gradients of the parts of seven others.
     assert sent(small, "reduce-scatter") == pytest.approx(7 * small.memory.parameters * small.micro_batches, rel=0.01)
