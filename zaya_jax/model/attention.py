@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.cache import empty
 from zaya_jax.model.hf_names import no_form
+from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
@@ -78,10 +78,7 @@ class Attention(nnx.Module):
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: LayerKind, context: int) -> float:
-        """Operations of a forward pass a token, mean over `context` tokens, that are no product with a parameter.
-
-        These are scores and weighted values.
-        """
+        """Operations of a forward pass a token, mean over `context`: scores and values, no product with a parameter."""
         return 4 * config.query_size * visible_keys(context, layer.window)
 
     @staticmethod
@@ -98,7 +95,8 @@ class Attention(nnx.Module):
           A pytree of zeros, [batch, …] each. What does not grow with `capacity` is what a piece of a sequence needs
           of the tokens before it, beside keys and values.
         """
-        return empty(config, batch, capacity, dtype)
+        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
+        return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def visible_keys(context: int, window: int | None) -> float:

@@ -4,9 +4,6 @@ import dataclasses
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-
-from zaya_jax.config import ModelConfig
 
 
 class KeyValues(NamedTuple):
@@ -36,12 +33,6 @@ class Cache:
     def capacity(self) -> int:
         """Tokens the cache can hold."""
         return self.segments_bt.shape[1]
-
-
-def empty(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> KeyValues:
-    """Keys and values of one layer before the first token, [batch, capacity, k, c] in `dtype`."""
-    shape = (batch, capacity, config.num_kv_heads, config.head_dim)
-    return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def write(cache: KeyValues, k_bskc: jax.Array, v_bskc: jax.Array, length: jax.Array | int) -> KeyValues:

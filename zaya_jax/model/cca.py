@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import KeyValues, empty, write
+from zaya_jax.model.cache import KeyValues, write
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
@@ -86,7 +86,7 @@ class CCA(Attention):
     def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> CCACache:
         """See `Attention.init_cache`."""
         exact, heads = accumulation_dtype(dtype), config.num_query_heads + config.num_kv_heads
-        return CCACache(empty(config, batch, capacity, dtype),
+        return CCACache(Attention.init_cache(config, batch, capacity, dtype),
                         jnp.zeros((batch, config.convolution_reach, heads, config.head_dim), exact),
                         jnp.zeros((batch, 1, config.kv_size // 2), exact))  # fmt: skip
 
