@@ -18,7 +18,8 @@ from zaya_jax.machine.proxies.stablehlo import count_launches
 from zaya_jax.model import tree
 from zaya_jax.model.layers import MATRIX_ROLES, ROLES
 from zaya_jax.model.zaya import abstract_model
-from zaya_jax.optim.build import make_optimizer
+from zaya_jax.ops import LOCAL
+from zaya_jax.optim.build import OPTIMIZERS, Optimizer, make_optimizer
 from zaya_jax.optim.muon import scale_by_muon
 
 CONFIG = tiny_config("biased")
@@ -64,7 +65,7 @@ def rate_and_decay(name, config):
 @functools.cache
 def transform(config):
     optimizer = make_optimizer(config, ROLES_BY_NAME, FUSED)
-    return optimizer.init, jit(optimizer.update)
+    return optimizer.init, jit(functools.partial(optimizer.update, ops=LOCAL))
 
 
 @functools.cache
@@ -130,7 +131,7 @@ def test_muon_moves_matrices_and_splits_what_it_is_told_to(which):
     muon = scale_by_muon(config.muon, FUSED if which == "split" else {})
     names = moved_by_muon(config)
     theirs = {name: PARAMS[name] for name in names}
-    state, update = muon.init(theirs), jit(muon.update)
+    state, update = muon.init(theirs), jit(functools.partial(muon.update, ops=LOCAL))
     for grads in GRADIENTS:
         directions, state = update({name: grads[name] for name in names}, state)
         for name in names:
@@ -158,11 +159,38 @@ def test_around_its_kernels_a_step_reads_directions_twice_and_moves_parameters(f
         return jax.tree.map(lambda p, u: jnp.where(skip > 0, p, p + u), params, updates), state
 
     state = jax.eval_shape(optimizer.init, params)
-    found = count_launches(lower(step, params, state, params, number, number, target=TARGETS["rocm"]))
-    assert dict(found.kernels) == {"momentum": 1}
-    assert len(found.loops) == 1
+    launches = count_launches(lower(step, params, state, params, number, number, target=TARGETS["rocm"]))
+    assert dict(launches.kernels) == {"momentum": 1}
+    assert len(launches.loops) == 1
     norm, update = 2, 2 + 4 + 4
-    assert norm + update <= found.bytes / (4 * 256 * 512) < 1.01 * (norm + update)
+    assert norm + update <= launches.bytes / (4 * 256 * 512) < 1.01 * (norm + update)
+
+
+@dataclasses.dataclass(frozen=True)
+class SignConfig:
+    learning_rate: float = 0.5
+    weight_decay: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class WithSign(OptimizerConfig):
+    sign: SignConfig = SignConfig()
+
+
+def test_a_section_and_an_entry_in_the_table_are_another_optimizer(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "sign", Optimizer(lambda config, fused: optax.scale_by_sign()))
+    optimizer = make_optimizer(WithSign(matrices="sign"), ROLES_BY_NAME, FUSED)  # pyright: ignore[reportArgumentType]
+    updates, _ = optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
+    for name, role in ROLES_BY_NAME.items():
+        by_sign = np.array_equal(updates[name], -0.5 * np.sign(GRADIENTS[0][name]))
+        assert by_sign == (role in MATRIX_ROLES), name
+
+
+def test_matrices_are_not_moved_without_the_operations_of_a_placement():
+    """References in their place would give the same numbers, only slower."""
+    optimizer = make_optimizer(OPTIMIZER, ROLES_BY_NAME, FUSED)
+    with pytest.raises(TypeError, match="'ops'"):
+        optimizer.update(GRADIENTS[0], optimizer.init(PARAMS), PARAMS)
 
 
 def test_a_parameter_without_a_role_is_refused():

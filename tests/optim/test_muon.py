@@ -15,6 +15,7 @@ from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import TARGETS, kernels
 from zaya_jax.config import MuonConfig
 from zaya_jax.machine.proxies.codegen import kernels_of, lower
+from zaya_jax.ops import LOCAL
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.optim.muon import momentum_coefficients, scale_by_muon
@@ -30,7 +31,7 @@ SCALES = {  # of a matrix [in, out]
 
 def muon(split=None, **options):
     transform = scale_by_muon(MuonConfig(**{"momentum": 0.9, "newton_schulz_dtype": "float32", **options}), split)
-    return transform.init, jit(transform.update)
+    return transform.init, jit(functools.partial(transform.update, ops=LOCAL))
 
 
 def draw(seed, *shape):
@@ -155,16 +156,16 @@ def test_with_its_kernels_a_step_is_the_same_and_a_skipped_one_is_none(form):
     grads = {"layers": draw(0, 2, 12, 20), "tall": draw(1, 17, 9)}
     transform = scale_by_muon(MuonConfig(momentum_form=form, newton_schulz_dtype="float32"))
     state = transform.init(grads)
-    found = []
+    steps = []
     for platform in ("interpret", "cpu"):
         update = jit(functools.partial(transform.update, ops=kernels(platform).ops))
-        found.append(update(grads, state, factor=0.3, skip=False))
+        steps.append(update(grads, state, factor=0.3, skip=False))
         broken = {name: g.at[0].set(jnp.nan) for name, g in grads.items()}
-        _, kept = update(broken, found[-1][1], factor=jnp.nan, skip=True)
-        chex.assert_trees_all_equal(kept, found[-1][1])
-    assert_close(found[0][1], found[1][1], 1e-6)
-    assert_close(found[0][0], found[1][0], 1e-3)
-    assert float(jnp.abs(found[0][0]["tall"]).max()) > 0.1
+        _, kept = update(broken, steps[-1][1], factor=jnp.nan, skip=True)
+        chex.assert_trees_all_equal(kept, steps[-1][1])
+    assert_close(steps[0][1], steps[1][1], 1e-6)
+    assert_close(steps[0][0], steps[1][0], 1e-3)
+    assert float(jnp.abs(steps[0][0]["tall"]).max()) > 0.1
 
 
 @pytest.mark.parametrize("platform", TARGETS)
@@ -172,8 +173,8 @@ def test_on_gpus_each_leaf_has_its_kernels(platform):
     transform, grads = scale_by_muon(MuonConfig()), {"layers": draw(0, 3, 64, 128), "tall": draw(1, 48, 32)}
     state = transform.init(grads)
     update = functools.partial(transform.update, ops=kernels(platform).ops)
-    found = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
-    assert [kernel.name for kernel in found] == ["momentum", "gram", "gram_polynomial"] * 2
+    launched = kernels_of(lower(lambda grads: update(grads, state)[0], grads, target=TARGETS[platform]))
+    assert [kernel.name for kernel in launched] == ["momentum", "gram", "gram_polynomial"] * 2
 
 
 PARAMS = {"layers": draw(0, 3, 8, 6), "matrix": draw(1, 6, 10), "vector": draw(2, 6)}

@@ -83,9 +83,9 @@ def runs(draw):
 @given(runs())
 def test_every_step_has_the_factor_of_the_reference(config):
     steps = range(total_steps(config))
-    found = factors(config, steps)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)
+    ours = factors(config, steps)
+    assert ours.dtype == np.float32
+    np.testing.assert_allclose(ours, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)
 
 
 BATCHES = [{"tokens": 1024, "start": 64, "ramp_tokens": 9000}, {"tokens": 512, "start": 256, "ramp_tokens": 20_000},
@@ -156,5 +156,5 @@ class Variants(chex.TestCase):
         config = run(PhaseConfig(640, "a"), PhaseConfig(640, "b", schedule=ScheduleConfig("linear", 0.3, 0.0, 100)))
         steps = [0, 1, total_steps(config) // 2, total_steps(config) - 1]
         factor = self.variant(learning_rate_factor(config))  # pyright: ignore[reportCallIssue]
-        found = [factor(jnp.int32(step)) for step in steps]
-        np.testing.assert_allclose(found, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)
+        ours = [factor(jnp.int32(step)) for step in steps]
+        np.testing.assert_allclose(ours, [reference(config, step) for step in steps], rtol=1e-5, atol=1e-9)

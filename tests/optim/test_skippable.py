@@ -1,5 +1,7 @@
 """Transforms that take a factor and skip steps: the same as scaling before and choosing after."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ import pytest
 
 from tests.helpers import assert_close
 from zaya_jax.config import MuonConfig, OptimizerConfig
+from zaya_jax.ops import LOCAL
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.optim.skippable import SkippableTransform, skippable
 
@@ -33,9 +36,9 @@ def test_any_transform_takes_a_factor_and_skips_in_its_own_state():
     ours = skippable(plain)
     params, state = draw(0), plain.init(draw(0))
     chex.assert_trees_all_equal(ours.init(params), state)
-    found, new = ours.update(draw(1), state, params, factor=jnp.float32(0.5), skip=jnp.bool_(False), unknown=1)
+    updates, new = ours.update(draw(1), state, params, factor=jnp.float32(0.5), skip=jnp.bool_(False), unknown=1)
     expected, theirs = plain.update(jax.tree.map(lambda g: g * 0.5, draw(1)), state, params)
-    chex.assert_trees_all_equal(found, expected)
+    chex.assert_trees_all_equal(updates, expected)
     chex.assert_trees_all_equal(new, theirs)
     chex.assert_trees_all_equal(ours.update(draw(1), state, params)[1], plain.update(draw(1), state, params)[1])
     _, kept = ours.update(jax.tree.map(lambda g: g * jnp.nan, draw(1)), new, params, skip=jnp.bool_(True))
@@ -46,13 +49,13 @@ def test_any_transform_takes_a_factor_and_skips_in_its_own_state():
 def test_the_whole_optimizer_skips_bit_for_bit_and_scales(form):
     config = OptimizerConfig(muon=MuonConfig(momentum_form=form, newton_schulz_dtype="float32"))
     optimizer = make_optimizer(config, ROLES, {})
-    update = jax.jit(optimizer.update)
+    update = jax.jit(functools.partial(optimizer.update, ops=LOCAL))
     params = draw(0)
     _, state = update(draw(1), optimizer.init(params), params)  # so that there are moments to lose
     _, kept = update({name: g.at[0].set(jnp.nan) for name, g in draw(2).items()}, state, params,
                      factor=jnp.float32(jnp.nan), skip=jnp.bool_(True))  # fmt: skip
     chex.assert_trees_all_equal(kept, state)
-    found = update(draw(2), kept, params, factor=jnp.float32(0.25), skip=jnp.bool_(False))
+    scaled = update(draw(2), kept, params, factor=jnp.float32(0.25), skip=jnp.bool_(False))
     expected = update(jax.tree.map(lambda g: 0.25 * g, draw(2)), state, params)
-    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (found[1], state)), strict=True))
-    assert_close(found, expected, 1e-5)
+    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (scaled[1], state)), strict=True))
+    assert_close(scaled, expected, 1e-5)

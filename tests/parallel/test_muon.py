@@ -16,6 +16,7 @@ from tests.parallel_helpers import WIDE
 from tests.train_helpers import change, make_program, on_devices
 from zaya_jax.config import MuonConfig, ParallelConfig
 from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
+from zaya_jax.ops import LOCAL
 from zaya_jax.optim.muon import scale_by_muon
 from zaya_jax.parallel.mesh import AXES, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
@@ -60,7 +61,7 @@ def compiled_update(muon, mesh, shapes, roles):
     grads = {name: jax.ShapeDtypeStruct(shape, np.float32, sharding=shardings[name]) for name, shape in shapes.items()}
 
     def update(grads):
-        return muon.update(grads, muon.init(grads), on_matrices=on_matrices)[0]
+        return muon.update(grads, muon.init(grads), on_matrices=on_matrices, ops=LOCAL)[0]
 
     return jax.jit(update, out_shardings=shardings).lower(grads).compile(), shardings
 
@@ -110,7 +111,7 @@ def test_an_update_over_devices_is_that_of_one(results):
     grads, alone = jax.tree.map(jnp.asarray, gradients()), {}
     for iterates in {iterates for _, iterates in LAYOUTS}:
         muon = muon_of(iterates)
-        alone[iterates] = jax.jit(lambda grads, muon=muon: muon.update(grads, muon.init(grads))[0])(grads)
+        alone[iterates] = jax.jit(lambda grads, muon=muon: muon.update(grads, muon.init(grads), ops=LOCAL)[0])(grads)
     for (parallel, iterates), (update, calls) in zip(LAYOUTS, results[0], strict=True):
         for name, value in update.items():
             expected = alone[iterates][name]

@@ -1,11 +1,14 @@
 """Muon against `torch.optim.Muon`, which takes one matrix at a time, stored [out, in]."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zaya_jax.config import MuonConfig, OptimizerConfig
+from zaya_jax.ops import LOCAL
 from zaya_jax.optim.build import make_optimizer
 
 pytestmark = pytest.mark.parity
@@ -27,7 +30,7 @@ def ours(form, nesterov, scaling, iterates):
         newton_schulz_dtype=iterates, weight_decay=DECAY,
     )  # fmt: skip
     optimizer = make_optimizer(OptimizerConfig(muon=muon), dict.fromkeys(SHAPES, "expert"), {})
-    update = jax.jit(optimizer.update)
+    update = jax.jit(functools.partial(optimizer.update, ops=LOCAL))
     params = jax.tree.map(jnp.asarray, draw(0, 0.1))
     state = optimizer.init(params)
     for step in range(1, STEPS + 1):

@@ -45,7 +45,8 @@ def muon(
     Raises:
       ValueError: in `init`, a leaf has fewer than two axes; the message names it.
     """
-    direction = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
+    init, update = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
+    direction = optax.GradientTransformationExtraArgs(init, functools.partial(update, ops=LOCAL))
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
@@ -70,7 +71,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
       steps.
       `update` takes `on_matrices`, for matrices that lie over several devices: (name, leaves, numbers, elementwise
       function of numbers and leaves, function of whole matrices) → what the first function keeps, and the second of
-      what else it gives, both placed as the leaves (`parallel.muon`); and `ops`.
+      what else it gives, both placed as the leaves (`parallel.muon`). It needs `ops`, how the operations are done.
     """
     parts = split or {}
 
@@ -87,8 +88,7 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, *,
-        factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _on_one_device, ops: Ops = LOCAL,
-        **_: Any,
+        ops: Ops, factor: Scalar = 1.0, skip: Scalar = False, on_matrices: OnMatrices = _on_one_device, **_: Any,
     ) -> tuple[optax.Updates, optax.OptState]:  # fmt: skip
         del params
         (old, empty), summed = state, config.momentum_form == "sum"
@@ -158,7 +158,7 @@ def _split_parts(m_xpq: jax.Array, parts: int) -> jax.Array:
 
 
 def _join_parts(m_xopq: jax.Array, parts: int) -> jax.Array:
-    """What `_apart` took apart."""
+    """What `_split_parts` split."""
     if parts == 1:
         return m_xopq
     *stack, _, p, q = m_xopq.shape

@@ -14,6 +14,7 @@ from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, layer_position, with_values
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
+from zaya_jax.optim.build import optimizer_settings
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.spikes import append_skipped, append_step, classify_step, reset_history
@@ -78,6 +79,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
     gradient = placement.gradient(make_local_loss(program))
     optimizer = skippable(program.optimizer)
     options, spike, rate_at = config.optimizer, config.train.spike, learning_rate_factor(config)
+    peak_rate = optimizer_settings(options, config.matrices).learning_rate
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
     def train_step(state: TrainState, batch: Batch, base: Arrays | None = None) -> tuple[TrainState, Metrics]:
@@ -108,7 +110,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
         metrics = {
             "loss": loss,
             "grad_norm": norm,
-            "learning_rate": rate * (options.muon if config.matrices == "muon" else options.adamw).learning_rate,
+            "learning_rate": rate * peak_rate,
             "tokens": sums["tokens"],
             "skipped": skipped,
             "skip": skip,

@@ -13,6 +13,7 @@ from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import Target
+from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.program import Programs
 
@@ -80,7 +81,7 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
         **{part: tokens * count
            for part, count in model_flops(config.model, stage.context, config.lora is not None).items()},
         "newton_schulz": newton_schulz_flops(config.model, config.optimizer.muon.newton_schulz_steps, split)
-        if config.matrices == "muon" else 0.0,
+        if OPTIMIZERS[config.matrices].newton_schulz else 0.0,
     }  # fmt: skip
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
     bounds, step, days = {}, None, None

@@ -19,6 +19,7 @@ from zaya_jax.model.lora import ADAPTED
 from zaya_jax.model.loss import CHUNK
 from zaya_jax.model.tree import shapes
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.gradient import compute_copy, frozen_copy, to_accumulator
 from zaya_jax.parallel.mesh import batch_shards, batch_spec
 from zaya_jax.parallel.placement import device_bytes
@@ -87,7 +88,7 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
     """Gradients as stored, and Newton–Schulz of the largest stack: two iterates, a product, a polynomial."""
     config, mesh = program.config, program.placement.mesh
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
-    if config.matrices != "muon":
+    if not OPTIMIZERS[config.matrices].newton_schulz:
         return master_weights
     item = 2 if config.optimizer.muon.newton_schulz_dtype == "bfloat16" else sums
     highest = 0.0

@@ -15,6 +15,7 @@ from zaya_jax.model.arithmetic import cached_values
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.gradient import reduction
 from zaya_jax.parallel.mesh import AXES
 from zaya_jax.train.program import PhaseProgram
@@ -50,7 +51,7 @@ def transfers(
     """
     config, parallel, sizes = program.config, program.placement.config, program.placement.mesh.shape
     sent = [*_parameters(program, local, micro_batches), *_layers(program, local, micro_batches)]
-    if config.matrices == "muon":
+    if OPTIMIZERS[config.matrices].newton_schulz:
         sent += _muon(program, local)
     tokens = sequences * context // sizes["context"]  # of a device's micro-batch
     passes = micro_batches * (3 if program.remat != "none" else 2)
