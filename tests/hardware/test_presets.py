@@ -124,7 +124,7 @@ _prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=mi355
 assert "jax" in sys.modules
 from zaya_jax.train.console import ConsoleReport
 
-ConsoleReport(load_config({str(ROOT / "configs" / "tiny.yaml")!r}), None, 0, "gfx950", 1).start()
+ConsoleReport(load_config({str(ROOT / "configs" / "tiny.yaml")!r}), None, "gfx950").start()
 _prepare_jax(load_config({str(ROOT / "configs" / "tiny.yaml")!r}, ["preset=h100"]))  # too late, and so left
 import os
 assert os.environ["ZAYA_PRESET"] == "mi355x"
@@ -145,5 +145,5 @@ def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
 
     monkeypatch.delenv(APPLIED, raising=False)
     for kind, said in (("gfx942", "Preset: none, since jax was imported before one was set\n"), ("cpu", "")):
-        ConsoleReport(load_config(ROOT / "configs" / "tiny.yaml"), None, 0, kind, 1).start()
+        ConsoleReport(load_config(ROOT / "configs" / "tiny.yaml"), None, kind).start()
         assert capsys.readouterr().out == said

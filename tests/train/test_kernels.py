@@ -7,6 +7,7 @@ from tests.train_helpers import CONFIG
 from zaya_jax.ops import registry
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target, current_target
+from zaya_jax.parallel import placement
 from zaya_jax.train import kernels as room
 from zaya_jax.train.kernels import validated_kernels
 
@@ -20,13 +21,14 @@ def nothing_tried(monkeypatch):
 
 
 def test_on_a_cpu_nothing_is_chosen_tried_or_said(capsys):
-    assert validated_kernels(CONFIG, current_target()) == KernelSelection(current_target())
+    assert validated_kernels(CONFIG) == KernelSelection(current_target())
     assert capsys.readouterr().out == ""
 
 
-def test_what_is_used_is_said_once(capsys):
+def test_what_is_used_is_said_once(capsys, monkeypatch):
+    monkeypatch.setattr(placement, "current_target", lambda: GPU)
     run = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, compute_dtype="float64"))
-    selection = validated_kernels(run, GPU)
+    selection = validated_kernels(run)
     assert selection.chosen == {}
     assert capsys.readouterr().out == f"{selection}\n"
 
@@ -43,8 +45,9 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
 
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(room, "all_gather", all_gather)
+    monkeypatch.setattr(placement, "current_target", lambda: GPU)
     monkeypatch.setattr(room, "validate_kernels", lambda selection, *_: selection)
-    selection = validated_kernels(CONFIG, GPU)
+    selection = validated_kernels(CONFIG)
     assert rounds == [[], [other]]
     assert "momentum" not in selection.chosen
     assert "gram_polynomial" in selection.chosen

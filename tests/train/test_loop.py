@@ -163,7 +163,7 @@ def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, caps
 class Norm:
     """An evaluator: the largest master weight."""
 
-    name, label = "largest_weight", "largest"
+    name, label, ranks_checkpoints = "largest_weight", "largest", False
 
     def evaluate(self, model):
         return {self.name: max(float(jax.numpy.abs(x).max()) for x in model.params.values())}
@@ -185,10 +185,13 @@ class Calls(list):
 
 def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeypatch, capsys):
     calls = Calls()
-    make_trainer, open_sinks = loop.Trainer, loop.open_sinks
-    monkeypatch.setattr(
-        loop, "Trainer", lambda evaluators, **more: make_trainer(evaluators=[*evaluators, Norm()], **more)
-    )
+    open_sinks = loop.open_sinks
+
+    def with_norm(make):
+        return lambda *arguments, evaluators, **more: make(*arguments, evaluators=[*evaluators, Norm()], **more)
+
+    for name in ("ConsoleReport", "Trainer"):
+        monkeypatch.setattr(loop, name, with_norm(getattr(loop, name)))
     monkeypatch.setattr(loop, "open_sinks", lambda *arguments: [*open_sinks(*arguments), calls])
     result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)

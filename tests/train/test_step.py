@@ -11,13 +11,14 @@ import pytest
 
 from tests.helpers import assert_close, assert_trees_close
 from tests.train_helpers import CONFIG, change, differing, fast_jit, leaves, make_batch, make_program, setup
-from zaya_jax.config import ScheduleConfig, SourceConfig, SpikeConfig, Table
+from zaya_jax.config import AdamWConfig, OptimizerConfig, ScheduleConfig, SourceConfig, SpikeConfig, Table
 from zaya_jax.model.tree import with_values
 from zaya_jax.model.zaya import logits
 from zaya_jax.ops import LOCAL
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.balance import load_error
+from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.train.program import Programs
 from zaya_jax.train.spikes import REASONS
@@ -147,6 +148,17 @@ def test_the_gradient_is_clipped_to_its_norm_and_the_metric_is_not():
     _, _, whole = descent()
     assert np.sqrt(sum((g**2).sum() for g in clipped.values())) == pytest.approx(clip, rel=1e-4)
     assert_trees_close({name: 4 * g for name, g in clipped.items()}, whole, rtol=1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithOther(OptimizerConfig):
+    other: AdamWConfig = dataclasses.field(default_factory=lambda: AdamWConfig(learning_rate=0.25))
+
+
+def test_the_rate_that_is_logged_is_that_of_what_moves_the_matrices(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "other", OPTIMIZERS["adamw"])
+    other = setup(change(CONFIG, {"optimizer": WithOther(matrices="other")}))  # pyright: ignore[reportArgumentType]
+    assert float(other.step(other.state, make_batch())[1]["learning_rate"]) == pytest.approx(0.25, rel=1e-3)
 
 
 def test_the_rate_follows_the_schedule():

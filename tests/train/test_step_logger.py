@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from tests.train_helpers import CONFIG, change
 from zaya_jax.config import PhaseConfig, SourceConfig, Table
 from zaya_jax.errors import RunStopped
-from zaya_jax.train import console as console_module
 from zaya_jax.train import step_logger as module
+from zaya_jax.train import throughput as throughput_module
 from zaya_jax.train.console import ConsoleReport, _clock
 from zaya_jax.train.step_logger import StepLogger
+from zaya_jax.train.throughput import throughput
 
 
 class Rows:
@@ -27,10 +28,6 @@ class Rows:
     def write(self, metrics, timings):
         self.metrics.append(metrics)
         self.timings.append(timings)
-
-
-def throughput(step, tokens, seconds):
-    return {"tokens_per_second": tokens / max(seconds, 1e-9)}
 
 
 def metrics(skip=0, skipped=0, **more):
@@ -45,8 +42,11 @@ DETAILS = {"expert_counts": [[3, 4]], "grad_norm_by_role": {"router": 1.0}, "upd
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock that stands still until it is moved."""
+    """A clock that stands still until it is moved; of the throughput it leaves the tokens."""
     now = [50.0]
+    monkeypatch.setattr(
+        module, "throughput", lambda config, step, tokens, seconds, *devices: {"speed": tokens / max(seconds, 1e-9)}
+    )
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
     return now
 
@@ -54,7 +54,7 @@ def clock(monkeypatch):
 @pytest.fixture
 def logger(clock):
     config = change(CONFIG, {"train.max_skipped_steps": 3, "train.log_every": 2})
-    return StepLogger(config, [rows := Rows(), Rows()], throughput), rows
+    return StepLogger(config, [rows := Rows(), Rows()]), rows
 
 
 def test_a_step_is_recorded_when_the_next_one_runs(logger):
@@ -90,16 +90,16 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(logger, clock):
     logger.start_step(3, metrics(), 0.0)
     logger.record()
     assert rows.timings == [
-        {"step": 1, "seconds": 4, "data_wait": 0.25, "tokens_per_second": 25},
-        {"step": 2, "seconds": 2, "data_wait": 0.5, "tokens_per_second": 50},
-        {"step": 3, "seconds": 5, "data_wait": 0.0, "tokens_per_second": 20},
+        {"step": 1, "seconds": 4, "data_wait": 0.25, "speed": 25},
+        {"step": 2, "seconds": 2, "data_wait": 0.5, "speed": 50},
+        {"step": 3, "seconds": 5, "data_wait": 0.0, "speed": 20},
     ]
 
 
 def test_the_loss_of_each_source_that_was_read_is_a_mean_over_its_tokens():
     config = change(CONFIG, {"data.sources": Table({name: SourceConfig(name) for name in "abc"}),
                              "train.log_every": 1})  # fmt: skip
-    logger = StepLogger(config, [rows := Rows()], throughput)
+    logger = StepLogger(config, [rows := Rows()])
     logger.start_step(1, metrics(source_loss=jnp.array([6.0, 0.0, 5.0]), source_tokens=jnp.array([3.0, 0.0, 2.0])), 0.0)
     logger.record()
     assert rows.metrics[0]["loss_by_source"] == {"a": 2.0, "c": 2.5}
@@ -121,18 +121,14 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
 # --- the console -----------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def make(monkeypatch):
-    """A console of 12 steps of 256 tokens; a token takes `flops`, or a GFLOP for each token of the context."""
+PHASES = PhaseConfig(10 * 256), PhaseConfig(2 * 256, "long", context=64)
 
-    def console(log_every=5, device="cpu", flops=None):
-        monkeypatch.setattr(console_module, "training_flops_per_token", lambda _, s, **more: flops or s * 1e9)
-        phases = PhaseConfig(10 * 256), PhaseConfig(2 * 256, "long", context=64)
-        config = change(CONFIG, {"phases": phases, "train.log_every": log_every})
-        plan = SimpleNamespace(phases=[SimpleNamespace(bytes_per_token=4.0)] * 2)
-        return ConsoleReport(config, plan, 0, device, 2)
 
-    return console
+def make(log_every=5, evaluators=()):
+    """A console of 12 steps of 256 tokens."""
+    config = change(CONFIG, {"phases": PHASES, "train.log_every": log_every})
+    plan = SimpleNamespace(phases=[SimpleNamespace(bytes_per_token=4.0)] * 2)
+    return ConsoleReport(config, plan, "cpu", evaluators)
 
 
 def row(step, **changes):
@@ -140,10 +136,15 @@ def row(step, **changes):
             "skipped": 0, **changes}  # fmt: skip
 
 
-def test_a_line_every_few_steps_and_one_at_the_end(make, capsys):
-    report = make(flops=2e6)
+def timings(seconds=0.5, tokens=100.0, flops=2e6, mfu=None):
+    speed = tokens / max(seconds, 1e-9)
+    return {"seconds": seconds, "tokens_per_second": speed, "flops_per_second": flops * speed, "mfu": mfu}
+
+
+def test_a_line_every_few_steps_and_one_at_the_end(capsys):
+    report = make()
     for step in range(1, 13):
-        report.write(row(step), {"seconds": 0.5})
+        report.write(row(step), timings())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines] == ["step 5/12", "step 10/12", "step 12/12"]
     assert lines[0] == (
@@ -152,44 +153,55 @@ def test_a_line_every_few_steps_and_one_at_the_end(make, capsys):
     assert lines[2].endswith("| ETA 0:00")
 
 
-@pytest.mark.parametrize(
-    ("device", "share"), [("NVIDIA H200", "MFU 50.0 %"), ("AMD Instinct MI355X", "MFU 21.5 %"), ("new", "GFLOP/s")]
-)
-def test_a_known_device_gives_the_share_of_its_peak(make, capsys, device, share):
-    report = make(1, device, 989e12 / 200)
-    report.write(row(1), {"seconds": 0.5})
-    assert share in capsys.readouterr().out
-    assert (report.throughput(1, 100.0, 0.5)["mfu"] is None) == (device == "new")
+def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):
+    report = make(2)
+    for step, (seconds, mfu) in enumerate([(1.0, None), (3.0, None), (1.0, 0.5), (3.0, 0.1)], 1):
+        report.write(row(step), timings(seconds, 200.0, 1e9, mfu))
+    lines = [line.split(" | ")[3:5] for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["100 tokens/s", "100.0 GFLOP/s"], ["100 tokens/s", "MFU 20.0 %"]]
 
 
-def test_the_operations_of_a_token_are_those_of_the_step(make, capsys):
-    report = make(10)
-    for step in range(1, 13):
-        report.write(row(step), {"seconds": 0.5})
-    speeds = [line.split(" | ")[4] for line in capsys.readouterr().out.splitlines()]
-    assert speeds == ["6400.0 GFLOP/s", "12800.0 GFLOP/s"]
+@pytest.mark.parametrize(("device", "share"), [("NVIDIA H200", 0.5), ("AMD Instinct MI355X", 0.215), ("new", None)])
+def test_throughput_counts_the_operations_of_the_steps_context_against_the_peak(device, share, monkeypatch):
+    monkeypatch.setattr(
+        throughput_module, "training_flops_per_token", lambda _, context, **more: context * 989e12 / 6400
+    )
+    config = change(CONFIG, {"phases": PHASES})
+    short, long = (throughput(config, step, 100.0, 0.5, device, 2) for step in (10, 11))
+    assert short["tokens_per_second"] == 200
+    assert short["flops_per_second"] == pytest.approx(989e12)
+    assert long["flops_per_second"] == pytest.approx(2 * 989e12)
+    assert short["mfu"] == (share and pytest.approx(share, abs=5e-4))
 
 
-def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(make, capsys):
+def test_the_time_left_counts_the_budget_and_not_the_tokens_of_the_loss(capsys):
     report = make(2)
     for step in (1, 2):
-        report.write(row(step, tokens=25.0), {"seconds": 1.0})
+        report.write(row(step), timings(1.0, 25.0))
     assert " 25 tokens/s " in (out := capsys.readouterr().out)
     assert out.rstrip().endswith("| ETA 0:10")
 
 
-def test_evaluations_and_skipped_steps_are_told(make, capsys):
+def test_a_run_that_resumes_has_less_time_left(capsys):
     report = make(1)
-    report.labels = {"heldout_loss": "held-out", "accuracy": "acc"}
-    report.write(row(1, heldout_loss=3.14159, accuracy=0.5, skipped=2), {"seconds": 1.0})
+    report.start(9)
+    report.write(row(10), timings(1.0))
+    report.close()
+    assert capsys.readouterr().out.rstrip().endswith("| ETA 0:02")
+
+
+def test_evaluations_and_skipped_steps_are_told(capsys):
+    labels = {"heldout_loss": "held-out", "accuracy": "acc"}
+    report = make(1, [SimpleNamespace(name=name, label=label) for name, label in labels.items()])
+    report.write(row(1, heldout_loss=3.14159, accuracy=0.5, skipped=2), timings())
     out = capsys.readouterr().out
     assert "| held-out 3.142 | acc 0.500 |" in out
     assert out.rstrip().endswith("| skipped 2 in a row")
-    report.write(row(2, loss=float("nan"), tokens=0.0), {"seconds": 0.0})  # neither a time nor a token passed
+    report.write(row(2, loss=float("nan")), timings(0.0, 0.0))  # neither a time nor a token passed
     assert "loss nan" in capsys.readouterr().out
 
 
-def test_text_is_printed_as_it_is_and_never_wrapped(make, capsys):
+def test_text_is_printed_as_it_is_and_never_wrapped(capsys):
     make().say("[bold]" + "x" * 300)
     assert capsys.readouterr().out == "[bold]" + "x" * 300 + "\n"
 
@@ -202,12 +214,12 @@ def test_a_clock_reads_as_clocks_do(seconds):
     assert all(part < 60 for part in parts[1:])
 
 
-def test_a_run_continues_though_nobody_reads_its_output_any_more(make, monkeypatch):
+def test_a_run_continues_though_nobody_reads_its_output_any_more(monkeypatch):
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as output:
         monkeypatch.setattr(sys, "stdout", output)
         report = make(1)
         for step in (1, 2):
-            report.write(row(step), {"seconds": 0.5})
+            report.write(row(step), timings())
         output.flush()  # as Python does at exit, where a failure would change the status

@@ -125,14 +125,13 @@ def run_trial(trial: Trial) -> Curve:
     from zaya_jax.data.sources import open_sources
     from zaya_jax.evaluate.evaluator import ModelSnapshot
     from zaya_jax.evaluate.heldout import HeldoutEvaluator
-    from zaya_jax.ops.target import current_target
     from zaya_jax.train.compiled import CompiledSteps
     from zaya_jax.train.kernels import validated_kernels
     from zaya_jax.train.program import Programs
     from zaya_jax.train.state import init_state
 
     start, config = time.monotonic(), trial.config
-    programs = Programs(config, validated_kernels(config, current_target()))
+    programs = Programs(config, validated_kernels(config))
     program = programs[0]
     prepared = open_sources(config)
     evaluator = HeldoutEvaluator(config, prepared)

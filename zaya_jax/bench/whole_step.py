@@ -28,7 +28,6 @@ from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
-from zaya_jax.ops.target import current_target
 from zaya_jax.optim.skippable import skippable
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
@@ -126,7 +125,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
     stage, device = stages(config)[0], jax.devices()[0]
-    kernels = validated_kernels(config, current_target())
+    kernels = validated_kernels(config)
     programs = Programs(config, kernels)
     compiled = compile_parts(programs)
     check_memory(config, compiled.bytes, available_memory(),

@@ -76,18 +76,20 @@ class _Saving:
 class CheckpointStore:
     """The folder `checkpoints/` of a run, for the processes that train it."""
 
-    def __init__(self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = ()) -> None:
+    def __init__(
+        self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
+        say: Callable[[str], object] = print,
+    ) -> None:  # fmt: skip
         """Open the folder, which need not be there; nothing is written yet.
 
         Args:
           folder: the same in all processes, on a file system that all of them see.
           config: when and what is saved and kept.
           pinned: steps whose checkpoints are never removed.
+          say: tells a person in one sentence what went wrong.
         """
         self.folder = folder.resolve()
-        self.say: Callable[[str], object] = print  # tells a person in one sentence what went wrong
-        # Called before each save: syncs what must not be older than the checkpoint; a sentence where that fails.
-        self.ready: Callable[[], str] = str
+        self.say = say
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._token = 0
@@ -169,7 +171,7 @@ class CheckpointStore:
                          f"now {quarantined.name}.")  # fmt: skip
         return tokens
 
-    def save(self, step: int, state: Any, metadata: Mapping[str, Any]) -> None:
+    def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
         """Start saving; the arrays may be donated to the next step at once.
 
         One save is in flight at a time: where another is, it is waited for. A save that fails is reported, and should
@@ -179,6 +181,7 @@ class CheckpointStore:
           step: of the run; a checkpoint of it that there already is stays.
           state: a pytree of arrays.
           metadata: of the checkpoint, see `Manifest.metadata`; JSON.
+          ready: syncs what must not be older than the checkpoint, in process 0; a sentence where that fails.
 
         Raises:
           RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
@@ -189,7 +192,7 @@ class CheckpointStore:
         work = self.folder / names.unfinished_name(step, self._token)
         if not problem:  # one message, since training waits for each
             size = sum(x.nbytes for x in arrays.values())
-            prospect = self._prospect(step, work, size) if is_primary() else _Prospect()
+            prospect = self._prospect(step, work, size, ready) if is_primary() else _Prospect()
             is_saved, problem = _Prospect(**broadcast(prospect._asdict()))
             if is_saved:
                 return
@@ -207,7 +210,7 @@ class CheckpointStore:
             saving.problem = as_sentence(error)
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
-    def _prospect(self, step: int, work: Path, size: int) -> _Prospect:
+    def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
         """Of saving `size` bytes of `step` as `work`.
 
         What has the name of its checkpoint and is none is quarantined.
@@ -219,7 +222,7 @@ class CheckpointStore:
         if path.exists():
             with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
-        return _Prospect(problem=self.ready() or self._check_free_space(size) or self._remove_leftovers(work))
+        return _Prospect(problem=ready() or self._check_free_space(size) or self._remove_leftovers(work))
 
     def due(self) -> bool:
         """Whether a save that failed is to be tried again now; the same in all processes.

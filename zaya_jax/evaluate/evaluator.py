@@ -50,10 +50,13 @@ class Evaluator(Protocol):
     Attributes:
       name: key of its main score in `metrics.jsonl`.
       label: of that score on the console.
+      ranks_checkpoints: whether that score, the lower the better, is the one checkpoints are kept by
+        (`checkpoint.keep_best`); of one evaluator of a run.
     """
 
     name: str
     label: str
+    ranks_checkpoints: bool
 
     def evaluate(self, model: ModelSnapshot) -> Mapping[str, Any]:
         """Scores for the row of the step in `metrics.jsonl`: a number as `name`, and whatever else JSON can hold.

@@ -49,6 +49,7 @@ class HeldoutEvaluator:
 
     name = "heldout_loss"
     label = "held-out"
+    ranks_checkpoints = True
 
     def __init__(self, config: Config, prepared: Prepared) -> None:
         """Read the batches of a run's sources."""

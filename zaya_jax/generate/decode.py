@@ -8,14 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, head, init_cache
-from zaya_jax.ops.registry import select_kernels, validate_kernels
-from zaya_jax.ops.target import current_target
+from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache
+from zaya_jax.ops.registry import validate_kernels
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.placement import Placement, make_placement
+from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 
 
 def generate_text(
@@ -26,6 +25,7 @@ def generate_text(
     temperature: float = 0.0,
     stop_token: int | None = None,
     key: jax.Array | None = None,
+    placement: Placement | None = None,
 ) -> list[list[int]]:
     """Continue prompts.
 
@@ -36,6 +36,9 @@ def generate_text(
       temperature: of the softmax sampled from; 0 takes the likeliest token.
       stop_token: ends a row where it is drawn; it is not part of the result.
       key: of the draws; needed where `temperature` is above 0.
+      placement: one on which every device has all parameters, in the model's dtypes (`Placement.replicated`). Where
+        several processes hold the model together, they must pass one that they agree on. Where None, that of the first
+        device, with kernels that this process tries at the first call.
 
     Returns:
       The new tokens of each row.
@@ -65,12 +68,18 @@ def generate_text(
         tokens[index, longest - len(row) :] = row
         segments[index, longest - len(row) :] = 1
     key = jax.random.key(0) if key is None else key
-    dtype, one_device = model.dtype.name, make_mesh(devices=jax.devices()[:1])
-    kernels = validate_kernels(select_kernels(current_target(), config, dtype), config, dtype, training=False)
-    placement = make_placement(ParallelConfig(), one_device, shapes(model), roles(model), dtype, kernels)
+    placement = _first_device(config, model.dtype.name) if placement is None else placement
     drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
                                steps=max_new_tokens, greedy=temperature == 0, placement=placement))  # fmt: skip
     return [row[: row.index(stop_token)] if stop_token in row else row for row in drawn.tolist()]
+
+
+@functools.lru_cache(maxsize=8)
+def _first_device(config: ModelConfig, dtype: str) -> Placement:
+    """The placement of a model on the first device, with kernels that were tried there."""
+    model, mesh = abstract_model(config), make_mesh(devices=jax.devices()[:1])
+    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
+    return make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "greedy", "placement"))

@@ -14,7 +14,6 @@ from zaya_jax.hardware.data_sheets import peak_flops
 from zaya_jax.machine.result import rounded
 from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
-from zaya_jax.ops.target import current_target
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import Programs
 from zaya_jax.train.state import init_state
@@ -40,7 +39,7 @@ def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
 def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
     """A function that does one forward and backward pass in `dtype`, waits for it, and returns the loss."""
     config = replace(config, train=replace(config.train, compute_dtype=dtype))
-    program = Programs(config, validated_kernels(config, current_target()), jax.devices()[:1])[0]
+    program = Programs(config, validated_kernels(config), jax.devices()[:1])[0]
     state = jax.jit(lambda: init_state(program))()
     gradient = jax.jit(program.placement.gradient(make_local_loss(program)))
     batch = jax.device_put({name: rows[None] for name, rows in make_rows(tokens_bs).items()})

@@ -46,7 +46,8 @@ def muon(
       ValueError: in `init`, a leaf has fewer than two axes; the message names it.
     """
     init, update = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
-    direction = optax.GradientTransformationExtraArgs(init, functools.partial(update, ops=LOCAL))
+    local: Any = functools.partial(update, ops=LOCAL)  # pyright: ignore[reportCallIssue]
+    direction = optax.GradientTransformationExtraArgs(init, local)
     return optax.chain(direction, optax.add_decayed_weights(weight_decay), optax.scale_by_learning_rate(learning_rate))
 
 
@@ -107,7 +108,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
 
-    return SkippableTransform(init, update)
+    # Without a default for `ops`: a training step that forgot them would be slower, and nothing else.
+    return SkippableTransform(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:

@@ -10,19 +10,20 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.model.layers import Role
 from zaya_jax.model.tree import compute_dtypes
 from zaya_jax.ops import Ops
 from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.batch import WHOLE, ProcessShare, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
-from zaya_jax.parallel.mesh import AnyMesh
+from zaya_jax.parallel.mesh import AnyMesh, make_mesh
 from zaya_jax.parallel.muon import on_whole_matrices
 from zaya_jax.parallel.ring import ring_attention
 from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
@@ -89,7 +90,7 @@ class Placement:
         """`batch.place_batch` on this placement."""
         return place_batch(batch, self.mesh, self.config, micro_batches, share)
 
-    @property
+    @functools.cached_property
     def share(self) -> ProcessShare:
         """`batch.process_share` of this process."""
         return WHOLE if isinstance(self.mesh, AbstractMesh) else process_share(self.mesh)
@@ -97,6 +98,12 @@ class Placement:
     def shardings(self, state: Any) -> Any:
         """The sharding of each leaf of a training state."""
         return state_shardings(state, self.leaves, self.mesh)
+
+    @property
+    def replicated(self) -> "Placement":
+        """The same dtypes and kernels where every device has all parameters, and computes on its own."""
+        alone = make_mesh(devices=[self.mesh.devices.flat[0]])
+        return Placement(ParallelConfig(), alone, {}, self.dtypes, self.kernels)
 
     def abstract(self, tree: Any) -> Any:
         """The shape, dtype and sharding of each leaf of a (possibly abstract) training state."""
@@ -108,6 +115,11 @@ class Placement:
 def device_bytes(tree: Any) -> int:
     """Bytes of one device's part of abstract arrays."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def device_kernels(model: ModelConfig, dtype: str) -> KernelSelection:
+    """`registry.select_kernels` for the devices of this process."""
+    return select_kernels(current_target(), model, dtype)
 
 
 def make_placement(

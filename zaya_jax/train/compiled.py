@@ -19,7 +19,7 @@ class CompiledSteps:
 
     def __init__(self, programs: Programs) -> None:
         """Compile nothing yet."""
-        self._programs = programs
+        self.programs = programs
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[Any, Callable] = {}
@@ -34,7 +34,7 @@ class CompiledSteps:
 
     def step(self, stage: BatchStage) -> Callable:
         """The compiled step of a stage, waited for where it is not ready; from now on the next stage's is made."""
-        config = self._programs.config
+        config = self.programs.config
         step = self._submit(stage).result()
         check_compiled(step, config.phase_key(stage.phase))  # not earlier: another step may still run
         # The last step of a stage may already belong to the next one's key, so that nothing is begun twice.
@@ -47,18 +47,18 @@ class CompiledSteps:
 
     def evaluation(self, phase: int) -> Callable[..., dict[str, jax.Array]]:
         """The evaluation step with the positions and the layout of a phase, compiled at its first call."""
-        program = self._programs[phase]
+        program = self.programs[phase]
         key = program.model.config, program.placement  # not the rematerialisation, which has no part in it
         if key not in self._evaluations:
             self._evaluations[key] = jax.jit(program.evaluation_step)
         return self._evaluations[key]
 
     def _key(self, stage: BatchStage) -> StepKey:
-        program = self._programs[stage.phase]
+        program = self.programs[stage.phase]
         return program, program.batch_shape(stage)
 
     def _submit(self, stage: BatchStage) -> Future[Callable]:
         key = self._key(stage)
         if key not in self._steps:
-            self._steps[key] = self._pool.submit(self._programs[stage.phase].compile, stage)
+            self._steps[key] = self._pool.submit(self.programs[stage.phase].compile, stage)
         return self._steps[key]

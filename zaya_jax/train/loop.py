@@ -4,13 +4,15 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
-from zaya_jax.config.stages import first_step, phase_steps, stage_at
+from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
 from zaya_jax.data.pipeline import TrainBatches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import vocabulary_warning
@@ -18,7 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
 from zaya_jax.model.lora import merged
-from zaya_jax.model.tree import with_values
+from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
@@ -30,8 +32,6 @@ from zaya_jax.run.status import track_status
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.initialization import (
-    NO_BASE,
-    FrozenBase,
     check_base,
     initialize,
     load_frozen_base,
@@ -45,6 +45,7 @@ from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState
+from zaya_jax.train.step_logger import StepLogger
 from zaya_jax.train.trainer import Trainer
 from zaya_jax.weights.sources import Weights
 
@@ -61,7 +62,7 @@ class TrainResult:
       heldout_by_source: that of each source that holds text out.
       prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
       program: of the last phase.
-      base: what adapters are trained on.
+      base: the frozen parameters under adapters; {} without adapters.
     """
 
     config: Config
@@ -71,7 +72,7 @@ class TrainResult:
     heldout_by_source: dict[str, HeldoutLoss]
     prepared: Prepared
     program: PhaseProgram
-    base: FrozenBase = NO_BASE
+    base: Arrays
 
     @functools.cached_property
     def model(self) -> Zaya:
@@ -79,8 +80,16 @@ class TrainResult:
 
         Adapters are merged, in the compute dtype, which they were trained in.
         """
+        return self._replicated({})
+
+    def compute_model(self) -> Zaya:
+        """`model` with each parameter in the dtype that training and evaluation compute in."""
+        return self._replicated(self.program.placement.dtypes)
+
+    def _replicated(self, dtypes: Mapping[str, Any]) -> Zaya:
         params, lora = self.state.params, self.config.lora
-        params = params if lora is None else merged(self.base.params, params, lora.scale)
+        params = params if lora is None else merged(self.base, params, lora.scale)
+        params = {name: x.astype(dtypes.get(name, x.dtype)) for name, x in params.items()}
         params = jax.device_put(params, replicated(self.program.placement.mesh))
         return with_values(self.program.model, {**params, **self.state.balance})
 
@@ -105,33 +114,35 @@ def run_training(config: Config) -> TrainResult:
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
+        device = jax.devices()[0].device_kind
+        console = ConsoleReport(config, batches.plan, device, evaluators=evaluators, quiet=not is_primary())
+        disk = DiskGuard(console.say)
         phase_ends = [end for _, end in phase_steps(config)]
-        store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends))
+        store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say))
+        # Tried not earlier, since that takes its time; nor later, when the state leaves less memory to try them in.
+        programs = programs.with_kernels(validated_kernels(config))
         state, first, base = _initialize_or_resume(config, programs, folder, prepared, batches, store)
         if is_primary():
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, so that the status has its sentence
-        # Tried only now, since the compiler takes its time.
-        programs = programs.with_kernels(validated_kernels(config, programs.kernels.target))
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
-        device = jax.devices()[0].device_kind
-        console = ConsoleReport(config, batches.plan, step, device, jax.device_count(), quiet=not is_primary())
-        store.say, disk = console.say, DiskGuard(console.say)
         stack.callback(console.close)
-        console.start()
+        console.start(step)
+        if step and store.latest() == step:
+            console.say(f"Resuming after step {step} of {total_steps(config)}.")
         sinks = primary_first(lambda: open_sinks(folder, step, first, disk))
         for sink in sinks:
             stack.callback(sink.close)
         trainer = Trainer(
-            config=config, state=state, base=base.params, first_step=first, batches=batches, programs=programs,
-            compiled=compiled, store=store, evaluators=evaluators, sinks=[*sinks, console], console=console, disk=disk,
+            compiled=compiled, state=state, base=base, first_step=first, batches=batches,
+            evaluators=evaluators, logger=StepLogger(config, [*sinks, console]), store=store, disk=disk,
             preemption=preemption,
         )  # fmt: skip
-        del state  # which the first step takes over
+        del state, base  # of which the trainer gives up what a step or a phase replaces
         trainer.run()
         return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, programs[-1],
-                           base)  # fmt: skip
+                           trainer.base)  # fmt: skip
 
 
 def _checked_programs(config: Config) -> Programs:
@@ -149,11 +160,11 @@ def _checked_programs(config: Config) -> Programs:
 
 def _initialize_or_resume(
     config: Config, programs: Programs, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
-) -> tuple[TrainState, int, FrozenBase]:
+) -> tuple[TrainState, int, Arrays]:
     """The state of the newest checkpoint, or a new one where there is none; `batches` at its position.
 
     Returns:
-      The state, the steps done before those of this run folder, and what adapters are trained on.
+      The state, the steps done before those of this run folder, and the frozen parameters under adapters.
     """
     program = programs[stage_at(config, first_step(config)).phase]
     # What process 0 sees: other machines may see what it has written only later.
@@ -164,13 +175,13 @@ def _initialize_or_resume(
     if resuming:
         check_base(folder, config, base)
         _claim(folder, config, prepared, weights)
-        return (*resume(config, programs, store, batches), base)
+        return (*resume(config, programs, store, batches), base.params)
     fresh = config.resume_from is None
     state = initialize(program, weights, base) if fresh else resume_from(config, programs, batches)
     record_base(folder, config, base)
     _claim(folder, config, prepared, weights)
     store.take_over()
-    return state, int(jax.device_get(state.step)), base
+    return state, int(jax.device_get(state.step)), base.params
 
 
 def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | None) -> None:

@@ -17,12 +17,11 @@ from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.ops.registry import KernelSelection, select_kernels
-from zaya_jax.ops.target import current_target
+from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.optim.balance import make_balancer
 from zaya_jax.optim.build import make_optimizer
 from zaya_jax.parallel.mesh import AnyMesh, batch_sharding, batch_shards, check_batch, make_mesh, replicated
-from zaya_jax.parallel.placement import Placement, make_placement
+from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_evaluation_step, make_train_step
 
@@ -153,7 +152,7 @@ class Programs:
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:
     """The programs of a run on `devices`, those of this job where None, by the kernels that take its shapes."""
-    return Programs(config, select_kernels(current_target(), config.model, config.train.compute_dtype), devices)
+    return Programs(config, device_kernels(config.model, config.train.compute_dtype), devices)
 
 
 def _make_program(

@@ -88,6 +88,8 @@ def continuation(config: Config, result: TrainResult) -> str:
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
-    (tokens,) = generate_text(result.model, [prompt], min(sample.tokens, room), temperature=sample.temperature,
-                              stop_token=tokenizer.eot, key=key)  # fmt: skip
+    # By the kernels that all processes agreed on, and so in the dtype that they were tried in.
+    (tokens,) = generate_text(result.compute_model(), [prompt], min(sample.tokens, room), key=key,
+                              temperature=sample.temperature, stop_token=tokenizer.eot,
+                              placement=result.program.placement.replicated)  # fmt: skip
     return tokenizer.decode(tokens)

@@ -1,7 +1,7 @@
 """What is recorded of each step: a row of metrics and a row of timings, for every sink."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -12,8 +12,7 @@ from zaya_jax.config.stages import rows_before, stage_at, tokens_before
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.metrics import MetricSink
 from zaya_jax.train.spikes import REASONS
-
-Throughput = Callable[[int, float, float], dict[str, Any]]  # of a step, its tokens and seconds
+from zaya_jax.train.throughput import throughput
 
 # Metrics that only the rows of every `train.log_every` steps have: they are many numbers.
 _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_by_source")
@@ -22,9 +21,10 @@ _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_b
 class StepLogger:
     """Records the steps of a run, each once, in order."""
 
-    def __init__(self, config: Config, sinks: Sequence[MetricSink], throughput: Throughput) -> None:
-        """Write rows to `sinks`; `throughput` gives what the timings of a step have beside its seconds."""
-        self._config, self._sinks, self._throughput = config, sinks, throughput
+    def __init__(self, config: Config, sinks: Sequence[MetricSink]) -> None:
+        """Write rows of the run of `config` to `sinks`."""
+        self._config, self._sinks = config, sinks
+        self._devices = jax.devices()[0].device_kind, jax.device_count()
         self._running: tuple[int, Any, float] | None = None  # a step, its metrics, and how long it waited for data
         self._done: tuple[int, dict[str, Any], float, float] | None = None  # a step that is done, and its seconds
         self._since = time.monotonic()
@@ -66,7 +66,7 @@ class StepLogger:
             row |= {"skip": reason, "rows": [rows_before(config, step - 1), rows_before(config, step)]}
         row |= scores
         timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
-                   **self._throughput(step, row["tokens"], seconds)}  # fmt: skip
+                   **throughput(config, step, row["tokens"], seconds, *self._devices)}  # fmt: skip
         for sink in self._sinks:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
@@ -74,6 +74,10 @@ class StepLogger:
                 f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}, and "
                 f"nothing was learned from them. {_advice(config, reason)}"
             )
+
+    def sync(self) -> str:
+        """Bring all rows to the disk; a sentence where that fails."""
+        return next(filter(None, [sink.sync() for sink in self._sinks]), "")
 
     def _by_source(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """`metrics` with the training loss of each source that the step read, in nats/token."""

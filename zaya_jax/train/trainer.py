@@ -3,13 +3,12 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.config import Config
-from zaya_jax.config.stages import BatchStage, phase_steps, stages, total_steps
+from zaya_jax.config.stages import phase_steps, stage_at, total_steps
 from zaya_jax.data.pipeline import Batch, TrainBatches
 from zaya_jax.errors import Preempted, RunStopped, WorkerLost
 from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
@@ -17,52 +16,52 @@ from zaya_jax.model.tree import Arrays
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
-from zaya_jax.run.metrics import DiskGuard, MetricSink, read_rows
+from zaya_jax.run.metrics import DiskGuard, read_rows
 from zaya_jax.train.compiled import CompiledSteps
-from zaya_jax.train.console import ConsoleReport
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.plot import plot_run
-from zaya_jax.train.program import Programs
 from zaya_jax.train.resumption import checkpoint_metadata
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
 
-PICTURE = "loss.png"
+LOSS_PLOT = "loss.png"
+
+
+class _Stage(NamedTuple):
+    """What the steps of a stage share."""
+
+    end: int  # the first step that is not its
+    train_step: Callable[..., Any]
+    micro_batches: int
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A run in training.
+    """A run in training: `run` does all of it; `step`, `evaluate` and `save` can be called in any order.
 
     Attributes:
-      config: of the run.
+      compiled: the programs and compiled steps of the run.
       state: after the last step.
       base: the frozen parameters under adapters; {} without adapters.
       first_step: steps done before those of this run folder.
       batches: one a step, at the position of `state`.
-      programs: of all phases.
-      compiled: the steps of all stages.
-      store: of checkpoints.
       evaluators: score the model every `evaluation.every` steps and at the end of each phase.
-      sinks: take the rows of each step.
-      console: prints what a person should know.
+      logger: records each step.
+      store: of checkpoints.
       disk: guards the files of the run folder.
       preemption: tells whether the run was asked to end.
       steps_done: up to `state`.
       scores: of all evaluators, for `state`; {} where it has not been evaluated.
     """
 
-    config: Config
+    compiled: CompiledSteps
     state: TrainState
     base: Arrays
     first_step: int
     batches: TrainBatches
-    programs: Programs
-    compiled: CompiledSteps
-    store: CheckpointStore
     evaluators: Sequence[Evaluator]
-    sinks: Sequence[MetricSink]
-    console: ConsoleReport
+    logger: StepLogger
+    store: CheckpointStore
     disk: DiskGuard
     preemption: Preemption
     steps_done: int = dataclasses.field(init=False)
@@ -70,13 +69,13 @@ class Trainer:
 
     def __post_init__(self) -> None:
         """Nothing is trained yet."""
-        self.steps_done = int(jax.device_get(self.state.step))
-        self.folder = run_folder(self.config)
-        self._phase_ends = {end for _, end in phase_steps(self.config)}
-        self._logger = StepLogger(self.config, self.sinks, self.console.throughput)
-        self._resumed_at = self.steps_done
-        self.console.labels = {evaluator.name: evaluator.label for evaluator in self.evaluators}
-        self.store.ready = self._sync
+        self._programs = self.compiled.programs
+        self._config = self._programs.config
+        self._folder = run_folder(self._config)
+        self._phase_ends = {end for _, end in phase_steps(self._config)}
+        self._resumed_at = self.steps_done = int(jax.device_get(self.state.step))
+        self._stage: _Stage | None = None
+        self._enter_phase(stage_at(self._config, self.steps_done).phase)
 
     def run(self) -> None:
         """Train until the last phase is done, evaluated and saved.
@@ -87,82 +86,86 @@ class Trainer:
         """
         self._record_changes()
         self._write_phase_ends()
-        if self.steps_done and self.store.latest() == self.steps_done:
-            self.console.say(f"Resuming after step {self.steps_done} of {total_steps(self.config)}.")
-        for stage in stages(self.config):
-            if self.steps_done < stage.end:
-                self._train_stage(stage)
+        while self.steps_done < total_steps(self._config):
+            self.step()
+            self._after_step()
         if not self.scores:  # an earlier call has done the last step
-            self._enter_phase(len(self.config.phases) - 1)
             self.evaluate()
         self._wait_until_saved()
 
     def step(self) -> None:
-        """Train one step of the current stage; its metrics are read while the next one runs."""
+        """Train one step, which may be the first of a stage; its metrics are read while the next one runs."""
+        stage = self._stage
+        if stage is None or self.steps_done == stage.end:
+            stage = self._enter_stage()
         wait_start = time.monotonic()
         batch = self._next_batch()
         data_wait = time.monotonic() - wait_start
-        placed = self._placement.place(batch, self._micro_batches, self._placement.share)
+        placed = self._placement.place(batch, stage.micro_batches, self._placement.share)
         with jax.transfer_guard("disallow"):
-            self.state, metrics = self._train_step(self.state, placed, self.base)
+            self.state, metrics = stage.train_step(self.state, placed, self.base)
         self.steps_done += 1
         self.scores = {}
-        self._logger.start_step(self.steps_done, metrics, data_wait)
+        self.logger.start_step(self.steps_done, metrics, data_wait)
 
     def evaluate(self) -> dict[str, Any]:
         """Let every evaluator score the model, and record the last step with its scores."""
-        self._logger.wait()  # the evaluation is not a part of the step's time
+        self.logger.wait()  # the evaluation is not a part of the step's time
         jax.block_until_ready(self.state)  # what fails in a step is not taken for a failure of the evaluation
-        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, self._evaluation_step)
+        loss_sums = self.compiled.evaluation(self._phase)
+        model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums)
         with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
             for evaluator in self.evaluators:
                 self.scores |= evaluator.evaluate(model)
-        self._logger.record(self.scores)
+        self.logger.record(self.scores)
         return self.scores
 
     def save(self) -> None:
         """Start saving; one save is in flight at a time."""
-        self._logger.record()
-        loss = self.scores.get("heldout_loss")
-        metadata = checkpoint_metadata(self.config, self.steps_done, self.batches.get_state(), loss, self.first_step)
-        self.store.save(self.steps_done, self.state, metadata)
+        self.logger.record()
+        loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
+        metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step)
+        self.store.save(self.steps_done, self.state, metadata, self._sync)
 
-    def _train_stage(self, stage: BatchStage) -> None:
-        """Step until the stage is done; evaluate, save and end where it is time to."""
-        self._train_step = self.compiled.step(stage)
-        self._micro_batches = self.programs[stage.phase].batch_shape(stage)[0]
+    def _enter_stage(self) -> _Stage:
+        """Compile the next step's stage, and lay out what it takes."""
+        stage = stage_at(self._config, self.steps_done)
+        train_step = self.compiled.step(stage)
         self._enter_phase(stage.phase)
+        self._stage = _Stage(stage.end, train_step, self._programs[stage.phase].batch_shape(stage)[0])
         self.preemption.arm()
-        self._logger.restart_clock()
-        while self.steps_done < stage.end:
-            self.step()
-            phase_ends = self.steps_done in self._phase_ends
-            evaluates = phase_ends or self.steps_done % self.config.evaluation.every == 0
-            if evaluates:
-                self.evaluate()
-                self._draw()  # before the save: what a restart takes for done has its picture
-            saves = phase_ends or self._save_is_due()
-            ends = self.preemption.reached()
-            if saves or ends:
-                self.save()
-            if ends:
-                raise self._preempted(f"step {self.steps_done}", self.store.wait())
-            if phase_ends:
-                self.store.wait()  # before it is named
-                self._write_phase_ends()
-            if evaluates or saves:
-                self._logger.restart_clock()
+        self.logger.restart_clock()
+        return self._stage
 
     def _enter_phase(self, phase: int) -> None:
         """Lay out state and base as the phase does, whose layout may be another than that of the last one."""
-        self._placement = self.programs[phase].placement
-        self._evaluation_step = self.compiled.evaluation(phase)
+        self._phase, self._placement = phase, self._programs[phase].placement
         place = self._placement.shardings
-        self.state, self.base = (jax.device_put(tree, place(tree)) for tree in (self.state, self.base))
+        self.state = jax.device_put(self.state, place(self.state))
+        self.base = jax.device_put(self.base, place(self.base))  # after it, so that only one is there twice at a time
+
+    def _after_step(self) -> None:
+        """Evaluate, save and end where it is time to."""
+        phase_ends = self.steps_done in self._phase_ends
+        evaluates = phase_ends or self.steps_done % self._config.evaluation.every == 0
+        if evaluates:
+            self.evaluate()
+            self._draw()  # before the save: what a restart takes for done has its picture
+        saves = phase_ends or self._save_is_due()
+        ends = self.preemption.reached()
+        if saves or ends:
+            self.save()
+        if ends:
+            raise self._preempted(f"step {self.steps_done}", self.store.wait())
+        if phase_ends:
+            self.store.wait()  # before it is named
+            self._write_phase_ends()
+        if evaluates or saves:
+            self.logger.restart_clock()
 
     def _save_is_due(self) -> bool:
         """Whether it is time for a checkpoint, or for another try after a save that failed."""
-        every, retry_every = self.config.checkpoint.every, self.config.train.log_every
+        every, retry_every = self._config.checkpoint.every, self._config.train.log_every
         if self.steps_done % every == 0 and not self.store.backing_off():
             return True
         return self.steps_done % retry_every == 0 and self.store.due()
@@ -187,7 +190,7 @@ class Trainer:
         if not self.store.finish(self.save, self.preemption.reached):
             raise self._preempted("the last step", saved=False)
         self._write_phase_ends()  # of which the last may have been saved just now
-        path = self.folder / PICTURE
+        path = self._folder / LOSS_PLOT
         if self.disk.problem(path) or not path.exists():
             self._draw()
 
@@ -201,23 +204,23 @@ class Trainer:
 
         No checkpoint is newer than its rows, or than the record of the settings it was made with.
         """
-        if self.disk.problem(self.folder / CONFIG):
+        if self.disk.problem(self._folder / CONFIG):
             self._record_changes()
-        problems = [self.disk.problem(self.folder / CONFIG), *(sink.sync() for sink in self.sinks)]
-        return next(filter(None, problems), "")
+        rows = self.logger.sync()
+        return self.disk.problem(self._folder / CONFIG) or rows
 
     def _write(self, name: str, action: Callable[[], None]) -> None:
         """Write a file of the run folder, in process 0."""
         if is_primary():
-            with self.disk.writing(self.folder / name):
+            with self.disk.writing(self._folder / name):
                 action()
 
     def _record_changes(self) -> None:
         """Record which settings changed where this process took the run over."""
-        self._write(CONFIG, lambda: record_changes(self.folder, self.config, self._resumed_at))
+        self._write(CONFIG, lambda: record_changes(self._folder, self._config, self._resumed_at))
 
     def _write_phase_ends(self) -> None:
-        self._write(PHASES, lambda: write_phase_ends(self.folder, self.config, self.store.steps()))
+        self._write(PHASES, lambda: write_phase_ends(self._folder, self._config, self.store.steps()))
 
     def _draw(self) -> None:
-        self._write(PICTURE, lambda: plot_run(read_rows(self.folder / METRICS), self.folder / PICTURE))
+        self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), self._folder / LOSS_PLOT))
