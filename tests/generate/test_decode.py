@@ -7,10 +7,16 @@ import numpy as np
 import pytest
 
 from tests.train_helpers import MODEL, fast_jit
+from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.generate import decode
 from zaya_jax.generate.decode import generate_text
+from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, logits
+from zaya_jax.ops.registry import KernelSelection
+from zaya_jax.ops.target import current_target
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.placement import make_placement
 
 STEPS = 6
 PROMPTS = [[5, 17, 250], [9], [3, 3, 8, 120, 44, 7, 299]]
@@ -95,6 +101,20 @@ def test_samples_follow_the_softmax():
     likely = expected > 0.02
     assert likely.any()
     np.testing.assert_allclose(drawn[likely], expected[likely], atol=5 * (0.25 / 2000) ** 0.5)
+
+
+def test_kernels_are_tried_once_for_a_model_and_not_where_a_placement_is_given(monkeypatch):
+    tried, validate = [], decode.validate_kernels
+    monkeypatch.setattr(
+        decode, "validate_kernels", lambda *arguments, **more: tried.append(1) or validate(*arguments, **more)
+    )
+    decode._first_device.cache_clear()
+    expected = [generate_text(model(), PROMPTS, STEPS) for _ in range(2)]
+    assert tried == [1]
+    placement = make_placement(ParallelConfig(), make_mesh(devices=jax.devices()[:1]), shapes(model()), roles(model()),
+                               "float32", KernelSelection(current_target()))  # fmt: skip
+    assert generate_text(model(), PROMPTS, STEPS, placement=placement.replicated) == expected[0] == expected[1]
+    assert tried == [1]
 
 
 def test_prompts_can_be_arrays():

@@ -5,18 +5,28 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from tests.train.test_loop import refused, rows_of, train_until
 from tests.train_helpers import change, differing, on_devices, restore, small_run, trained
-from zaya_jax.config import BatchConfig, PhaseConfig, ScheduleConfig, SpikeConfig, load_config
+from zaya_jax.config import (
+    BatchConfig,
+    LoraConfig,
+    ParallelConfig,
+    PhaseConfig,
+    ScheduleConfig,
+    SpikeConfig,
+    load_config,
+)
 from zaya_jax.config.stages import phase_steps, stages, total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.parallel.batch import WHOLE
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.train.loop import run_training
+from zaya_jax.train.trainer import Trainer
 
 PHASES = (
     PhaseConfig(768, "one", schedule=ScheduleConfig(warmup_tokens=128),
@@ -106,10 +116,37 @@ def losses_on_devices(folder):
 
 @pytest.mark.soak
 def test_two_devices_go_through_ramp_and_phases_alike(whole, tmp_path):
-    found = on_devices(2, "tests.train.test_phases:losses_on_devices", str(tmp_path))
-    one = [row["loss"] for row in rows_of(whole[1].run_dir)]
-    assert found != one
-    assert found == pytest.approx(one, rel=1e-2)
+    losses = on_devices(2, "tests.train.test_phases:losses_on_devices", str(tmp_path))
+    alone = [row["loss"] for row in rows_of(whole[1].run_dir)]
+    assert losses != alone
+    assert losses == pytest.approx(alone, rel=1e-2)
+
+
+def adapters_in_two_layouts(folder, init_from):
+    """After each step on the devices of this process: arrays of the shape of a parameter of the base, and its spec."""
+    parallel = ParallelConfig(), ParallelConfig(fsdp=2)
+    phases = tuple(PhaseConfig(256, f"fsdp_{layout.fsdp}", parallel=layout) for layout in parallel)
+    config = change(
+        small_run(Path(folder)), {"phases": phases, "lora": LoraConfig(rank=2, alpha=4.0), "init_from": init_from}
+    )
+    after, step = [], Trainer.step
+
+    def record(trainer):
+        step(trainer)
+        experts = trainer.base["blocks.0.mixture.experts.gate_up"]
+        alive = [x for x in jax.live_arrays() if x.shape == experts.shape]
+        after.append((len(alive), str(experts.sharding)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "step", record)
+        trained(config)
+    return after
+
+
+def test_the_base_of_adapters_is_there_once_in_a_phase_of_another_layout(whole, tmp_path):
+    after = on_devices(2, "tests.train.test_phases:adapters_in_two_layouts", str(tmp_path), str(whole[1].run_dir))
+    assert [count for count, _ in after] == [1] * len(after)
+    assert len({sharding for _, sharding in after}) == 2
 
 
 # --- what may change -------------------------------------------------------------------------------------------

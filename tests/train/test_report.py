@@ -8,9 +8,12 @@ import jax
 import matplotlib.image
 import pytest
 
-from tests.train_helpers import change, fast_jit
+from tests.train_helpers import change, fast_jit, make_program
+from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate import decode
+from zaya_jax.generate.decode import generate_text
+from zaya_jax.model.tree import parameters
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.report import continuation, report
 
@@ -66,6 +69,36 @@ def test_a_continuation_is_drawn_from_the_run_repeats_and_ends_where_positions_d
     other = dataclasses.replace(result, state=change(result.state, {"rng": jax.random.fold_in(result.state.rng, 1)}))
     assert continuation(config, other) != first
     assert len(continuation(change(config, {"sample.tokens": 1000}), result)) > len(first) > 0
+
+
+def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(finished, monkeypatch):
+    """Others would be tried by each process alone, and two that differ would wait for each other for ever."""
+    config, result = finished
+    program, calls = make_program(change(config, {"train.compute_dtype": "bfloat16"})), []
+    monkeypatch.setattr(decode, "validate_kernels", None)
+    decode._first_device.cache_clear()
+
+    def generate(model, *arguments, placement, **options):
+        calls.append((parameters(model), placement))
+        return generate_text(model, *arguments, placement=placement, **options)
+
+    monkeypatch.setattr("zaya_jax.train.report.generate_text", generate)
+    assert continuation(config, dataclasses.replace(result, program=program))
+    ((params, placement),) = calls
+    assert {name: x.dtype for name, x in params.items()} == program.placement.dtypes
+    assert placement.kernels is program.placement.kernels
+    assert placement.mesh.size == 1
+    assert {x.dtype.name for x in parameters(result.model).values()} == {"float32"}
+
+
+def test_in_fp32_a_continuation_is_that_of_the_result(finished):
+    config, result = finished
+    tokenizer, sample = result.prepared.tokenizer, config.sample
+    key = jax.random.fold_in(result.state.rng, total_steps(config))
+    prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)]
+    (tokens,) = generate_text(result.model, [prompt], min(sample.tokens, config.model.max_positions - len(prompt)),
+                              temperature=sample.temperature, stop_token=tokenizer.eot, key=key)  # fmt: skip
+    assert continuation(config, result) == tokenizer.decode(tokens)
 
 
 def rows(count, layers=2):
