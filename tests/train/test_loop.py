@@ -205,6 +205,39 @@ def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeyp
     assert " | largest " in capsys.readouterr().out
 
 
+def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path, monkeypatch):
+    """As `run` does it, through an evaluation that is due: all rows but for the score are the same."""
+    rows = []
+
+    def by_hand(trainer):
+        assert trainer.evaluate()["heldout_loss"] > 0
+        for _ in range(7):
+            trainer.step()
+        rows.append(trainer.evaluate())
+        trainer.save()
+        assert trainer.store.wait()
+
+    monkeypatch.setattr(loop.Trainer, "run", by_hand)
+    result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [7]
+    ours, others = (
+        [{name: x for name, x in row.items() if name != "heldout_loss"} for row in rows_of(folder)[:7]]
+        for folder in (result.run_dir, finished[1].run_dir)
+    )
+    assert ours == others
+    assert rows_of(result.run_dir)[-1]["heldout_loss"] == rows[0]["heldout_loss"]
+    assert open_run(result.run_dir).checkpoints[-1].heldout_loss == rows[0]["heldout_loss"]
+
+
+def test_kernels_are_tried_before_the_state_takes_its_memory(tmp_path, monkeypatch):
+    calls, validate, initialize = [], loop.validated_kernels, loop.initialize
+    monkeypatch.setattr(loop, "validated_kernels", lambda config: calls.append("kernels") or validate(config))
+    monkeypatch.setattr(loop, "initialize", lambda *arguments: calls.append("state") or initialize(*arguments))
+    monkeypatch.setattr(loop.Trainer, "run", lambda trainer: None)
+    run_training(small_run(tmp_path))
+    assert calls == ["kernels", "state"]
+
+
 # --- asked to end (SIGTERM) ------------------------------------------------------------------------------------
 
 
