@@ -38,8 +38,8 @@ def made(monkeypatch):
 def test_the_next_step_is_compiled_while_this_one_runs(made):
     begun, may_go = made
     steps = stages(RUN)
-    with CompiledSteps(make_programs(RUN)) as found:
-        assert found.step(steps[0]) == 0
+    with CompiledSteps(make_programs(RUN)) as cache:
+        assert cache.step(steps[0]) == 0
         for _ in range(1000):  # in the background, without being asked for
             if len(begun) == 2:
                 break
@@ -61,17 +61,17 @@ def test_what_cannot_be_compiled_is_told_where_it_is_needed(made, monkeypatch):
         return stage.first_step
 
     monkeypatch.setattr(PhaseProgram, "compile", fail)
-    with CompiledSteps(make_programs(RUN)) as found:
-        assert found.step(steps[0]) == 0  # though the next one fails meanwhile
+    with CompiledSteps(make_programs(RUN)) as cache:
+        assert cache.step(steps[0]) == 0  # though the next one fails meanwhile
         with pytest.raises(ValueError, match="too large"):
-            found.step(steps[1])
+            cache.step(steps[1])
 
 
 def test_memory_is_checked_before_a_step_runs(made, monkeypatch):
     checked = []
     monkeypatch.setattr(compiled, "check_compiled", lambda *step_and_phase: checked.append(step_and_phase))
-    with CompiledSteps(make_programs(RUN)) as found:
-        got = [found.step(stage) for stage in stages(RUN)]
+    with CompiledSteps(make_programs(RUN)) as cache:
+        got = [cache.step(stage) for stage in stages(RUN)]
     assert checked == [(step, RUN.phase_key(stage.phase)) for step, stage in zip(got, stages(RUN), strict=True)]
 
 

@@ -54,26 +54,26 @@ def leaves(config):
 
 def full_while_training(root):
     config = change(small_run(root), {"checkpoint.every": 1})
-    found = {"whole": (train_on(config, {}), leaves(config))}
+    runs = {"whole": (train_on(config, {}), leaves(config))}
     ballast = root / "ballast"
     freed = change(config, {"run_dir": str(root / "freed")})
-    found["freed"] = train_on(freed, {1: lambda: fill(ballast), 9: ballast.unlink}), leaves(freed)
+    runs["freed"] = train_on(freed, {1: lambda: fill(ballast), 9: ballast.unlink}), leaves(freed)
     stopped = change(config, {"run_dir": str(root / "stopped"), "checkpoint.max_unsaved_seconds": 0.3})
-    found["stopped"] = train_on(stopped, {3: lambda: fill(ballast)}), None
-    found["full"] = train_on(stopped, {}), None  # from the first moment on
+    runs["stopped"] = train_on(stopped, {3: lambda: fill(ballast)}), None
+    runs["full"] = train_on(stopped, {}), None  # from the first moment on
     ballast.unlink()
-    found["again"] = train_on(stopped, {}), leaves(stopped)
-    return found
+    runs["again"] = train_on(stopped, {}), leaves(stopped)
+    return runs
 
 
 def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room(tmp_path):
-    found = in_own_file_system(tmp_path, full_while_training)
-    whole = found["whole"][1]
+    runs = in_own_file_system(tmp_path, full_while_training)
+    whole = runs["whole"][1]
     assert len(whole["metrics"].splitlines()) == 12
     for name in ("freed", "again"):
-        assert found[name][1] == whole, name
+        assert runs[name][1] == whole, name
 
-    said = found["freed"][0]
+    said = runs["freed"][0]
     warnings = [line for line in said if line.endswith("when there is room.")]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{tmp_path}/freed/metrics.jsonl cannot be written: No space left on device. ")
@@ -86,5 +86,5 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
 
     for name in ("stopped", "full"):
         stopped = "more than checkpoint.max_unsaved_seconds (0.3 s); the newest checkpoint is that of step 2"
-        assert stopped in found[name][0][-1]
-    assert "Resuming after step 2 of 12." in found["again"][0]
+        assert stopped in runs[name][0][-1]
+    assert "Resuming after step 2 of 12." in runs["again"][0]

@@ -36,10 +36,10 @@ def conversations(rng):
     for _ in range(120):
         messages = []
         for _ in range(rng.randint(1, 2)):
-            one, two = rng.randint(0, 9), rng.randint(0, 9)
+            first, second = rng.randint(0, 9), rng.randint(0, 9)
             thought = "<think>" + "so, " * rng.randint(0, 30) + "</think>"
-            messages += [{"role": "user", "content": f"{one} and {two}?"},
-                         {"role": "assistant", "content": f"{thought}return {one + two}"}]  # fmt: skip
+            messages += [{"role": "user", "content": f"{first} and {second}?"},
+                         {"role": "assistant", "content": f"{thought}return {first + second}"}]  # fmt: skip
         yield messages
 
 
@@ -52,7 +52,7 @@ def tuned(tmp_path_factory):
     texts = [{"text": f"def function_{i}(self, value):\n    return value + {i}\n" * 3} for i in range(60)]
     (folder / "code.jsonl").write_text("".join(json.dumps(text) + "\n" for text in texts))
     talk = [{"messages": messages} for messages in conversations(rng)]
-    (folder / "talk.jsonl").write_text("".join(json.dumps(one) + "\n" for one in talk))
+    (folder / "talk.jsonl").write_text("".join(json.dumps(each) + "\n" for each in talk))
     for name, more in (("code", []), ("talk", ["--chat"])):
         assert data_main(["prepare", "--input", str(folder / f"{name}.jsonl"), "--output", str(folder / name),
                           "--tokenizer", str(folder / "tokenizer.json"), "--heldout", "0.2", *more]) == 0  # fmt: skip

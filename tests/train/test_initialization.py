@@ -138,9 +138,9 @@ def test_parameters_go_into_the_shards_of_the_phase(tmp_path):
     config = small_run(tmp_path)
     values = write(tmp_path / "model", config, layout="legacy")
     config = change(with_folder(tmp_path / "model", config), {"parallel": ParallelConfig(fsdp=4, expert=2)})
-    found = on_devices(8, "tests.train.test_initialization:start_on_devices", config)
-    assert found.keys() == values.keys()
-    for name, (value, in_place) in found.items():
+    placed = on_devices(8, "tests.train.test_initialization:start_on_devices", config)
+    assert placed.keys() == values.keys()
+    for name, (value, in_place) in placed.items():
         np.testing.assert_array_equal(value, values[name], err_msg=name)
         assert in_place, name
 

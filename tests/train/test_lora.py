@@ -115,10 +115,10 @@ def test_a_merged_model_is_the_model_with_adapters():
     batch = {name: array.reshape(-1, array.shape[-1]) for name, array in make_batch().items()}
     ours = fast_jit(make_program(TUNED).evaluation_step)
     plain = fast_jit(setup().program.evaluation_step)
-    found, expected, without = (float(sums["loss"]) for sums in (
+    loss, expected, without = (float(sums["loss"]) for sums in (
         ours(adapters, balance, batch, base()), plain(whole, balance, batch), plain(base(), balance, batch)
     ))  # fmt: skip
-    assert found == expected != without
+    assert loss == expected != without
 
 
 def test_the_loss_falls_on_a_repeated_batch():
@@ -165,12 +165,12 @@ def run_layout(parallel, devices=4, steps=2):
         step, batch = placed_step(program)
         region = fast_jit(placement.gradient(make_local_loss(program)))
         _, grads = region(state.params, state.balance, batch, whole)
-        found = {f"gradient {name}": np.array(x) for name, x in grads.items()}
+        results = {f"gradient {name}": np.array(x) for name, x in grads.items()}
         for number in range(steps):
             state, metrics = step(state, batch, whole)
-            found[f"loss {number}"] = np.array(metrics["loss"])
+            results[f"loss {number}"] = np.array(metrics["loss"])
         after = {**leaves(state.params), **leaves(merged(whole, state.params, LORA.scale))} if steps else {}
-        return found | {f"after {name}": x for name, x in after.items()}
+        return results | {f"after {name}": x for name, x in after.items()}
 
 
 def run_layouts(names, steps):
@@ -183,10 +183,10 @@ def alone(steps):
 
 
 def check_layouts(names, steps):
-    for name, found in on_devices(4, "tests.train.test_lora:run_layouts", names, steps).items():
-        assert found.keys() == alone(steps).keys()
+    for name, results in on_devices(4, "tests.train.test_lora:run_layouts", names, steps).items():
+        assert results.keys() == alone(steps).keys()
         for key, value in alone(steps).items():
-            np.testing.assert_allclose(found[key], value, rtol=1e-8, atol=1e-8 * np.abs(value).max(initial=0),
+            np.testing.assert_allclose(results[key], value, rtol=1e-8, atol=1e-8 * np.abs(value).max(initial=0),
                                        err_msg=f"{name} {key}")  # fmt: skip
 
 

@@ -55,11 +55,11 @@ def test_a_step_takes_more_than_the_bound():
     """Whatever the compiler does, so that nothing is refused that would fit."""
     state = setup().program.abstract_state
     needed = device_bytes(state) + device_bytes(state.params)
-    found = setup().step.memory_analysis()
-    used = found.argument_size_in_bytes + found.temp_size_in_bytes + found.output_size_in_bytes
-    assert needed < used - found.alias_size_in_bytes
+    needs = setup().step.memory_analysis()
+    used = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
+    assert needed < used - needs.alias_size_in_bytes
     rows = CONFIG.train.batch.micro_batch or 1
     kept = rows * CONFIG.data.context * CONFIG.model.num_groups * CONFIG.model.hidden_size * 4
-    assert kept < found.temp_size_in_bytes
+    assert kept < needs.temp_size_in_bytes
     assert jax.device_count() == 1
     assert CONFIG.parallel == ParallelConfig()

@@ -15,8 +15,8 @@ def config(tmp_path):
 
 def test_how_a_begun_phase_is_computed_may_change(config):
     def phase(**changes):
-        (one,) = config.phases
-        return dataclasses.replace(config, phases=(dataclasses.replace(one, **changes),))
+        (phase,) = config.phases
+        return dataclasses.replace(config, phases=(dataclasses.replace(phase, **changes),))
 
     before = phase(batch=BatchConfig(tokens=128, micro_batch=2))
     check_past(before, phase(batch=BatchConfig(tokens=128), remat="full", parallel=ParallelConfig(context=2)), 12)
@@ -37,10 +37,10 @@ WSD = ScheduleConfig("wsd", decay_tokens=512)  # its last four steps of twelve
     [(CONSTANT, 12, True), (WSD, 8, True), (COSINE, 2, True), (WSD, 9, False), (WSD, 12, False), (COSINE, 3, False)],
 )
 def test_a_run_can_become_longer_where_no_step_that_is_done_had_another_rate(config, schedule, step, fits):
-    (one,) = config.phases
-    before = with_phases(config, dataclasses.replace(one, schedule=schedule))
-    longer = with_phases(config, dataclasses.replace(one, schedule=schedule, tokens=2 * one.tokens))
-    appended = with_phases(config, *before.phases, dataclasses.replace(one, name="more", schedule=None))
+    (phase,) = config.phases
+    before = with_phases(config, dataclasses.replace(phase, schedule=schedule))
+    longer = with_phases(config, dataclasses.replace(phase, schedule=schedule, tokens=2 * phase.tokens))
+    appended = with_phases(config, *before.phases, dataclasses.replace(phase, name="more", schedule=None))
     for after in (longer, appended):
         check_past(before, after, step, rates=False)
         if fits:
@@ -50,14 +50,14 @@ def test_a_run_can_become_longer_where_no_step_that_is_done_had_another_rate(con
             InputError, match=rf"^phases\.train: the {schedule.shape} schedule spanned 1,536 .* now spans"
         ):
             check_past(before, after, step)
-    own = dataclasses.replace(one, name="more", schedule=COSINE)
+    own = dataclasses.replace(phase, name="more", schedule=COSINE)
     check_past(before, with_phases(config, *before.phases, own), step)
 
 
 def test_a_run_can_become_shorter_down_to_what_is_done(config):
-    (one,) = config.phases
-    shorter = with_phases(config, dataclasses.replace(one, tokens=640, schedule=CONSTANT))
-    before = with_phases(config, dataclasses.replace(one, schedule=CONSTANT))
+    (phase,) = config.phases
+    shorter = with_phases(config, dataclasses.replace(phase, tokens=640, schedule=CONSTANT))
+    before = with_phases(config, dataclasses.replace(phase, schedule=CONSTANT))
     check_past(before, shorter, 5)
     with pytest.raises(InputError, match=r"^phases\.train\.tokens is 640, but 768 tokens of that phase are done"):
         check_past(before, shorter, 6)

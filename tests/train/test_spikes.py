@@ -53,9 +53,9 @@ losses, norms = st.floats(0.5, 12, width=32), st.floats(0.125, 4, width=32)
 @given(st.lists(st.tuples(losses, norms), max_size=50), st.one_of(st.floats(0.5, 200, width=32), st.just(np.nan)),
        st.one_of(st.floats(0.125, 500, width=32), st.just(np.inf)))  # fmt: skip
 def test_a_step_is_judged_by_the_median_of_the_last_ones(values, loss, norm):
-    found = REASONS[int(_judge(CONFIG, after(values), jnp.float32(loss), jnp.float32(norm)))]
+    reason = REASONS[int(_judge(CONFIG, after(values), jnp.float32(loss), jnp.float32(norm)))]
     near = [expected(values, loss * (1 + e), norm * (1 + e)) for e in (-1e-4, 1e-4)]  # fp32 against fp64
-    assert found in near
+    assert reason in near
 
 
 def test_each_reason_occurs():

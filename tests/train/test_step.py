@@ -123,8 +123,8 @@ def test_positions_are_those_of_the_batch():
     loss, batch = float(first_step()[1]["loss"]), make_batch()
     for factor, offset, same in ((1, 3, True), (2, 0, False)):  # attention sees distances alone
         moved = batch | {"positions": batch["positions"] * factor + np.int32(offset)}
-        found = float(setup().step(setup().state, moved)[1]["loss"])
-        assert (found == pytest.approx(loss, rel=1e-5)) == same
+        moved_loss = float(setup().step(setup().state, moved)[1]["loss"])
+        assert (moved_loss == pytest.approx(loss, rel=1e-5)) == same
 
 
 @pytest.mark.parametrize("micro_batches", [4, pytest.param(1, marks=pytest.mark.soak)])
@@ -248,8 +248,8 @@ def test_metrics_stand_in_the_order_of_layers_whatever_the_layer_pattern():
     ranges = np.arange(24.0)  # of layer l: l; twelve positions, of which the names do not sort as numbers
     stacks = [np.stack([np.zeros(24), ranges, np.full(24, -50)], 1)[position::12] for position in range(12)]
     balance = {f"blocks.{position}.mixture.router.balancing_bias": jnp.array(b) for position, b in enumerate(stacks)}
-    found = _expert_metrics(jnp.ones((24, 3), jnp.int32), dict(sorted(balance.items())))
-    np.testing.assert_allclose(found["bias_range"], ranges)
+    metrics = _expert_metrics(jnp.ones((24, 3), jnp.int32), dict(sorted(balance.items())))
+    np.testing.assert_allclose(metrics["bias_range"], ranges)
 
 
 # --- steps that are not finite ---------------------------------------------------------------------------------
@@ -291,9 +291,9 @@ def test_the_kernel_of_momentum_makes_the_same_step_and_skips_it():
     kernels = KernelSelection(Target("interpret", ""), {"momentum": "pallas"})
     step = Programs(CONFIG, kernels, jax.devices()[:1])[0].train_step
     assert "pallas_call" in str(jax.make_jaxpr(step)(setup().state, make_batch()))
-    found, expected = fast_jit(step)(setup().state, make_batch())[0], first_step()[0]
-    assert_close(leaves(found), leaves(expected), 1e-5)
-    state, _ = poisoned(found, np.nan)
+    state, expected = fast_jit(step)(setup().state, make_batch())[0], first_step()[0]
+    assert_close(leaves(state), leaves(expected), 1e-5)
+    state, _ = poisoned(state, np.nan)
     assert set(differing(state, fast_jit(step)(state, make_batch())[0])) == COUNTERS
 
 
@@ -398,6 +398,6 @@ def test_bfloat16_sums_the_gradient_of_a_repeated_token_in_fp32():
     params = {**state.params, "embedding": jnp.broadcast_to(embedding[0], embedding.shape)}
     positions = np.arange(batch["tokens"].size, dtype=np.int32).reshape(batch["tokens"].shape)
     assert positions.max() < len(embedding)
-    found = [np.asarray(gradient(params, state.balance, batch | {"tokens": tokens})[1]["embedding"], np.float64).sum(0)
+    sums = [np.asarray(gradient(params, state.balance, batch | {"tokens": tokens})[1]["embedding"], np.float64).sum(0)
              for tokens in (np.zeros_like(positions), positions)]  # fmt: skip
-    assert np.linalg.norm(found[0] - found[1]) < 1e-4 * np.linalg.norm(found[1])
+    assert np.linalg.norm(sums[0] - sums[1]) < 1e-4 * np.linalg.norm(sums[1])

@@ -47,6 +47,6 @@ def two_steps(devices):
 
 @pytest.mark.soak
 def test_four_devices_give_what_one_gives():
-    for one, four in zip(two_steps(1), on_devices(4, "tests.train.test_step_devices:two_steps", 4), strict=True):
-        assert one.keys() == four.keys()
-        assert_close(four, one, 1e-4)
+    for alone, split in zip(two_steps(1), on_devices(4, "tests.train.test_step_devices:two_steps", 4), strict=True):
+        assert alone.keys() == split.keys()
+        assert_close(split, alone, 1e-4)

@@ -33,6 +33,6 @@ def test_the_search_finds_what_it_looks_for():
 
 @pytest.mark.parametrize("name", sorted({path.name for path in FOLDER.glob("*.py")} - OUTSIDE))
 def test_nothing_in_train_waits_for_the_device_unseen(name):
-    found = waits((FOLDER / name).read_text(encoding="utf-8"))
+    waiting = waits((FOLDER / name).read_text(encoding="utf-8"))
     allowed = {"evaluate.py": 2}  # sums that `jax.device_get` has fetched in the line above
-    assert len(found) <= allowed.get(name, 0), found
+    assert len(waiting) <= allowed.get(name, 0), waiting

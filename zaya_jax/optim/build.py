@@ -1,8 +1,7 @@
 """From roles to transforms: who is moved by what."""
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import optax
 
@@ -14,8 +13,7 @@ from zaya_jax.optim.skippable import SkippableTransform, skippable
 DECAYED: tuple[Role, ...] = (*MATRIX_ROLES, "embedding", "convolution")
 
 
-@dataclasses.dataclass(frozen=True)
-class Optimizer:
+class Optimizer(NamedTuple):
     """An entry of `OPTIMIZERS`.
 
     Attributes:

@@ -20,12 +20,12 @@ def partial_name(path: Path) -> Path:
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader sees the old file or the new one, whole."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write text or bytes so that a reader sees the old file or the new one, whole."""
     part = partial_name(path)
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)

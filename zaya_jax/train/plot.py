@@ -1,9 +1,12 @@
 """`loss.png`: what a run looked like."""
 
+import io
 import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from zaya_jax.run.files import write_atomically
 
 
 def plot_run(rows: list[dict[str, Any]], path: Path) -> None:
@@ -30,12 +33,9 @@ def plot_run(rows: list[dict[str, Any]], path: Path) -> None:
     entropy.grid(alpha=0.3)
     if rows and len(rows[0]["load_entropy"]) <= 8:
         entropy.legend(fontsize="small", ncols=4, loc="lower right")
-    part = path.with_name(path.name + ".part")
-    try:
-        figure.savefig(part, dpi=110, format="png")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_atomically(path, picture.getvalue())
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:
