@@ -46,7 +46,7 @@ def test_the_next_step_is_compiled_while_this_one_runs(made):
             threading.Event().wait(0.01)
         assert begun == [0, steps[1].first_step]
         may_go.clear()
-        found.step(steps[1])  # ready, and the third is begun: it holds up nobody
+        cache.step(steps[1])  # ready, and the third is begun: it holds up nobody
         may_go.set()
 
 

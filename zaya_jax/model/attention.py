@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
-from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.cache import KeyValues
+from zaya_jax.model.hf_names import no_form
 from zaya_jax.model.layers import matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
