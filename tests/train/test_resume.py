@@ -135,10 +135,10 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
 
     class Store(loop.CheckpointStore):
-        def save(self, step, state, about):
+        def save(self, step, state, about, ready):
             state = dataclasses.replace(state, recent=state.recent._replace(skipped=None))
             about = {key: value for key, value in about.items() if key != "first_step"}
-            super().save(step, state, about)
+            super().save(step, state, about, ready)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "CheckpointStore", Store)

@@ -102,7 +102,8 @@ class Placement:
     @property
     def replicated(self) -> "Placement":
         """The same dtypes and kernels where every device has all parameters, and computes on its own."""
-        alone = make_mesh(devices=[np.asarray(self.mesh.devices).flat[0]])
+        devices: Any = self.mesh.devices
+        alone = make_mesh(devices=[devices.flat[0]])
         return Placement(ParallelConfig(), alone, {}, self.dtypes, self.kernels)
 
     def abstract(self, tree: Any) -> Any:

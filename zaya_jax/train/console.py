@@ -43,7 +43,7 @@ class ConsoleReport:
     def start(self, step: int = 0) -> None:
         """Begin or resume after `step`: say which preset is in force, and show the bar until `close`."""
         self._left = self._tokens_left(step)
-        self._bar.update(self._task, completed=step)
+        self._bar.reset(self._task, completed=step)  # an update would count as its speed
         self._bar.start()
         if header := describe_preset() or self._no_preset:
             self.say(header)
