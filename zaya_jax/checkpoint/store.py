@@ -211,10 +211,7 @@ class CheckpointStore:
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
     def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
-        """Of saving `size` bytes of `step` as `work`.
-
-        What has the name of its checkpoint and is none is quarantined.
-        """
+        """Of saving `size` bytes of `step` as `work`; what has its checkpoint's name and is none is quarantined."""
         path = self.folder / str(step)
         manifest = try_read(path)
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
