@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 HEREDOC = re.compile(r"^([^\n]*)<<'END'\n(.*?)^END$\n", re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in blocks("bash") for line in HEREDOC.sub("", block).splitlines()]
-((_, WRITE_DATA), (_, MINE)) = [found for block in blocks("bash") for found in HEREDOC.findall(block)]
+((_, WRITE_DATA), (_, MINE), (_, GENERATE)) = [found for block in blocks("bash") for found in HEREDOC.findall(block)]
 (LAID_OUT,) = blocks("yaml")
 # Code in the text, outside of blocks.
 NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
@@ -52,8 +52,8 @@ def config_keys(tree: dict, where: str = "") -> Iterator[str]:
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
-    kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "pip install -e ",
-             "source .venv/bin/activate", "mkdir -p data")  # fmt: skip
+    kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "python -m zaya_jax.checkpoint ",
+             "python -m json.tool ", "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/")  # fmt: skip
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 

@@ -43,7 +43,7 @@ from zaya_jax.parallel.mesh import replicated
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.folder import METRICS
 from zaya_jax.run.metrics import read_rows
-from zaya_jax.train import compiled, initialization, resumption, trainer
+from zaya_jax.train import compiled, initialization, loop, resumption
 from zaya_jax.train import program as program_module
 from zaya_jax.train.loop import TrainResult, run_training
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
@@ -213,7 +213,7 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PhaseProgram, "evaluation_step", property(lambda program: _evaluation_step(_shared(program))))
     monkeypatch.setattr(PhaseProgram, "abstract_state", property(lambda program: _abstract_state(_shared(program))))
     monkeypatch.setattr(initialization, "init_state", lambda program: _start(_same_start(program.config)))
-    monkeypatch.setattr(trainer, "plot_run", _plot_run)
+    monkeypatch.setattr(loop, "plot_run", _plot_run)
 
 
 def trained(config: Config) -> tuple[Config, TrainResult]:
@@ -282,17 +282,17 @@ def _start(config: Config) -> TrainState:
         return _start_arrays(config)
 
 
-_plot = trainer.plot_run
+_plot = loop.plot_run
 _pictures: dict[str, bytes] = {}
 
 
-def _plot_run(rows: list[dict[str, Any]], path: Path) -> None:
+def _plot_run(rows: list[dict[str, Any]], path: Path, compressors: dict[str, float]) -> None:
     """A picture takes as long as all steps of a small run: the same rows are drawn once."""
-    key = json.dumps(rows)
+    key = json.dumps([rows, compressors])
     if key in _pictures:
         path.write_bytes(_pictures[key])
     else:
-        _plot(rows, path)
+        _plot(rows, path, compressors)
         _pictures[key] = path.read_bytes()
 
 

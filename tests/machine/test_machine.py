@@ -88,15 +88,16 @@ def test_what_cannot_be_measured_or_written_is_told_before_measuring(capsys, com
     assert match in err
 
 
-def test_lines_of_one_name_share_a_colour(tmp_path, monkeypatch):
+def test_seeds_of_a_line_are_drawn_as_their_mean_in_a_band(tmp_path, monkeypatch):
     from matplotlib.axes import Axes
 
-    drawn = []
-    plot = Axes.plot
-    monkeypatch.setattr(
-        Axes, "plot", lambda self, *a, **k: drawn.append((k["color"], k["label"])) or plot(self, *a, **k)
-    )
+    means, bands = [], []
+    plot, fill = Axes.plot, Axes.fill_between
+    monkeypatch.setattr(Axes, "plot", lambda self, *a, **k: means.append((k["label"], *a)) or plot(self, *a, **k))
+    monkeypatch.setattr(Axes, "fill_between", lambda self, *a, **k: bands.append(a) or fill(self, *a, **k))
     lines = {f"{name} seed {seed}": ([1, 2], [3, seed]) for seed in (0, 1) for name in ("muon", "adamw")}
-    draw_lines(tmp_path / "a.png", lines, x="step", y="loss", marks={1: "here"})
-    assert drawn == [("C0", "muon"), ("C1", "adamw"), ("C0", None), ("C1", None)]
+    draw_lines(tmp_path / "a.png", {**lines, "alone": ([1, 2], [5, 6])}, title="Two seeds", x="step", y="loss",
+               marks={1: "here"})  # fmt: skip
+    assert means == [("muon", [1, 2], [3, 0.5]), ("adamw", [1, 2], [3, 0.5]), ("alone", [1, 2], [5, 6])]
+    assert bands == [([1, 2], [3, 0], [3, 1])] * 2
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

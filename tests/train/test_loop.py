@@ -21,7 +21,7 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import initialization, loop, resumption, trainer
+from zaya_jax.train import initialization, loop, resumption
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import Programs
 
@@ -316,7 +316,7 @@ def test_a_finished_run_gives_its_result_again_and_draws_a_picture_that_is_gone(
 
 def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(trainer, "plot_run", lambda rows, _: drawn.append(len(rows)))
+    monkeypatch.setattr(loop, "plot_run", lambda rows, *_: drawn.append(len(rows)))
 
     class Store(loop.CheckpointStore):
         def save(self, step, *arguments):

@@ -50,8 +50,8 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path
     config = change(config, {"run_dir": str(tmp_path / "run")})
     run_training(of_steps(config, 12))
     capsys.readouterr()
-    for name in ("record_changes", "plot_run"):
-        monkeypatch.setattr(trainer, name, full_at_first(getattr(trainer, name)))
+    for module, name in ((trainer, "record_changes"), (loop, "plot_run")):
+        monkeypatch.setattr(module, name, full_at_first(getattr(module, name)))
     result = run_training(config)
     said = capsys.readouterr().out
     assert "Resuming after step 12 of 14." in said

@@ -73,7 +73,8 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip
-        draw_lines(Path(png), lines, x="step", y="entropy of the expert load", marks={steps: "other data"})
+        draw_lines(Path(png), lines, title="Balancing from uneven routers, by rule (mean and range of seeds)", x="step",
+                   y="expert-load entropy (1: all experts alike)", marks={steps: "other data"})  # fmt: skip
     return result
 
 

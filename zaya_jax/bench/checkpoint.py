@@ -152,4 +152,5 @@ def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
     lines = {f"{way}, {key}": ([job["processes"] for job in jobs],
                                [job["ways"][way][key]["median"] for job in jobs])
              for way in jobs[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
-    draw_lines(path, lines, x="processes", y=f"seconds, {size:g} GiB")
+    draw_lines(path, lines, title=f"Saving {size:g} GiB: how long training stops, and until it is durable",
+               x="processes", y="seconds")  # fmt: skip

@@ -76,7 +76,7 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
         if not row["interior"]:
             print(f"The best rates of {kind} lie at the edge of the grid: widen it.")
     print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
-    draw_heldout(png, named)
+    draw_heldout(png, named, "Optimizers, each at its best rates")
     return result
 
 

@@ -105,11 +105,12 @@ def _take_core(free: Any, parent: int) -> None:
     os.sched_setaffinity(0, {free.get()})
 
 
-def draw_heldout(png: str | None, curves: Mapping[str, Curve]) -> None:
+def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> None:
     """Draw the held-out loss over the steps, if a file is given."""
     if png:
         lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
-        draw_lines(Path(png), lines, x="step", y="held-out loss (nats/token)")
+        draw_lines(Path(png), lines, title=f"{title} (mean and range of seeds)", x="step",
+                   y="held-out loss (nats/token)")  # fmt: skip
 
 
 def median_or_never(values: Sequence[float | None]) -> float | None:

@@ -16,6 +16,7 @@ from zaya_jax.data.sources import Prepared, open_sources
 from zaya_jax.data.tokenizer import Tokenizer
 from zaya_jax.data.trimming import Outcome
 from zaya_jax.errors import InputError
+from zaya_jax.run.plot import legend_beside, new_figure, save_figure
 
 _BINS = 60  # of the histogram
 _SHOWN = 600  # characters of a sample
@@ -151,22 +152,20 @@ def _table(rows: list[tuple[str, ...]]) -> str:
 
 
 def _plot_lengths(plan: RunPlan, path: Path) -> None:
-    from matplotlib.figure import Figure
-
     lengths = {f"phase {phase.config.name}, {name}": share.documents.lengths[share.documents.lengths > 0]
                for phase in plan.phases for name, share in phase.shares.items()}  # fmt: skip
     longest = max((int(tokens.max(initial=1)) for tokens in lengths.values()), default=1)
     edges = np.unique(np.round(np.geomspace(1, longest + 1, _BINS)).astype(np.int64))
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
+    figure = new_figure("Lengths of the documents of each phase and source")
+    (panel,) = figure.axes
     for label, tokens in lengths.items():
-        axes.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
+        panel.hist(tokens, bins=edges.tolist(), histtype="step", label=label)
     for context in sorted({phase.context for phase in plan.phases}):
-        axes.axvline(context, color="grey", linestyle=":", linewidth=1)
-    axes.set(xscale="log", xlabel="tokens of a document (dotted: the contexts)", ylabel="documents")
-    axes.legend()
+        panel.axvline(context, color="grey", linestyle=":", linewidth=1, label=f"context of {context:,}")
+    panel.set(xscale="log", xlabel="length (tokens)", ylabel="documents")
+    legend_beside(panel)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
+        save_figure(figure, path)
     except (OSError, ValueError) as error:
         raise InputError(f"The plot {path} cannot be written: {error}.") from error

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.data.pipeline import heldout_batches
+from zaya_jax.data.pipeline import heldout_batches, heldout_text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 
@@ -45,6 +45,8 @@ class HeldoutEvaluator:
 
     Attributes:
       losses: of the last evaluation, by source; sources without a held-out token are left out.
+      compressors: nats per held-out token that general compressors need for the text corpus, by name; {} before the
+        first evaluation and for other sources.
     """
 
     name = "heldout_loss"
@@ -56,6 +58,22 @@ class HeldoutEvaluator:
         self._batches = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                          for name in prepared.sources}  # fmt: skip
         self.losses: dict[str, HeldoutLoss] = {}
+        self._config, self._prepared = config, prepared
+
+    @functools.cached_property
+    def _compressed_nats(self) -> dict[str, float]:
+        """What compressors need for the text that the losses of the text corpus cover."""
+        config, prepared = self._config, self._prepared
+        (name,) = prepared.sources  # the corpus, of which alone there are baselines
+        text = heldout_text(config, prepared, name, config.evaluation.batches)
+        return {} if text is None else {compressor: bits * math.log(2) * text.text_bytes
+                                        for compressor, bits in prepared.baselines.items()}  # fmt: skip
+
+    @property
+    def compressors(self) -> dict[str, float]:  # noqa: D102 (see the class)
+        if not self._prepared.baselines or not self.total.tokens:
+            return {}
+        return {name: nats / self.total.tokens for name, nats in self._compressed_nats.items()}
 
     @property
     def total(self) -> HeldoutLoss:

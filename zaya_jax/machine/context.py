@@ -202,4 +202,5 @@ def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> N
     if single_device_bytes is not None:
         devices = list(curves[KINDS[0]])
         lines["one device's, divided by N"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
-    draw_lines(path, lines, x="devices N", y=f"MiB a device, {length:,} tokens")
+    draw_lines(path, lines, title=f"Attention over {length:,} tokens, forward and backward", x="devices N",
+               y="memory per device (MiB)")  # fmt: skip

@@ -1,37 +1,42 @@
-"""Lines over steps, as a PNG."""
+"""Lines over an axis, as a PNG."""
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from zaya_jax.run.plot import FAINT, integer_steps, legend_beside, new_figure, save_figure
 
-def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, x: str, y: str,
+_SEED = " seed "
+
+
+def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, title: str, x: str, y: str,
                marks: Mapping[float, str] | None = None) -> None:  # fmt: skip
-    """Draw `lines`, each a pair (steps, values) under its name; lines that share all but 'seed N' share a colour.
+    """Draw lines; of those that share all but 'seed N' the mean, in a band from the least to the largest.
 
     Args:
       path: of the picture.
-      lines: by name.
-      x: label of the axis.
-      y: label of the axis.
-      marks: steps with something to say about.
+      lines: (xs, ys) by name; all seeds of a line have the same xs.
+      title: what is compared, with the command's sizes.
+      x: label of the axis, with its unit.
+      y: label of the axis, with its unit.
+      marks: xs with something to say about.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    colours: dict[str, str] = {}
-    for name, (steps, values) in lines.items():
-        group = name.partition(" seed ")[0]
-        label = None if group in colours else group
-        colour = colours.setdefault(group, f"C{len(colours)}")
-        axes.plot(steps, values, color=colour, linewidth=1, label=label)
-    for step, text in (marks or {}).items():
-        axes.axvline(step, color="grey", linewidth=0.8, linestyle="dotted")
-        axes.annotate(text, (step, 0.02), xycoords=("data", "axes fraction"), fontsize="small", color="grey")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=110, format="png")
+    figure = new_figure(title)
+    (panel,) = figure.axes
+    groups: dict[str, list[Sequence[Sequence[float]]]] = {}
+    for name, line in lines.items():
+        groups.setdefault(name.partition(_SEED)[0], []).append(line)
+    for index, (name, seeds) in enumerate(groups.items()):
+        xs = seeds[0][0]
+        at = list(zip(*(ys for _, ys in seeds), strict=True))
+        panel.plot(xs, [statistics.mean(values) for values in at], color=f"C{index}", label=name)
+        if len(seeds) > 1:
+            panel.fill_between(xs, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=FAINT, linewidth=0)
+    for position, text in (marks or {}).items():
+        panel.axvline(position, color="grey", linewidth=0.8, linestyle="dotted")
+        panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), verticalalignment="top",
+                       fontsize="small", color="grey")  # fmt: skip
+    panel.set(xlabel=x, ylabel=y)
+    integer_steps(panel)
+    legend_beside(panel)
+    save_figure(figure, path)

@@ -27,7 +27,7 @@ from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, prim
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.folder import METRICS, TIMINGS, claim_run, lock_run, run_folder
-from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink
+from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink, read_rows
 from zaya_jax.run.status import track_status
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
@@ -41,6 +41,7 @@ from zaya_jax.train.initialization import (
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
+from zaya_jax.train.plot import plot_run
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
@@ -138,6 +139,7 @@ def run_training(config: Config) -> TrainResult:
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
             evaluators=evaluators, logger=StepLogger(config, [*sinks, console]), store=store, disk=disk,
             preemption=preemption,
+            draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
         )  # fmt: skip
         del state, base  # of which the trainer gives up what a step or a phase replaces
         trainer.run()

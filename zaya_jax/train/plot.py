@@ -1,41 +1,53 @@
 """`loss.png`: what a run looked like."""
 
-import io
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.files import write_atomically
+from zaya_jax.run.plot import FAINT, integer_steps, legend_beside, new_figure, save_figure, smoothed
+
+_SMOOTH = 50  # parts of the run that the smoothed loss is a mean over
+_NAMED_LAYERS = 8  # of more, only the first and the last are in the legend
 
 
-def plot_run(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw train and held-out loss, and the expert-load entropy of each layer, over the steps of `rows`."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, float] | None = None) -> None:
+    """Draw training and held-out loss, and the expert-load entropy of each layer, over the steps of a run.
 
-    figure = Figure(figsize=(7, 6), layout="constrained")
-    FigureCanvasAgg(figure)
-    loss, entropy = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
-    steps = [row["step"] for row in rows]
-    loss.plot(steps, _numbers(row["loss"] for row in rows), linewidth=0.8, label="train")
+    Args:
+      rows: of `metrics.jsonl`.
+      path: of the picture, in the run folder.
+      compressors: nats per held-out token that general compressors need, by name.
+    """
+    figure = new_figure(f"{path.parent.name}: loss and expert load", (2, 1), (7.5, 6))
+    loss, entropy = figure.axes
+    steps, train = [row["step"] for row in rows], _numbers(row["loss"] for row in rows)
+    loss.plot(steps, train, color="C0", linewidth=0.8, alpha=FAINT)
+    loss.plot(steps, smoothed(train, len(train) // _SMOOTH), color="C0", label="training")
     held = [(row["step"], row["heldout_loss"]) for row in rows if row.get("heldout_loss") is not None]
     if held:
-        loss.plot(*zip(*held, strict=True), marker="o", markersize=3, label="held-out")
+        loss.plot(*zip(*held, strict=True), color="C1", marker="o", markersize=3, label="held-out")
+    for index, (name, nats) in enumerate((compressors or {}).items()):
+        loss.axhline(nats, color="grey", linestyle=("--", ":", "-.")[index % 3], label=name.replace("_", " "))
     loss.set_ylabel("loss (nats/token)")
-    loss.legend()
-    loss.grid(alpha=0.3)
-    for layer, values in enumerate(zip(*(row["load_entropy"] for row in rows), strict=True)):
-        entropy.plot(steps, _numbers(values), linewidth=0.8, label=f"layer {layer}")
-    entropy.set_ylabel("expert-load entropy")
-    entropy.set_xlabel("step")
-    entropy.set_ylim(0, 1.02)
-    entropy.grid(alpha=0.3)
-    if rows and len(rows[0]["load_entropy"]) <= 8:
-        entropy.legend(fontsize="small", ncols=4, loc="lower right")
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    write_atomically(path, picture.getvalue())
+    layers = list(zip(*(row["load_entropy"] for row in rows), strict=True))
+    for layer, values in enumerate(layers):
+        named = len(layers) <= _NAMED_LAYERS or layer in (0, len(layers) - 1)
+        shade = 0.15 + 0.7 * layer / max(len(layers) - 1, 1)
+        entropy.plot(steps, _numbers(values), color=(shade, 0.35, 1 - shade), linewidth=0.8,
+                     label=f"layer {layer}" if named else None)  # fmt: skip
+    entropy.set(xlabel="step", ylabel="expert-load entropy\n(1: all experts alike)", ylim=(0, 1.02))
+    for earlier, later in itertools.pairwise(rows):
+        if earlier.get("phase") != later.get("phase"):
+            for panel in (loss, entropy):
+                panel.axvline(earlier["step"] + 0.5, color="grey", linewidth=0.8)
+            loss.annotate(f" {later['phase']}", (earlier["step"] + 0.5, 1), xycoords=("data", "axes fraction"),
+                          verticalalignment="top", fontsize="small", color="grey")  # fmt: skip
+    for panel in (loss, entropy):
+        legend_beside(panel)
+    integer_steps(entropy)
+    save_figure(figure, path)
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,11 +16,10 @@ from zaya_jax.evaluate.evaluator import Evaluator, ModelSnapshot
 from zaya_jax.model.tree import Arrays
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
-from zaya_jax.run.folder import CONFIG, METRICS, PHASES, record_changes, run_folder, write_phase_ends
-from zaya_jax.run.metrics import DiskGuard, read_rows
+from zaya_jax.run.folder import CONFIG, PHASES, record_changes, run_folder, write_phase_ends
+from zaya_jax.run.metrics import DiskGuard
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory_errors import out_of_memory
-from zaya_jax.train.plot import plot_run
 from zaya_jax.train.resumption import checkpoint_metadata
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
@@ -50,6 +50,7 @@ class Trainer:
       store: of checkpoints.
       disk: guards the files of the run folder.
       preemption: tells whether the run was asked to end.
+      draw: draws the run so far as the picture of this path.
       steps_done: up to `state`.
       scores: of all evaluators, for `state`; {} where it has not been evaluated.
     """
@@ -64,6 +65,7 @@ class Trainer:
     store: CheckpointStore
     disk: DiskGuard
     preemption: Preemption
+    draw: Callable[[Path], None]
     steps_done: int = dataclasses.field(init=False)
     scores: dict[str, Any] = dataclasses.field(init=False, default_factory=dict)
 
@@ -223,4 +225,4 @@ class Trainer:
         self._write(PHASES, lambda: write_phase_ends(self._folder, self._config, self.store.steps()))
 
     def _draw(self) -> None:
-        self._write(LOSS_PLOT, lambda: plot_run(read_rows(self._folder / METRICS), self._folder / LOSS_PLOT))
+        self._write(LOSS_PLOT, lambda: self.draw(self._folder / LOSS_PLOT))

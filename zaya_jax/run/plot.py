@@ -1,0 +1,68 @@
+"""The style of all pictures, and how they are written."""
+
+import io
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.run.files import write_atomically
+
+FAINT = 0.25  # opacity of raw values behind smoothed ones
+
+
+def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5)) -> Any:
+    """A matplotlib figure with a title and panels below each other, which share their x axis.
+
+    Args:
+      title: of the figure.
+      heights: of the panels, relative to each other.
+      size: width and height in inches.
+
+    Returns:
+      The figure; `figure.axes` are the panels.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize="medium")
+    for panel in figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]:
+        panel.grid(alpha=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure as a PNG that is there whole or not at all."""
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    write_atomically(path, picture.getvalue())
+
+
+def legend_beside(panel: Any, title: str | None = None) -> None:
+    """Put the legend to the right of a panel, where it hides nothing; a panel without labels gets none."""
+    if panel.get_legend_handles_labels()[0]:
+        panel.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False,
+                     fontsize="small")  # fmt: skip
+
+
+def integer_steps(panel: Any) -> None:
+    """Put ticks of the x axis at integers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def smoothed(values: Sequence[float], width: int) -> list[float]:
+    """The mean of the finite values around each value, `width` in all; NaN stays NaN."""
+    known = [math.isfinite(value) for value in values]
+    sums = [0.0, *accumulate(value if finite else 0.0 for value, finite in zip(values, known, strict=True))]
+    counts = [0, *accumulate(known)]
+    means = []
+    for index, finite in enumerate(known):
+        start, stop = max(0, index - width // 2), min(len(known), index + width // 2 + 1)
+        means.append((sums[stop] - sums[start]) / (counts[stop] - counts[start]) if finite else math.nan)
+    return means
