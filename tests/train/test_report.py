@@ -113,9 +113,19 @@ def test_a_run_becomes_a_picture(tmp_path, count, layers):
         few[-1]["heldout_loss"] = 3.0
     plot_run(few, path)
     image = matplotlib.image.imread(path)
-    assert image.shape[:2] == (660, 770)
+    assert image.shape[:2] == (660, 825)
     assert image[..., :3].min() < 0.5  # something is drawn
     assert [file.name for file in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_the_picture_shows_phases_and_what_compressors_need(tmp_path):
+    path, pictures = tmp_path / "loss.png", set()
+    phases = [{**row, "phase": "one" if row["step"] < 5 else "two"} for row in rows(10)]
+    compressors = {"gzip": 3.0, "xz": 2.0, "xz_given_train": 1.0}
+    for arguments in ((rows(10), path), (phases, path), (rows(10), path, compressors)):
+        plot_run(*arguments)
+        pictures.add(path.read_bytes())
+    assert len(pictures) == 3
 
 
 def test_the_picture_shows_the_losses_with_gaps_and_stays_where_a_new_one_fails(tmp_path, monkeypatch):

@@ -53,7 +53,7 @@ def integer_steps(panel: Any) -> None:
     """Put ticks of the x axis at integers only."""
     from matplotlib.ticker import MaxNLocator
 
-    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from zaya_jax.run.plot import FAINT, integer_steps, legend_beside, new_figure, save_figure, smoothed
 
-_SMOOTH = 50  # parts of the run that the smoothed loss is a mean over
+_SMOOTH = 20  # parts of the run that the smoothed loss is a mean over
 _NAMED_LAYERS = 8  # of more, only the first and the last are in the legend
 
 
@@ -18,7 +18,8 @@ def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, f
     Args:
       rows: of `metrics.jsonl`.
       path: of the picture, in the run folder.
-      compressors: nats per held-out token that general compressors need, by name.
+      compressors: nats per held-out token that general compressors need, by name; those given the training text are
+        left out.
     """
     figure = new_figure(f"{path.parent.name}: loss and expert load", (2, 1), (7.5, 6))
     loss, entropy = figure.axes
@@ -28,15 +29,17 @@ def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, f
     held = [(row["step"], row["heldout_loss"]) for row in rows if row.get("heldout_loss") is not None]
     if held:
         loss.plot(*zip(*held, strict=True), color="C1", marker="o", markersize=3, label="held-out")
-    for index, (name, nats) in enumerate((compressors or {}).items()):
-        loss.axhline(nats, color="grey", linestyle=("--", ":", "-.")[index % 3], label=name.replace("_", " "))
+    for name, style in (("gzip", ":"), ("xz", "--")):
+        if compressors and name in compressors:
+            loss.axhline(compressors[name], color="black", linewidth=1, linestyle=style, label=name)
     loss.set_ylabel("loss (nats/token)")
     layers = list(zip(*(row["load_entropy"] for row in rows), strict=True))
     for layer, values in enumerate(layers):
         named = len(layers) <= _NAMED_LAYERS or layer in (0, len(layers) - 1)
-        shade = 0.15 + 0.7 * layer / max(len(layers) - 1, 1)
-        entropy.plot(steps, _numbers(values), color=(shade, 0.35, 1 - shade), linewidth=0.8,
-                     label=f"layer {layer}" if named else None)  # fmt: skip
+        shade = layer / max(len(layers) - 1, 1)
+        color = f"C{layer}" if len(layers) <= _NAMED_LAYERS else (shade, 0.35, 1 - shade)
+        label = f"layer {layer}" if named else None
+        entropy.plot(steps, _numbers(values), color=color, linewidth=0.8, label=label)
     entropy.set(xlabel="step", ylabel="expert-load entropy\n(1: all experts alike)", ylim=(0, 1.02))
     for earlier, later in itertools.pairwise(rows):
         if earlier.get("phase") != later.get("phase"):
