@@ -1,15 +1,16 @@
-"""README.md does what it says: its Python runs, its commands are accepted, what it names exists."""
+"""README.md does what it says: its Python runs, its commands are accepted; links and keys of all pages exist."""
 
 import re
 import shlex
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.data_helpers import small_tokenizer
 from zaya_jax.checkpoint.__main__ import _parser as checkpoint_parser
-from zaya_jax.config import load_config
+from zaya_jax.config import load_config, to_dict
 from zaya_jax.config.stages import stages
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
@@ -19,6 +20,7 @@ from zaya_jax.parallel.mesh import axis_sizes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 IN_A_RUN = {"config.yaml", "metrics.jsonl", "timings.jsonl", "phases.json", "checkpoints/", "tokenizer/", "loss.png",
            "status.json"}  # fmt: skip
 NOT_IN_EACH_RUN = {"changes.jsonl", "summary.json"}  # of settings that change, and of the command
@@ -42,6 +44,13 @@ def commands(start: str) -> list[list[str]]:
     found = [shlex.split(line)[len(start.split()) :] for line in [*COMMANDS, *NAMED] if line.startswith(start)]
     assert found, start
     return found
+
+
+def config_keys(tree: dict, where: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield where + key
+        if isinstance(value, dict):
+            yield from config_keys(value, f"{where}{key}.")
 
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
@@ -141,8 +150,10 @@ def test_checkpoint_commands_are_accepted():
 
 def test_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for target, *_ in commands("make "):
+    for target, *variables in commands("make "):
         assert target in targets
+        assert all(variable.startswith("PYTEST_ARGS=tests/") for variable in variables)
+        assert all((ROOT / variable.partition("=")[2]).exists() for variable in variables)
 
 
 def test_extras_exist():
@@ -150,6 +161,17 @@ def test_extras_exist():
     named = {extra for name in [*COMMANDS, *NAMED] for extra in re.findall(r"\.?\[([a-z]+)\]", name)}
     assert named >= {"cuda", "rocm", "notebooks"}
     assert named <= set(project["optional-dependencies"])
+
+
+def test_configuration_keys_exist():
+    tree = to_dict(load_config(ROOT / "configs" / "tiny.yaml"))
+    known = set(config_keys(tree))
+    sections = [key for key, value in tree.items() if isinstance(value, dict)]
+    named = [name for text in [README, *PAGES.values()] for name in re.findall(r"`([^`\n=]+)(?:=[^`\n]*)?`", text)
+             if re.fullmatch(rf"({'|'.join(sections)})(\.[a-z0-9_]+)+", name) and not (ROOT / "docs" / name).exists()
+             and not name.endswith((".py", ".shards"))]  # fmt: skip
+    assert "train.max_skipped_steps" in named
+    assert [name for name in named if name not in known] == []
 
 
 def test_files_and_links_exist():
@@ -163,9 +185,19 @@ def test_files_and_links_exist():
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-def test_links_within_the_page_lead_somewhere():
-    headings = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
-                for title in re.findall(r"^#+ (.+)$", README, re.MULTILINE)}  # fmt: skip
-    anchors = re.findall(r"\]\(#([^)]+)\)", README)
-    assert anchors
-    assert set(anchors) <= headings
+def anchors(text: str) -> set[str]:
+    """What links to the headings of a page are called."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES)])
+def test_links_lead_somewhere(page: str):
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
