@@ -1,4 +1,4 @@
-"""README.md does what it says: its Python runs, its commands are accepted; links and keys of all pages exist."""
+"""README.md does what it says: its Python runs, its commands are accepted, what it names exists."""
 
 import re
 import shlex
@@ -20,7 +20,6 @@ from zaya_jax.parallel.mesh import axis_sizes
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
 IN_A_RUN = {"config.yaml", "metrics.jsonl", "timings.jsonl", "phases.json", "checkpoints/", "tokenizer/", "loss.png",
            "status.json"}  # fmt: skip
 NOT_IN_EACH_RUN = {"changes.jsonl", "summary.json"}  # of settings that change, and of the command
@@ -140,7 +139,7 @@ def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
         with pytest.raises(SystemExit) as stop:
             bench([*arguments, *(() if "--help" in arguments else ("--help",))])
         assert stop.value.code == 0
-        assert "--output" in capsys.readouterr().out
+        assert "--repeats" in capsys.readouterr().out
 
 
 def test_checkpoint_commands_are_accepted():
@@ -150,10 +149,8 @@ def test_checkpoint_commands_are_accepted():
 
 def test_make_targets_exist():
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    for target, *variables in commands("make "):
+    for (target,) in commands("make "):
         assert target in targets
-        assert all(variable.startswith("PYTEST_ARGS=tests/") for variable in variables)
-        assert all((ROOT / variable.partition("=")[2]).exists() for variable in variables)
 
 
 def test_extras_exist():
@@ -167,9 +164,7 @@ def test_configuration_keys_exist():
     tree = to_dict(load_config(ROOT / "configs" / "tiny.yaml"))
     known = set(config_keys(tree))
     sections = [key for key, value in tree.items() if isinstance(value, dict)]
-    named = [name for text in [README, *PAGES.values()] for name in re.findall(r"`([^`\n=]+)(?:=[^`\n]*)?`", text)
-             if re.fullmatch(rf"({'|'.join(sections)})(\.[a-z0-9_]+)+", name) and not (ROOT / "docs" / name).exists()
-             and not name.endswith((".py", ".shards"))]  # fmt: skip
+    named = [name for name in NAMED if re.fullmatch(rf"({'|'.join(sections)})(\.[a-z0-9_]+)+", name)]
     assert "train.max_skipped_steps" in named
     assert [name for name in named if name not in known] == []
 
@@ -180,24 +175,14 @@ def test_files_and_links_exist():
         line.split()[0] for block in blocks("text") for line in block.splitlines() if line.startswith("zaya_jax/")
     ]
     named = [name for name in NAMED if re.fullmatch(r"[\w./]+(\.(py|yaml|toml|md|jsonl?|png|svg|ipynb)|/)", name)]
-    assert {"docs/loss.png", "zaya_jax/main.py", "configs/zaya1_8b.yaml"} <= {*links, *listed, *named}
+    assert {"docs/model.svg", "zaya_jax/main.py", "configs/zaya1_8b.yaml"} <= {*links, *listed, *named}
     paths = {*links, *listed, *named} - IN_A_RUN - NOT_IN_EACH_RUN - OF_A_READER - {""}
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-def anchors(text: str) -> set[str]:
-    """What links to the headings of a page are called."""
-    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in PAGES)])
-def test_links_lead_somewhere(page: str):
-    text = (ROOT / page).read_text(encoding="utf-8")
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith("https://"):
-            continue
-        path, _, anchor = link.partition("#")
-        target = (ROOT / page).parent / path if path else ROOT / page
-        assert target.exists(), link
-        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+def test_links_within_the_page_lead_somewhere():
+    headings = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+                for title in re.findall(r"^#+ (.+)$", README, re.MULTILINE)}  # fmt: skip
+    anchors = re.findall(r"\]\(#([^)]+)\)", README)
+    assert anchors
+    assert set(anchors) <= headings

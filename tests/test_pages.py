@@ -1,0 +1,64 @@
+"""What the README and the pages of docs/ name exists: links, headings, files, configuration keys, make targets."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zaya_jax.config import load_config, to_dict
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+}
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which links reach the headings of a page."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def config_keys(tree: dict, where: str = "") -> Iterator[str]:
+    for key, value in tree.items():
+        yield where + key
+        if isinstance(value, dict):
+            yield from config_keys(value, f"{where}{key}.")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str):
+    for link in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text(encoding="utf-8")), link
+
+
+def test_configuration_keys_exist():
+    tree = to_dict(load_config(ROOT / "configs" / "tiny.yaml"))
+    known = set(config_keys(tree))
+    sections = "|".join(key for key, value in tree.items() if isinstance(value, dict))
+    named = [
+        (page, name)
+        for page, text in PAGES.items()
+        for name in re.findall(rf"`((?:{sections})(?:\.[a-z0-9_]+)+)(?:[:=][^`\n]*)?`", FENCED.sub("", text))
+        if not name.endswith((".md", ".py"))
+    ]
+    assert ("docs/training.md", "train.max_skipped_steps") in named
+    assert [name for name in named if name[1] not in known] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page: str):
+    """Files of the repository that a page names by their path, and `make` targets."""
+    names = re.findall(r"`([^`\n]+)`", FENCED.sub("", PAGES[page]))
+    paths = [name for name in names if re.fullmatch(r"(zaya_jax|tests|configs|pallas_kernels|launch)/[a-z0-9_./-]+", name)]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert {name.split()[1] for name in names if re.match(r"make [a-z]", name)} <= set(targets)
