@@ -1,4 +1,4 @@
-"""Train: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
+"""Train a model: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
 
 import atexit
 import sys
@@ -6,7 +6,7 @@ import sys
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
-    atexit.register(ignore_signals)  # what is registered first is called last
+    atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
 
 import argparse
@@ -26,6 +26,13 @@ from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
+
+_EXAMPLES = """examples:
+  python -m zaya_jax.main --config configs/tiny.yaml
+  python -m zaya_jax.main --config configs/tiny.yaml run_dir=runs/other seed=1
+  python -m zaya_jax.main --config configs/zaya1_8b.yaml --dry-run --devices 1024 --hardware mi300x
+
+Rerunning a command resumes from the newest checkpoint in run_dir."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,19 +84,19 @@ def _dry_run(config: Config, options: argparse.Namespace) -> None:
 
 
 class _Process:
-    """How this process ends: with one sentence, which the other processes of its job end with too."""
+    """Ends this process, and every other process of its job, with the same one-sentence message."""
 
     def __init__(self) -> None:
-        self.run_dir = ""  # of the run that is being trained
+        self.run_dir = ""  # empty until training starts
         self.peers: PeerLiveness | None = None  # the other processes of the job
 
     def stop(self, number: int) -> None:
-        """Answer a signal that finds nothing to save, or is the second one."""
+        """Exit at once: there is nothing to save, or this is the second signal."""
         leave = say_and_exit if self.peers is None else self.peers.leave
         leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
 
     def end(self, error: BaseException) -> int:
-        """Say why the run ends; the exit status."""
+        """Print why the run ends, and return the exit status."""
         sentence, status = last_words(error)
         if self.peers is not None:
             self.peers.leave(sentence, status)
@@ -97,11 +104,11 @@ class _Process:
         return status
 
     def fail(self, error: Exception, peers: "PeerLiveness") -> None:
-        """End a job of several processes for an error in one of them, which may come of another that is lost."""
+        """End the whole job after an error in this process, which the loss of another process may have caused."""
         from zaya_jax.parallel.multihost import is_peer_loss
 
         if is_peer_loss(error):
-            peers.wait()  # for the name of the process that is lost, with which this one then ends
+            peers.wait()  # until the peer timeout names the lost process, and ends this one
         else:
             traceback.print_exc()
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
@@ -109,30 +116,33 @@ class _Process:
 
 
 def _saved(run_dir: str) -> str:
-    """What a run that ends at once has saved."""
+    """Name the newest checkpoint, for the message of a run that ends without saving."""
     if not run_dir:
         return ""
     steps = named_steps(Path(run_dir).expanduser() / CHECKPOINTS)
     if not steps:
-        return f" There is no checkpoint in {run_dir}: the same command starts from the first step."
-    return f" The newest checkpoint in {run_dir} is that of step {steps[-1]}: the same command resumes from it."
+        return f" {run_dir} has no checkpoint yet: rerunning the command starts from the first step."
+    return f" The newest checkpoint in {run_dir} is step {steps[-1]}: rerunning the command resumes from it."
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.main", description="Train a ZAYA1 model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.main", description="Train a ZAYA1 model, or resume its training.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="a configuration, such as configs/tiny.yaml")
-    add("--print-config", action="store_true", help="print the resolved configuration and stop")
-    add("--dry-run", action="store_true", help="estimate memory and step time of each phase, and train nothing")
+    add("--config", required=True, metavar="FILE", help="configuration file, such as configs/tiny.yaml")
+    add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
+    add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
     add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
     add("--json", action="store_true", help="print the result as JSON (dry run only)")
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: the launcher's)")
-    add("--processes", type=int, metavar="N", help="number of processes of the job (default: the launcher's)")
-    add("--process", type=int, metavar="I", help="number of this process, from 0 (default: the launcher's)")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
+    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
+    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
     add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
-        "(default: the preset's)")  # fmt: skip
-    add("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+        "(default: set by the preset)")  # fmt: skip
+    add("overrides", nargs="*", metavar="section.key=value", help="configuration value to override, such as seed=1")
     return parser
 
 
@@ -140,16 +150,16 @@ def _config(options: argparse.Namespace) -> Config:
     if options.dry_run and options.devices is None:
         raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
     if not options.dry_run and (options.devices is not None or options.hardware is not None or options.json):
-        raise InputError("--devices, --hardware and --json work with --dry-run only: add it.")
+        raise InputError("--devices, --hardware and --json require --dry-run: add it, or remove them.")
     if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
-        raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a number of seconds above zero.")
+        raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
     return load_config(options.config, options.overrides)
 
 
 def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
-    """What must be set before anything is computed."""
+    """Set the environment and jax's flags, which must happen before jax initialises its backend."""
     preset = select_preset(config.preset)
-    if "jax" not in sys.modules:  # where a program has imported it, XLA may have read its flags
+    if "jax" not in sys.modules:  # once jax is imported, XLA may have read its flags already
         if platform is None:
             apply_preset(preset)
         else:

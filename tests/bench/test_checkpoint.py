@@ -39,7 +39,7 @@ def test_every_way_gives_back_what_it_saved(small, tmp_path):
         inflation = timed_steps(method, 2)["step_inflation"]
         assert math.isnan(inflation) if name == "gather and pickle" else inflation > 0
         other = {**small, "large.0": small["large.0"] + 1}
-        with pytest.raises(RuntimeError, match=r"large\.0 came back with other values"):
+        with pytest.raises(RuntimeError, match=r"large\.0 was restored with wrong values"):
             timed_restores(method, tmp_path, other)
 
 

@@ -272,7 +272,7 @@ def test_the_depth_that_is_named_is_the_deepest_that_fits(layers, fixed, each, l
     with pytest.raises(InputError) as told:
         check_memory(config, needs(config), limit, needs)
     assert "\n" not in str(told.value)
-    found = re.search(r"model\.num_layers=(\d+) would fit\.", str(told.value))
+    found = re.search(r"model\.num_layers=(\d+), which fits\.", str(told.value))
     period = len(config.model.period)
     if found is None:
         assert layers == 1 or fixed + each * period > limit
@@ -289,7 +289,7 @@ def test_a_step_that_does_not_fit_is_told_before_anything_is_allocated(monkeypat
     )
     monkeypatch.setattr(bench, "available_memory", lambda: 1500)
     monkeypatch.setattr(bench, "initialize", lambda *_: pytest.fail("allocated"))
-    with pytest.raises(InputError, match=r"model\.num_layers=1 would fit"):
+    with pytest.raises(InputError, match=r"model\.num_layers=1, which fits"):
         time_ours(CONFIG, np.zeros((4, 33), int), 1)
 
 
@@ -329,8 +329,8 @@ def test_the_result_says_what_was_measured_and_where(sides, tmp_path, capsys):
     assert result["results"]["peer"]["tokens_per_second"] == 3.2
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["ours:", "the", "with", "with", "transformers:"]
-    assert "100.0 GB at most by the device" in lines[0]
-    assert "20.0% of the step, Newton–Schulz alone 15.0%" in lines[1]
+    assert "peak 100.0 GB (by the device)" in lines[0]
+    assert "20.0% of the step, 15.0% in Newton–Schulz" in lines[1]
     assert all("MFU" in line for line in (lines[0], *lines[2:5]))
 
 

@@ -144,6 +144,6 @@ def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
     from zaya_jax.train.console import ConsoleReport
 
     monkeypatch.delenv(APPLIED, raising=False)
-    for kind, said in (("gfx942", "Preset: none, since jax was imported before one was set\n"), ("cpu", "")):
+    for kind, said in (("gfx942", "Preset: none, because jax was imported before it was set\n"), ("cpu", "")):
         ConsoleReport(load_config(ROOT / "configs" / "tiny.yaml"), None, kind).start()
         assert capsys.readouterr().out == said

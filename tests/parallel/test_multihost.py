@@ -79,7 +79,7 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
 def test_bad_input_is_told_by_all(tmp_path):
     commands = [command(tmp_path, "run", *more) for more in ((), ("seed=3",))]
     for text in ended(finish_job(tmp_path, start_job(tmp_path, commands)), 2):
-        assert text.count("Error: Process 1 of 2 was given another configuration") == 1
+        assert text.count("Error: Process 1 of 2 has another configuration") == 1
         assert "Traceback" not in text
     assert not (tmp_path / "run").exists()
 
@@ -141,7 +141,7 @@ def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
     link.close()
     for other, text in zip((1, 0), texts, strict=True):
         assert f"Stopped: Process {other} on " in text
-        assert "was not heard for 5 s" in text
+        assert "sent no heartbeat for 5 s" in text
         assert "Traceback" not in text
 
 
@@ -150,7 +150,7 @@ def test_a_link_that_is_cut_ends_the_run_with_a_sentence(tmp_path):
     "begun", [says("joined"), says("compiling"), has_two_rows], ids=["joined", "compiling", "rows"]
 )
 @pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize(("sent", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "was not heard for 5 s")])
+@pytest.mark.parametrize(("sent", "how"), [("SIGKILL", "was lost"), ("SIGSTOP", "sent no heartbeat for 5 s")])
 def test_a_process_that_is_killed_or_stopped_ends_the_other_with_its_name(tmp_path, begun, victim, sent, how):
     job = start_and_wait(tmp_path, begun, 'phases=[{"tokens": 128000}]', code=IMPATIENT + SPEAKING)
     job[victim].send_signal(signal.Signals[sent])
@@ -270,7 +270,7 @@ def test_messages_arrive_as_they_were_sent(values):
 
 def test_one_that_says_nothing_is_named():
     first, second = in_processes(2, lambda index: index or all_gather("a", 0, 0.01))
-    assert (str(first), second) == ("Process 1 was not heard for 0.01 s.", 1)
+    assert (str(first), second) == ("Process 1 did not answer within 0.01 s.", 1)
 
 
 def test_a_tuple_arrives_as_a_list_in_every_process():
@@ -317,7 +317,7 @@ def test_process_0_goes_first_and_differing_configurations_are_named():
     assert done[0] == 0
     refused = in_processes(3, lambda index: check_alike("abb"[index]))
     assert {str(error) for error in refused} == {str(refused[0])}
-    assert str(refused[0]).startswith("Process 1, 2 of 3 was given another configuration")
+    assert str(refused[0]).startswith("Processes 1, 2 of 3 have another configuration")
 
 
 # --- joining ---------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ def test_process_0_goes_first_and_differing_configurations_are_named():
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("node1:1", None, None), "given together"),
+        (("node1:1", None, None), "must be given together"),
         (("node1", 2, 0), "must be HOST:PORT"),
         (("node1:port", 2, 0), "must be HOST:PORT"),
         (("node1:99999", 2, 0), "must be HOST:PORT"),
@@ -342,7 +342,7 @@ def test_flags_that_cannot_be_are_refused(flags, said):
 def test_a_pod_that_cannot_find_the_others_is_not_left_to_train_alone(monkeypatch):
     for name, value in POD.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=r"by the package kubernetes .*, or by --coordinator"):
+    with pytest.raises(InputError, match=r"need the package kubernetes .* pass --coordinator"):
         join(None, None, None, join_seconds=1, peer_timeout=1)
 
 

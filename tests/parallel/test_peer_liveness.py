@@ -34,7 +34,7 @@ def run(act):
 @pytest.mark.parametrize(
     ("act", "said"),
     [
-        ("", "was not heard for 0.5 s"),
+        ("", "sent no heartbeat for 0.5 s"),
         ("theirs.close()", "was lost: its connection closed"),
         ("theirs.sendall(b'\\n'); theirs.close()", "was lost: its connection closed"),
     ],

@@ -46,8 +46,8 @@ def test_all_meet_or_are_told_the_number_that_is_wrong(drawn):
     outcomes = meeting(numbers, processes, 2 if missing else 20)
     if twice:  # of several, the first to be seen; one that comes later finds nobody
         said = [str(outcome_text) for outcome_text in outcomes]
-        assert sum(any(f"Two processes are numbered {number}," in text for number in twice) for text in said) >= 2, said
-        assert all("numbered" in text or "process 0" in text.lower() for text in said), said
+        assert sum(any(f"Two processes have --process {number}," in text for number in twice) for text in said) >= 2, said
+        assert all("Two processes" in text or "process 0" in text.lower() for text in said), said
     elif missing:
         listed, came = (", ".join(map(str, some)) for some in (missing, sorted(numbers)))
         for said in outcomes:
@@ -85,7 +85,7 @@ def test_a_program_that_is_not_process_0_is_not_waited_for_without_end(monkeypat
     monkeypatch.setattr(rendezvous, "_WELCOMED", 0.3)  # of the 60 s in which all processes must arrive
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        assert "had no answer from --coordinator" in meeting([1], 2, 60, port)[0]
+        assert "received no answer from --coordinator" in meeting([1], 2, 60, port)[0]
         threading.Thread(target=lambda: [other.accept()[0].close() for _ in range(2)], daemon=True).start()
         assert "closed the connection" in meeting([1], 2, 5, port)[0]
 
@@ -95,7 +95,7 @@ def test_process_0_that_reaches_another_program_says_so_at_once(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         threading.Thread(target=lambda: [other.accept()[0].close()], daemon=True).start()
         said = outcome(Job("127.0.0.1", other.getsockname()[1], "--coordinator", 2, 0), 20)
-    assert "Process 0 reached another program at --coordinator 127.0.0.1:" in said
+    assert "Another program answered process 0 at --coordinator 127.0.0.1:" in said
 
 
 @pytest.mark.parametrize("bad", ["127.0.0.1", "[::1]:none", "localhost:70000"])
@@ -108,7 +108,7 @@ def test_a_bind_address_without_a_port_is_refused(monkeypatch, bad):
 @pytest.mark.parametrize("host", ["node1..cluster", "n" * 64])
 def test_what_cannot_be_a_host_is_named(host):
     said = outcome(Job(host, 9999, "--coordinator", 2, 1))
-    assert f"The host of --coordinator {host}:9999 is not a host name" in said
+    assert f"--coordinator {host}:9999 has an invalid host name" in said
 
 
 @pytest.mark.parametrize("text", ["[::1]:80", "::1:80"])
@@ -155,7 +155,7 @@ def test_one_that_is_lost_before_the_rest_have_come_is_named():
 
     job = Job("127.0.0.1", port, "--coordinator", 3, 0)
     threading.Thread(target=visit).start()
-    assert "was lost before all 3 processes had arrived" in outcome(job, 10)
+    assert "was lost before all 3 processes had connected" in outcome(job, 10)
 
 
 def test_strangers_are_let_go_and_the_port_is_free_while_connections_are_open():

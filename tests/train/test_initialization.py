@@ -81,7 +81,7 @@ def test_a_run_goes_on_from_the_folder_without_it(tmp_path, monkeypatch):
 def test_the_first_key_that_differs_is_named(tmp_path):
     config = small_run(tmp_path)
     write(tmp_path / "model", config, num_experts=8)
-    with pytest.raises(InputError, match=r"^init_from=hf:.* model\.num_experts is 8 there and 4 here"):
+    with pytest.raises(InputError, match=r"^init_from=hf:.* model\.num_experts is 8, but this configuration has 4"):
         run_training(with_folder(tmp_path / "model", config))
     assert not (tmp_path / "run" / "config.yaml").exists()
 
@@ -161,7 +161,7 @@ def test_a_run_knows_its_base_by_what_it_holds(tmp_path):
     record_base(tmp_path, TUNED, first)
     assert json.loads((tmp_path / "base.json").read_text())["init_from"] == "a run"
     check_base(tmp_path, TUNED, first)
-    with pytest.raises(InputError, match=r"init_from=a run .* choose another run_dir"):
+    with pytest.raises(InputError, match=r"init_from=a run .* Choose another run_dir"):
         check_base(tmp_path, TUNED, second)
     for text in ("", "{}", "[]", "{"):
         (tmp_path / "base.json").write_text(text)

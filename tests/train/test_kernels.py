@@ -51,4 +51,4 @@ def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     assert rounds == [[], [other]]
     assert "momentum" not in selection.chosen
     assert "gram_polynomial" in selection.chosen
-    assert f"Not momentum by pallas: {other[2]}" in capsys.readouterr().out
+    assert f"No pallas kernel for momentum: {other[2]}" in capsys.readouterr().out

@@ -41,8 +41,8 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
 def test_the_key_to_lower_is_named(monkeypatch, changes, remedy):
     said = refusal(monkeypatch, changes, 10**8)
     assert said.startswith("phases.")
-    assert " of memory on a device, for " in said
-    assert "but 0.1 GB are available. " in said
+    assert " of memory per device for " in said
+    assert "but only 0.1 GB is available. " in said
     assert remedy in said
 
 

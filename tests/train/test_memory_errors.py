@@ -15,15 +15,15 @@ from zaya_jax.train.memory_errors import _control_groups, available_memory, chec
 
 
 def test_an_allocation_that_fails_is_one_sentence():
-    with pytest.raises(RunStopped, match=r"^It ran out of memory: (4e\+06|4,000,000) GB were requested, .* GB are "
-                       r"available on a device\. Lower it\.$"), out_of_memory("It", "Lower it"):  # fmt: skip
+    with pytest.raises(RunStopped, match=r"^It ran out of memory: it requested (4e\+06|4,000,000) GB, and .* "
+                       r"GB is available per device\. Lower it\.$"), out_of_memory("It", "Lower it"):  # fmt: skip
         jax.block_until_ready(jax.jit(lambda: jnp.zeros((10**6, 10**9), jnp.int32) + jnp.arange(10**9))())
 
 
 @pytest.mark.parametrize(("text", "requested"), [
-    ("RESOURCE_EXHAUSTED: Out of memory allocating 33442016472 bytes.", ": 33.4 GB were requested, "),
-    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB.", ": 3.25 GiB were requested, "),
-    ("RESOURCE_EXHAUSTED: Failed to allocate request for 7.50GiB (8053063680B)", ": 7.50 GiB were requested, "),
+    ("RESOURCE_EXHAUSTED: Out of memory allocating 33442016472 bytes.", ": it requested 33.4 GB, "),
+    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 3.25GiB.", ": it requested 3.25 GiB, "),
+    ("RESOURCE_EXHAUSTED: Failed to allocate request for 7.50GiB (8053063680B)", ": it requested 7.50 GiB, "),
     ("INTERNAL: CUDA error: out of memory", ", "),
 ])  # fmt: skip
 def test_each_way_to_say_it_is_understood(text, requested):
@@ -34,7 +34,7 @@ def test_each_way_to_say_it_is_understood(text, requested):
 def test_another_error_is_left_alone():
     with pytest.raises(jax.errors.JaxRuntimeError), out_of_memory("It", "Lower it"):
         raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
-    with pytest.raises(RunStopped, match=r"^It ran out of memory, .* GB are available"), out_of_memory("It", "Wait"):
+    with pytest.raises(RunStopped, match=r"^It ran out of memory, and .* GB is available"), out_of_memory("It", "Wait"):
         raise MemoryError
 
 
@@ -42,7 +42,7 @@ def test_a_compiled_step_that_needs_more_than_there_is_stops_before_it_runs(monk
     compiled = jax.jit(lambda x: (x @ x) @ (x @ x.T)).lower(jax.ShapeDtypeStruct((1000, 1000), "float32")).compile()
     check_compiled(compiled, "phases.train")
     monkeypatch.setattr(memory_errors, "available_memory", lambda: 4_000_000)
-    with pytest.raises(RunStopped, match=r"^A step of phases\.train needs .* GB .*, but 0\.004 GB are available\. "
+    with pytest.raises(RunStopped, match=r"^A step of phases\.train needs .* GB .*, but only 0\.004 GB is available\. "
                        r"Lower train\.batch\.micro_batch, set train\.remat to full, or raise "
                        r"parallel\.fsdp\.$"):  # fmt: skip
         check_compiled(compiled, "phases.train")
@@ -94,5 +94,5 @@ def test_an_evaluation_that_runs_out_of_memory_stops_the_run(tmp_path, capsys, m
     assert main(["--config", str(path)]) == 1
     *lines, said = capsys.readouterr().err.splitlines()
     assert "Warning: 300, 300" in lines
-    assert said.startswith("Stopped: The evaluation ran out of memory: 33.4 GB were requested, ")
+    assert said.startswith("Stopped: The evaluation ran out of memory: it requested 33.4 GB, ")
     assert said.endswith(" Lower evaluation.batch_size.")

@@ -194,7 +194,7 @@ def test_phases_that_are_begun_may_not(begun, index, changes, match):
 
 
 def test_a_phase_that_is_begun_may_not_go(begun):
-    refused(change(begun, {"phases": PHASES[:1]}), r"^phases\.two is gone, but the run is past its beginning")
+    refused(change(begun, {"phases": PHASES[:1]}), r"^phases\.two was removed, but the run has started")
 
 
 # --- where a run may begin -------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_a_run_goes_on_though_the_one_it_began_with_is_gone(whole, tmp_path):
 def test_a_beginning_with_another_kind_of_optimizer_is_refused_by_its_key(whole, tmp_path, key, value):
     config, result, _ = whole
     bad = change(config, {"run_dir": str(tmp_path / "run"), "init_from": str(result.run_dir), key: value})
-    with pytest.raises(InputError, match=rf"^init_from=.* was made with {key}=.* here it is {value!r}"):
+    with pytest.raises(InputError, match=rf"^init_from=.* was made with {key}=.* this configuration has {value!r}"):
         run_training(bad)
     assert not (tmp_path / "run" / "config.yaml").exists()
 

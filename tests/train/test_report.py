@@ -58,8 +58,8 @@ def test_a_report_names_sources_that_hold_nothing_out_and_survives_a_disk_that_c
     (tmp_path / "file").write_text("")  # in the place of the run folder
     bare = dataclasses.replace(result, heldout_by_source={}, run_dir=tmp_path / "file")
     text = report(change(config, {"sample.tokens": 0}), bare)
-    assert "Source corpus holds out no document" in text
-    assert "summary.json cannot be written: Not a directory" in text
+    assert "Source corpus has no held-out loss" in text
+    assert "summary.json: Not a directory" in text
 
 
 def test_a_continuation_is_drawn_from_the_run_repeats_and_ends_where_positions_do(finished):

@@ -59,7 +59,7 @@ def test_a_run_can_become_shorter_down_to_what_is_done(config):
     shorter = with_phases(config, dataclasses.replace(phase, tokens=640, schedule=CONSTANT))
     before = with_phases(config, dataclasses.replace(phase, schedule=CONSTANT))
     check_past(before, shorter, 5)
-    with pytest.raises(InputError, match=r"^phases\.train\.tokens is 640, but 768 tokens of that phase are done"):
+    with pytest.raises(InputError, match=r"^phases\.train\.tokens is 640, but .* 768 tokens"):
         check_past(before, shorter, 6)
     bigger = dataclasses.replace(before, train=dataclasses.replace(config.train, batch=BatchConfig(tokens=256)))
     with pytest.raises(InputError, match=r"train\.batch"):

@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.bench VERB`: measurements that print a ratio against a named peer."""
+"""Benchmark this project against others: `python -m zaya_jax.bench VERB`."""
 
 import argparse
 import sys
@@ -9,47 +9,56 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_flags, run_verb
 
+_EXAMPLES = """examples:
+  python -m zaya_jax.bench step --dtype float32
+  python -m zaya_jax.bench step --whole --config configs/bench_8b.yaml
+  python -m zaya_jax.bench kernels --only attention --output attention.json"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, or 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.bench", description="Measure against a peer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.bench", description="Time this project against others, or compare training recipes.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True)
-    step = verbs.add_parser("step", help="time a training step against transformers")
+    step = verbs.add_parser("step", help="time a training step against transformers in PyTorch")
     add_flags(step, repeats=7)
     step.add_argument("--whole", action="store_true",
-                      help="time a whole step (micro-batches, clipping, optimizer, balancing) and the optimizer's "
-                      "share of it, each side alone on the device; without it a forward and backward pass")  # fmt: skip
+                      help="time the whole step, with micro-batches, clipping, optimizer and balancing, and report the "
+                      "optimizer's share (default: forward and backward pass only)")  # fmt: skip
     step.add_argument("--dtype", choices=("float32", "bfloat16", "both"), help="dtype of the forward and backward pass "
-                      "(default: both); a whole step computes in train.compute_dtype")  # fmt: skip
-    step.add_argument("--config", metavar="FILE", help="configuration with model, batch and context, such as "
-                      "configs/bench_8b.yaml for a GPU of 141 GB (default: 52.75M parameters)")  # fmt: skip
-    step.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+                      "(default: both); --whole uses train.compute_dtype instead")  # fmt: skip
+    step.add_argument("--config", metavar="FILE", help="configuration to take model, batch and context from, such as "
+                      "configs/bench_8b.yaml on a GPU with 141 GB (default: a model of 52.75M parameters)")  # fmt: skip
+    step.add_argument("overrides", nargs="*", metavar="section.key=value",
+                      help="configuration value to override, such as model.num_layers=4")  # fmt: skip
     step.set_defaults(run=_step)
-    data = verbs.add_parser("data", help="time packing against Grain, and preparing against datasets")
+    data = verbs.add_parser("data", help="time packing against Grain, and data preparation against datasets")
     add_flags(data, repeats=5)
     data.set_defaults(run=_data)
-    checkpoint = verbs.add_parser("checkpoint", help="time saving against gathering and pickling, and against Orbax")
-    add_flags(checkpoint, repeats=5, png="the times over the number of processes")
+    checkpoint = verbs.add_parser("checkpoint", help="time saving and restoring against Orbax and gather-and-pickle")
+    add_flags(checkpoint, repeats=5, png="times against the number of processes")
     checkpoint.add_argument("--gib", type=float, nargs="+", default=[0.25, 2.0], metavar="SIZE",
-                            help="sizes of the state in GiB (default: 0.25 2)")  # fmt: skip
+                            help="state sizes to save, in GiB (default: 0.25 2)")  # fmt: skip
     checkpoint.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N",
-                            help="numbers of processes (default: 1 2 4)")  # fmt: skip
-    checkpoint.add_argument("--folder", help="folder on the disk to measure (default: the system's temporary folder)")
+                            help="numbers of processes to save from (default: 1 2 4)")  # fmt: skip
+    checkpoint.add_argument("--folder", help="folder on the disk to measure (default: the system temporary folder)")
     checkpoint.set_defaults(run=_checkpoint)
-    kernels = verbs.add_parser("kernels", help="time each kernel against XLA, PyTorch and the device's limits")
+    kernels = verbs.add_parser("kernels", help="time each Pallas kernel against XLA, PyTorch and the device's peak")
     add_flags(kernels, repeats=5)
     kernels.add_argument("--only", metavar="CASE", nargs="+", default=[],
                          help="cases to time, such as attention (default: all)")  # fmt: skip
     kernels.set_defaults(run=_kernels)
     for name, text, steps in (
-        ("optimizer", "count Muon's steps to the held-out loss that AdamW reaches", 150),
-        ("balance", "count the steps that each balancing rule takes to an even expert load", 100),
-        ("ablations", "compare held-out loss at equal FLOPs, each part of ZAYA1 taken away in turn", 150),
+        ("optimizer", "count the steps that Muon needs to reach AdamW's final held-out loss", 150),
+        ("balance", "count the steps that each balancing rule needs to even out the expert load", 100),
+        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time", 150),
     ):
         verb = verbs.add_parser(name, help=text)
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
                           help=f"number of training steps (default: {steps})")  # fmt: skip
-        add_flags(verb, png="the curves")
+        add_flags(verb, png="the learning curves")
         verb.set_defaults(run=_trainings)
     return run_verb(parser, arguments)
 
@@ -59,13 +68,13 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.whole_step import bench_whole_step, default_whole_config
 
     if parsed.overrides and not parsed.config:
-        raise InputError(f"{parsed.overrides[0]} overrides a configuration, but there is none: add --config FILE.")
+        raise InputError(f"{parsed.overrides[0]} overrides a configuration file, but none is given: add --config FILE.")
     config = load_config(parsed.config, parsed.overrides) if parsed.config else None
     if not parsed.whole:
         dtypes = [parsed.dtype] if parsed.dtype in {"float32", "bfloat16"} else ["float32", "bfloat16"]
         return bench_step(config or default_config(), dtypes, parsed.repeats)
     if parsed.dtype:
-        raise InputError("--dtype works without --whole only: use --config FILE and train.compute_dtype=bfloat16.")
+        raise InputError("--dtype cannot be combined with --whole. Use --config FILE train.compute_dtype=bfloat16.")
     return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
 
 
@@ -80,7 +89,7 @@ def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
 
     for name, values in (("--gib", parsed.gib), ("--processes", parsed.processes)):
         if any(value <= 0 for value in values):
-            raise InputError(f"{name} is {' '.join(map(str, values))}, but must be numbers above zero.")
+            raise InputError(f"{name} is {' '.join(map(str, values))}, but every value must be above 0.")
     return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
 
 
@@ -96,7 +105,7 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
     from zaya_jax.bench.optimizer import bench_optimizer
 
     if parsed.steps < 20:
-        raise InputError(f"--steps is {parsed.steps}, but must be at least 20: warm-up takes ten.")
+        raise InputError(f"--steps is {parsed.steps}, but must be at least 20: the warm-up takes 10 steps.")
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
     return benches[parsed.verb](parsed.steps, parsed.png)
 

@@ -69,11 +69,11 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     }  # fmt: skip
     for rule, row in result["results"].items():
         median = {what: median_or_never(row[what]) for what in StepsUntilEven._fields}
-        print(f"{rule}: even after {median['start']} steps, and {median['switch']} after the switch (medians)")
+        print(f"{rule}: median {median['start']} steps to an even load, {median['switch']} after the data switch")
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip
-        draw_lines(Path(png), lines, title="Balancing from uneven routers, by rule (mean and range of seeds)", x="step",
+        draw_lines(Path(png), lines, title="Balancing from uneven routers, by rule (mean and range over seeds)", x="step",
                    y="expert-load entropy (1: all experts alike)", marks={steps: "other data"})  # fmt: skip
     return result
 

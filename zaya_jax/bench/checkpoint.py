@@ -45,7 +45,7 @@ def bench_checkpoint(
       InputError: `folder` is not a folder.
     """
     if folder is not None and not Path(folder).is_dir():
-        raise InputError(f"--folder is {folder!r}, but must be a folder on the disk that is measured.")
+        raise InputError(f"--folder is {folder!r}, but must be an existing folder.")
     result = describe_run(
         "seconds that saving stops a step loop, and until it is durable; seconds to restore",
         f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",

@@ -96,7 +96,7 @@ def _parse_absl_flags() -> None:
 def check_datasets() -> None:
     """Raise `InputError` where `datasets` is not installed."""
     if importlib.util.find_spec("datasets") is None:
-        raise InputError("The peer needs datasets: pip install -e '.[bench]'.")
+        raise InputError("The comparison needs datasets: pip install -e '.[bench]'.")
 
 
 def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, scratch: Path) -> Callable[[], float]:

@@ -28,7 +28,7 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     try:  # imported by name, since no part of the package may need it
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
-        raise InputError("The peer needs PyTorch: pip install -e '.[parity]'.") from error
+        raise InputError("The comparison needs PyTorch: pip install -e '.[parity]'.") from error
     torch.manual_seed(0)
     make, backward = PEERS[name], name.endswith(" backward")
     with torch.device(device):

@@ -53,15 +53,15 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
     sizes, dtype = (SMALL, "bfloat16") if emulated else (EIGHT_B, "bfloat16")
     chosen = cases(sizes, dtype)
     if wrong := [name for name in only if name not in chosen]:
-        raise InputError(f"There is no case {wrong[0]!r}; there are {', '.join(chosen)}.")
+        raise InputError(f"--only is {wrong[0]!r}, but must be one of {', '.join(chosen)}.")
     result = describe_run("kernels", str(sizes), "XLA's compilation of the references, and PyTorch",
                           ("torch", "triton"))  # fmt: skip
     result["hardware"]["device"], result["emulated"] = target.device_kind, emulated
     if emulated:
-        print("There is no GPU here: kernels are emulated at small size, and the times say nothing of a GPU.")
+        print("JAX found no GPU: kernels run emulated at a small size, so the times say nothing about a GPU.")
     limits = rooflines(emulated, repeats)
-    print(f"{target.device_kind}: copies {limits['copy'] / 1e9:,.0f} GB/s, dense bf16 products "
-          f"{limits['dense'] / 1e12:,.3g} TFLOP/s.", flush=True)  # fmt: skip
+    print(f"{target.device_kind}: measured {limits['copy'] / 1e9:,.0f} GB/s in copies and "
+          f"{limits['dense'] / 1e12:,.3g} TFLOP/s in dense bf16 matmuls.", flush=True)  # fmt: skip
     result["rooflines"] = {name: float(f"{value:.4g}") for name, value in limits.items()}
     result["results"] = {}
     for name in only or chosen:

@@ -74,7 +74,7 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
     result["results"] = compare({seed: {kind: curves[seed, kind] for kind in kinds} for seed in SEEDS})
     for kind, row in result["grid"].items():
         if not row["interior"]:
-            print(f"The best rates of {kind} lie at the edge of the grid: widen it.")
+            print(f"The best learning rates of {kind} are at the edge of the grid: widen the grid.")
     print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
     draw_heldout(png, named, "Optimizers, each at its best rates")
     return result

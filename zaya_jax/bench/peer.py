@@ -13,13 +13,13 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
 
 ROWS = (1, 2, 4, 8)  # sequences at a time, among which training takes the fastest number
-_TOO_LARGE = "transformers' model and its AdamW do not fit the memory of this device."
+_TOO_LARGE = "The transformers model and its AdamW state do not fit the memory of this device."
 
 
 def check_peer() -> None:
     """Raise `InputError` where PyTorch or `transformers` is not installed; imports neither."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
-        raise InputError("The peer needs PyTorch and transformers: pip install -e '.[parity]'.")
+        raise InputError("The comparison needs PyTorch and transformers: pip install -e '.[parity]'.")
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:

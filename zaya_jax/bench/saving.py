@@ -214,7 +214,7 @@ def timed_restores(method: Method, folder: Path, state: Any) -> dict[str, float]
         for name, x in state.items():
             for saved, read in zip(x.addressable_shards, arrays[name].addressable_shards, strict=True):
                 if not np.array_equal(saved.data, read.data):
-                    raise RuntimeError(f"{name} came back with other values.")
+                    raise RuntimeError(f"{name} was restored with wrong values.")
         del arrays
         if method.verify is not None:
             start = time.perf_counter()

@@ -109,7 +109,7 @@ def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> No
     """Draw the held-out loss over the steps, if a file is given."""
     if png:
         lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
-        draw_lines(Path(png), lines, title=f"{title} (mean and range of seeds)", x="step",
+        draw_lines(Path(png), lines, title=f"{title} (mean and range over seeds)", x="step",
                    y="held-out loss (nats/token)")  # fmt: skip
 
 

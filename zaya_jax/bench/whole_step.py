@@ -215,14 +215,14 @@ def check_memory(config: Config, needed: int, limit: int | None, needed_by: Call
     if limit is None or needed <= limit:
         return
     layers, period = config.model.num_layers, len(config.model.period)
-    sentence = f"A step of {layers} layers takes {needed / _GB:.1f} GB, but this device gives {limit / _GB:.1f} GB"
+    sentence = f"A step with {layers} layers needs {needed / _GB:.1f} GB, but this device has {limit / _GB:.1f} GB"
     half, fitting = layers // 2 // period * period, 0
     if half:
         less = needed_by(dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=half)))
         fitting = int(layers - (needed - limit) / ((needed - less) / (layers - half))) // period * period
     if fitting < period:
-        raise InputError(f"{sentence}: a smaller vocabulary, width or train.batch.micro_batch is needed to fit.")
-    raise InputError(f"{sentence}: model.num_layers={fitting} would fit.")
+        raise InputError(f"{sentence}. Lower model.vocab_size, model.hidden_size or train.batch.micro_batch.")
+    raise InputError(f"{sentence}. Set model.num_layers={fitting}, which fits.")
 
 
 def _bytes(program: Any) -> int:
@@ -260,14 +260,14 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
 
 
 def _print_ours(ours: dict[str, Any]) -> None:
-    print(f"ours: {describe_throughput(ours)}, {ours['micro_batch']} sequences at a time, remat {ours['remat']}"
-          f"{_memory_in_words(ours)} by {ours['peak_bytes_by']}")  # fmt: skip
-    print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, Newton–Schulz alone "
-          f"{ours['newton_schulz_share']:.1%}")  # fmt: skip
+    print(f"ours: {describe_throughput(ours)}, micro_batch {ours['micro_batch']}, remat {ours['remat']}"
+          f"{_memory_in_words(ours)} (by {ours['peak_bytes_by']})")  # fmt: skip
+    print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in "
+          "Newton–Schulz")  # fmt: skip
     for part, shared in ours["with_part_of_the_optimizer"].items():
         print(f"with {part} of the optimizer's time: {describe_throughput(shared)}, optimizer "
               f"{shared['optimizer_share']:.1%}", flush=True)  # fmt: skip
 
 
 def _memory_in_words(side: dict[str, Any]) -> str:
-    return "" if side["peak_bytes"] is None else f", {side['peak_bytes'] / _GB:.1f} GB at most"
+    return "" if side["peak_bytes"] is None else f", peak {side['peak_bytes'] / _GB:.1f} GB"

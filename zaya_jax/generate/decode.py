@@ -50,19 +50,20 @@ def generate_text(
     rows = [[int(token) for token in row] for row in prompt_tokens]
     config = model.config
     if not rows or not all(rows):
-        raise InputError("A prompt is empty; each must hold at least one token.")
+        raise InputError("A prompt is empty, but must have at least one token.")
     if unknown := [token for row in rows for token in row if not 0 <= token < config.vocab_size]:
-        raise InputError(f"A prompt holds the token {unknown[0]}, but the last one is {config.vocab_size - 1}.")
+        raise InputError(f"A prompt contains token {unknown[0]}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
     if not (temperature >= 0 and math.isfinite(temperature)):
-        raise InputError(f"temperature is {temperature}, but must be at least 0 and finite.")
+        raise InputError(f"temperature is {temperature}, but must be finite and at least 0.")
     if temperature > 0 and key is None:
-        raise InputError("Sampling at a temperature above 0 needs a key, such as jax.random.key(0).")
+        raise InputError("A temperature above 0 needs a random key: pass key=jax.random.key(0), for example.")
     longest = max(map(len, rows))
     capacity = longest + max_new_tokens
     if capacity > config.max_positions:
-        raise InputError(f"Prompt and new tokens make {capacity}, but model.max_positions is {config.max_positions}.")
+        raise InputError(f"The longest prompt ({longest} tokens) and max_new_tokens={max_new_tokens} exceed "
+                         f"model.max_positions={config.max_positions}. Shorten one of them.")  # fmt: skip
     tokens, segments = np.zeros((2, len(rows), longest), np.int32)
     for index, row in enumerate(rows):  # padding stands on the left, so that all rows go on at the same place
         tokens[index, longest - len(row) :] = row

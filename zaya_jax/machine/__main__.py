@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.machine VERB`: what this machine is, what works on it, and what is compiled for others."""
+"""Describe and test a machine: `python -m zaya_jax.machine VERB`."""
 
 import argparse
 import json
@@ -8,22 +8,30 @@ from typing import Any
 
 from zaya_jax.machine.command import add_flags, run_verb
 
+_EXAMPLES = """examples:
+  python -m zaya_jax.machine describe
+  python -m zaya_jax.machine smoke --output smoke.json
+  python -m zaya_jax.machine context --repeats 3 --png memory.png"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.machine", description="Measure and describe a machine.")
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.machine", description="Describe, test and time this machine's devices.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True)
     describe = verbs.add_parser("describe", help="print devices, memory, drivers, environment and preset as JSON")
     describe.set_defaults(run=_describe)
-    smoke = verbs.add_parser("smoke", help="test and time everything on this machine's devices, as one JSON to post")
+    smoke = verbs.add_parser("smoke", help="test and time kernels, collectives and training; write one JSON to post")
     smoke.add_argument("--output", metavar="FILE",
-                       help="file to write the result to, as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
+                       help="write the result to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
     smoke.set_defaults(run=_smoke)
-    context = verbs.add_parser("context", help="measure ring and all-gather attention over several devices")
-    add_flags(context, repeats=5, png="the memory over the number of devices")
+    context = verbs.add_parser("context", help="measure memory and time of ring and all-gather attention")
+    add_flags(context, repeats=5, png="memory against the number of devices")
     context.set_defaults(run=_context)
-    launches = verbs.add_parser("launches", help="count a layer's launches and each operation's bytes, with and "
-                                "without kernels")  # fmt: skip
+    launches = verbs.add_parser("launches", help="count the kernel launches of a layer and the bytes each operation "
+                                "moves, with and without Pallas kernels")  # fmt: skip
     add_flags(launches)
     launches.set_defaults(run=_launches)
     machine_code = verbs.add_parser("machine-code", help="report registers, shared memory and spills of each kernel on "

@@ -20,7 +20,7 @@ def check_collectives() -> dict[str, Any]:
     mesh = make_mesh()
     n = mesh.size
     if n < 2:
-        return {"devices": n, "skipped": "There is one device, so nothing to send between devices."}
+        return {"devices": n, "skipped": "There is only one device, so there are no collectives to check."}
     rows = np.random.default_rng(0).integers(0, 8, (n, 4 * n))  # sums stay below 256 for up to 36 devices
     chunks = rows.reshape(n, n, 4)
     expected = {
@@ -35,10 +35,10 @@ def check_collectives() -> dict[str, Any]:
         region = jax.shard_map(_collectives, mesh=mesh, in_specs=PartitionSpec("data"),
                                out_specs=PartitionSpec("data"), check_vma=False)  # fmt: skip
         results = jax.device_get(jax.jit(region)(rows.astype(jnp.dtype(dtype))))
-        wrong += [f"{name} of {dtype}" for name, array in expected.items() if not np.array_equal(results[name], array)]
+        wrong += [f"{name} in {dtype}" for name, array in expected.items() if not np.array_equal(results[name], array)]
     result: dict[str, Any] = {"devices": n, "dtypes": list(dtypes)}
     if wrong:
-        result["failed"] = f"These gave wrong numbers over {n} devices: {', '.join(wrong)}."
+        result["failed"] = f"Wrong results over {n} devices: {', '.join(wrong)}."
     return result
 
 

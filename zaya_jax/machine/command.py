@@ -1,4 +1,4 @@
-"""What the commands `machine` and `bench` share: flags, the result's file, and refusals."""
+"""Flags, output file and error handling that the commands `machine` and `bench` share."""
 
 import argparse
 import sys
@@ -9,19 +9,23 @@ from zaya_jax.machine.result import check_request, write_result
 
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
-    """Add `--output`; `--repeats` with a default, and `--png` with what it draws, if they are given."""
-    verb.add_argument("--output", metavar="FILE", help="file to write the result to, as JSON")
+    """Add `--output`, `--repeats` with the default `repeats`, and `--png`, whose help names the plot `png`.
+
+    A flag whose argument is None is left out.
+    """
+    verb.add_argument("--output", metavar="FILE", help="write the result to FILE as JSON")
     if repeats is not None:
         verb.add_argument("--repeats", type=int, default=repeats, metavar="N",
-                          help=f"number of timed passes of each side (default: {repeats})")  # fmt: skip
+                          help=f"number of timed passes for each side (default: {repeats})")  # fmt: skip
     if png is not None:
-        verb.add_argument("--png", metavar="FILE", help=f"file to draw {png} to")
+        verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
 
 
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    """Call the verb's `run` and write the result that it returns to `--output`.
+    """Run the verb that was parsed, and write its result to `--output`.
 
-    The exit status is 0, 1 if something in the result has `failed`, or 2 for bad input.
+    Returns:
+      The exit status: 0, 1 if the result says that something `failed`, or 2 for bad input.
     """
     parsed = parser.parse_args(arguments)
     files = {f"--{name}": getattr(parsed, name, None) for name in ("output", "png")}

@@ -186,14 +186,14 @@ def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
 
 def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], scaling: Mapping[str, Any]) -> None:
     for case, (memory, seconds) in measured.items():
-        peak = "" if memory.peak is None else f", at its peak {memory.peak / 2**20:,.1f}"
+        peak = "" if memory.peak is None else f" (peak {memory.peak / 2**20:,.1f})"
         where = "one device" if case.devices == 1 else f"{case.devices} devices, {case.attention}"
-        print(f"{length:,} tokens, {where}: {memory.compiled / 2**20:,.1f} MiB a device{peak}, "
+        print(f"{length:,} tokens, {where}: {memory.compiled / 2**20:,.1f} MiB per device{peak}, "
               f"{statistics.median(seconds):.3f} s")  # fmt: skip
     for kind, power in scaling.items():
         if power:
-            print(f"{length:,} tokens, {kind}: memory a device goes as N^{power['exponent']:.2f}, between the last "
-                  f"two N as N^{power['last']:.2f}", flush=True)  # fmt: skip
+            print(f"{length:,} tokens, {kind}: memory per device scales as N^{power['exponent']:.2f} with N devices "
+                  f"(N^{power['last']:.2f} between the two largest N)", flush=True)  # fmt: skip
 
 
 def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
@@ -201,6 +201,6 @@ def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> N
     single_device_bytes = curves[KINDS[0]].get(1)
     if single_device_bytes is not None:
         devices = list(curves[KINDS[0]])
-        lines["one device's, divided by N"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
-    draw_lines(path, lines, title=f"Attention over {length:,} tokens, forward and backward", x="devices N",
+        lines["one device / N (ideal)"] = (devices, [single_device_bytes / n / 2**20 for n in devices])
+    draw_lines(path, lines, title=f"Attention over {length:,} tokens, forward and backward", x="number of devices N",
                y="memory per device (MiB)")  # fmt: skip

@@ -36,8 +36,8 @@ def describe_machine() -> dict[str, Any]:
     }
     plugin, platforms = detect_gpu_plugin(), os.environ.get("JAX_PLATFORMS", "")
     if plugin and target.platform == "cpu" and not platforms.startswith("cpu"):
-        machine["failed"] = (f"This machine has a GPU, but JAX found only its CPU: install the plugin with "
-                             f"pip install -e '.[{plugin}]', and see what JAX printed above.")  # fmt: skip
+        machine["failed"] = (f"This machine has a GPU, but JAX found only the CPU. Install the plugin with "
+                             f"pip install -e '.[{plugin}]'; JAX's own message is above.")  # fmt: skip
     return machine
 
 

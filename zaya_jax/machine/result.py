@@ -28,7 +28,7 @@ def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
         raise InputError(f"--repeats is {repeats}, but must be at least 1.")
     for flag, name in files.items():
         if name and (Path(name).is_dir() or not Path(name).resolve().parent.is_dir()):
-            raise InputError(f"{flag} is {name!r}, but must be a file in a folder that exists.")
+            raise InputError(f"{flag} is {name!r}, but must be a file in an existing folder.")
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:

@@ -73,8 +73,8 @@ def smoke(output: str | None) -> dict[str, Any]:
         _write(result, path)
         result["parts"][name] = run_part(name, work)
     _write(result, path)
-    ended = f"These parts failed: {', '.join(result['failed'])}." if result["failed"] else "All parts passed."
-    print(f"{ended} The results are in {path}, which you can post in an issue of the project.")
+    ended = f"Failed: {', '.join(result['failed'])}." if result["failed"] else "All parts passed."
+    print(f"{ended} The results are in {path}; please post that file in an issue.")
     return result
 
 
@@ -115,7 +115,7 @@ def _slug(device: str) -> str:
 def sizes_for(platform: str, devices: int) -> Sizes:
     """Sizes that take `devices` GPUs minutes; smaller ones on a CPU."""
     if platform == "cpu":
-        print("JAX has no GPU here: everything runs on the CPU, at a small size.", flush=True)
+        print("JAX found no GPU: running everything on the CPU, at a small size.", flush=True)
         model = ModelConfig(
             vocab_size=1024, hidden_size=256, num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=64,
             num_experts=8, expert_size=128, router_size=64, max_positions=256, rope_base=1.0e4,
@@ -185,15 +185,15 @@ def check_losses(losses: list[float], difference: float, allowed: float) -> str 
         return f"The loss of step {[math.isfinite(loss) for loss in losses].index(False) + 1} is not finite."
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])
     if first - last < FALL:
-        return f"The loss went from {first:.2f} to {last:.2f}, but should fall by {FALL:g} at least."
+        return f"The loss went from {first:.2f} to {last:.2f}, but should fall by at least {FALL:g} nats/token."
     if not difference <= allowed:
-        return f"The resumed run differs by {difference:.2g} nats/token, but may by {allowed:g}."
+        return f"The resumed run differs by {difference:.2g} nats/token; at most {allowed:g} is allowed."
     return None
 
 
 def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
     if sizes is None:
-        return {"skipped": "There is one GPU, and a sequence over several devices needs two."}
+        return {"skipped": "Context parallelism needs at least two GPUs, and there is only one."}
     return context.measure_context(sizes, repeats, None)
 
 

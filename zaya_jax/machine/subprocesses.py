@@ -50,7 +50,7 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
             result = parent_end.recv()
         except (EOFError, OSError) as error:
             process.join()
-            raise RuntimeError(f"The measured process ended with status {process.exitcode}.") from error
+            raise RuntimeError(f"The measured process exited with status {process.exitcode}.") from error
         if isinstance(result, Exception):
             raise result
         return result
@@ -113,4 +113,4 @@ def _serve(pipe: Connection, make: Callable[..., Callable[[], Any]], arguments: 
     except InputError as error:
         pipe.send(error)
     except Exception as error:  # not every error can be sent to another process
-        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error).strip() or 'no more is known'}"[:2000]))
+        pipe.send(RuntimeError(f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]))

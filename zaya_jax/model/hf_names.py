@@ -35,9 +35,9 @@ class HfTensor(NamedTuple):
 
 
 def no_form(config: ModelConfig) -> Iterator[HfTensor]:
-    """`hf_tensors` of a module that has no form in a `transformers` folder."""
-    raise InputError(f"A model with model.attention={config.attention} and model.router={config.router} has no form in "
-                     "a transformers folder.")  # fmt: skip
+    """Refuse to name the tensors of a module that `transformers` does not have; takes the place of `hf_tensors`."""
+    raise InputError(f"transformers has no model with model.attention={config.attention} and "
+                     f"model.router={config.router}, so it cannot be imported or exported.")  # fmt: skip
 
 
 def unchanged(x: np.ndarray) -> np.ndarray:

@@ -164,13 +164,13 @@ def _unsupported(
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
     if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
-        return (f"The mix's kernel takes heads of a power of two of channels, 16 at least, of which it rotates pairs "
-                f"and leaves channels numbering powers of two, {least} at least (or leaves none); "
-                f"not {c} channels with {pairs} pairs.")  # fmt: skip
+        return (f"The cca_mix kernel needs channels, rotary pairs and unrotated channels to be powers of two: at least "
+                f"16 channels, {least} pairs, and 0 or {least} unrotated channels, not {c} channels with {pairs} "
+                "pairs.")  # fmt: skip
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
     if sum(taps) - 2 > _MOST_ROWS:
-        return (f"The mix's kernel takes convolutions that reach {_MOST_ROWS} tokens back together, "
-                f"not {sum(taps) - 2} as with {taps[0]} and {taps[1]} taps.")  # fmt: skip
+        return (f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, "
+                f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps).")  # fmt: skip
     return ""
 
 

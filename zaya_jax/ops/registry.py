@@ -84,11 +84,11 @@ class KernelSelection:
     def __str__(self) -> str:
         """One line for a person."""
         if self.target.platform not in PLATFORMS:
-            return f"There are no kernels for {self.target.platform}: all operations are XLA's."
+            return f"There are no kernels for {self.target.platform}: XLA runs all operations."
         said = [f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."]
-        said += [f"Not {operation} by {kernel}: {reason}" for (operation, kernel), reason in self.reasons.items()]
+        said += [f"No {kernel} kernel for {name}: {reason}" for (name, kernel), reason in self.reasons.items()]
         if self.untried:
-            said.append(f"Not tried on arrays beyond 4 GiB, which do not fit here: {', '.join(self.untried)}.")
+            said.append(f"Not checked on arrays above 4 GiB, for lack of memory: {', '.join(self.untried)}.")
         return " ".join(said)
 
 
@@ -196,12 +196,12 @@ def _try(
             tried = check if training else check._replace(gradient=False)
             errors = {"": compare(tried, dtype, implementation, operation.reference)}
             apart = compare_large(tried, dtype, implementation, large, free_memory()) if large else 0.0
-            errors[" with arrays beyond 4 GiB"], fits = apart or 0.0, fits and apart is not None
+            errors[" on arrays above 4 GiB"], fits = apart or 0.0, fits and apart is not None
             for where, error in errors.items():
                 if not error <= check.tolerance[dtype]:  # written so that NaN fails
-                    return f"it is {error:.2g} off{where}, but may be {check.tolerance[dtype]:g}.", fits
+                    return f"its error{where} is {error:.2g}, above the tolerance {check.tolerance[dtype]:g}.", fits
     except Exception as problem:  # the compiler's, the driver's: whatever it is, the reference remains
-        return f"it fails with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
+        return f"it failed with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
     return "", fits
 
 
@@ -209,7 +209,7 @@ def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
     """Leave a kernel out of all later selections of this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
-        warnings.warn(f"The {kernel} kernel of {operation} is not used on this {target.device_kind}: {reason}",
+        warnings.warn(f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}: {reason}",
                       stacklevel=3)  # fmt: skip
 
 
@@ -240,5 +240,5 @@ def check_operations(
                 error = compare(check, dtype, implementation, operation.reference)
                 errors[f"{name}{by} {dtype}"] = {"error": float(f"{error:.3g}"), "tolerance": check.tolerance[dtype]}
                 if not error <= check.tolerance[dtype]:
-                    wrong.append(f"{name}{by} in {dtype} is {error:.2g} off, but may be {check.tolerance[dtype]:g}")
+                    wrong.append(f"{name}{by} in {dtype} has error {error:.2g}, tolerance {check.tolerance[dtype]:g}")
     return {"errors": errors, **({"failed": "; ".join(wrong) + "."} if wrong else {})}

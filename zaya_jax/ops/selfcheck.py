@@ -89,8 +89,8 @@ def host_cpu() -> Any:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError as error:
         platforms = jax.config.read("jax_platforms")
-        raise InputError(f"Kernels are checked against jax's CPU backend, which JAX_PLATFORMS={platforms} leaves out: "
-                         f"set JAX_PLATFORMS={platforms},cpu.") from error  # fmt: skip
+        raise InputError(f"JAX_PLATFORMS={platforms} excludes the CPU backend, which the kernels are checked against. "
+                         f"Set JAX_PLATFORMS={platforms},cpu.") from error  # fmt: skip
 
 
 def free_memory() -> int:

@@ -80,8 +80,8 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             if jnp.ndim(leaf) < 2:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
-                raise ValueError(f"Muon moves matrices, but {name} has shape {jnp.shape(leaf)}. Give it to another "
-                                 "transform, such as optax.adamw, with optax.partition.")  # fmt: skip
+                raise ValueError(f"Muon updates matrices only, but {name} has shape {jnp.shape(leaf)}. Use another "
+                                 "transform for it, such as optax.adamw, with optax.partition.")  # fmt: skip
         momentum = jax.tree.map(lambda x: jnp.zeros_like(x, accumulation_dtype(x.dtype)), params)
         if config.momentum_form == "sum":
             return optax.TraceState(momentum), optax.EmptyState()

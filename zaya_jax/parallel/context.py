@@ -134,7 +134,7 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
 def refuse_cache(query_offset: Any) -> None:
     """Raise `ValueError` where queries follow the tokens of a cache."""
     if not isinstance(query_offset, int) or query_offset:
-        raise ValueError("A sequence over several devices has no cache: decode with parallel.context.tree_attention.")
+        raise ValueError("Context parallelism does not support a cache: decode with parallel.context.tree_attention.")
 
 
 def tree_attention(

@@ -28,9 +28,9 @@ def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") ->
     if data * fixed != devices:
         axes = " × ".join(f"{where}.{axis} {size}" for axis, size in sizes.items())
         if config.data is None:
-            raise InputError(f"{axes} is {fixed}, which does not divide the {devices} devices of this job.")
-        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the devices of this "
-                         "job (or leave data out: it is then what the others leave).")  # fmt: skip
+            raise InputError(f"{axes} is {fixed}, but must divide {devices}, the number of devices in this job.")
+        raise InputError(f"{where}.data {data} × {axes} is {data * fixed}, but must be {devices}, the number of "
+                         f"devices in this job. Change one, or set {where}.data=null to compute it.")  # fmt: skip
     return {"data": data, **sizes}
 
 
@@ -78,6 +78,6 @@ def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None
     """Raise `InputError` unless `sequences`, given by the configuration's `key`, make whole parts of `micro` each."""
     shards = batch_shards(mesh)
     if sequences % (shards * micro):
-        each = "" if micro == 1 else f" times {micro} sequences a device works through at once"
-        raise InputError(f"{key} makes {sequences} sequences, but must make a multiple of {shards}, the number of "
-                         f"parts they are split into{each}.")  # fmt: skip
+        each = "" if micro == 1 else f" × micro_batch {micro}"
+        raise InputError(f"{key} gives {sequences} sequences, but must give a multiple of {shards * micro} "
+                         f"({shards} data-parallel shards{each}).")  # fmt: skip

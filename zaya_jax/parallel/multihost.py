@@ -49,14 +49,15 @@ def join(
     """
     flags = (coordinator, processes, process)
     if flags != (None, None, None) and None in flags:
-        raise InputError("--coordinator, --processes and --process are given together, or all left to the launcher.")
+        raise InputError("--coordinator, --processes and --process must be given together. Add the missing ones, or "
+                         "omit all three where a launcher sets them.")  # fmt: skip
     name = detect_launcher(os.environ)
     if coordinator is None and name is None:
         return None
     if coordinator is None and name == "Kubernetes" and importlib.util.find_spec("kubernetes") is None:
-        raise InputError("This is a pod of an indexed Kubernetes job, whose pods find each other by the package "
-                         "kubernetes (pip install 'jax[k8s]'), or by --coordinator, --processes and --process, as in "
-                         "launch/jobset.yaml.")  # fmt: skip
+        raise InputError("The pods of this indexed Kubernetes job need the package kubernetes to find each other. "
+                         "Install it with pip install 'jax[k8s]', or pass --coordinator, --processes and --process, as "
+                         "launch/jobset.yaml does.")  # fmt: skip
     source = "--coordinator" if coordinator is not None else f"{name}'s coordinator"
     try:
         if coordinator is None or processes is None or process is None:
@@ -95,7 +96,7 @@ def _unusable(what: str, error: Exception) -> InputError:
 def _job(coordinator: str | None, processes: int | None, process: int | None, source: str) -> Job:
     host, port = split_address(coordinator or "", source)
     if processes is None or process is None or processes < 1 or not 0 <= process < processes:
-        raise InputError(f"--process is {process} of --processes {processes}, but must be at least 0 and below it.")
+        raise InputError(f"--process is {process}, but must be at least 0 and below --processes {processes}.")
     return Job(host, port, source, processes, process)
 
 
@@ -148,7 +149,7 @@ def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            raise TimeoutError(f"Process {process} was not heard for {seconds:g} s.") from error
+            raise TimeoutError(f"Process {process} did not answer within {seconds:g} s.") from error
     return values
 
 
@@ -181,8 +182,10 @@ def check_alike(text: str) -> None:
     """Raise `InputError` in every process unless all were given the same configuration `text`."""
     digests = all_gather("config", hashlib.sha256(text.encode()).hexdigest(), _PATIENCE)
     if differing := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
-        raise InputError(f"Process {', '.join(differing)} of {len(digests)} was given another configuration than "
-                         "process 0: start all with the same files and overrides.")  # fmt: skip
+        several = len(differing) > 1
+        raise InputError(f"Process{'es' if several else ''} {', '.join(differing)} of {len(digests)} "
+                         f"{'have' if several else 'has'} another configuration than process 0. Start all processes "
+                         "with the same files and overrides.")  # fmt: skip
 
 
 def _store() -> Any:

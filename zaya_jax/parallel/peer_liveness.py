@@ -19,8 +19,8 @@ from zaya_jax.run.signals import exit_at_once, print_error
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
 _LAST_WORD = 2.0  # seconds at most that the others have to read why this process ends
-_AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, or from the "
-          "first step where there is none.")  # fmt: skip
+_AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, if there is "
+          "one.")  # fmt: skip
 
 
 class PeerLiveness:
@@ -77,7 +77,7 @@ class PeerLiveness:
                         peer.send("")
                 self._end_if([peer for peer in closed if peer not in self._done], "was lost: its connection closed")
                 silent = [peer for peer in live if now - self._heard[peer] > self._timeout]
-                self._end_if(silent, f"was not heard for {self._timeout:g} s")
+                self._end_if(silent, f"sent no heartbeat for {self._timeout:g} s")
 
     def _hear(self, peer: Peer) -> bool:
         """Whether the connection is still open."""

@@ -72,6 +72,6 @@ class Preemption(Listener):
         """In a thread, at once."""
         if self._armed and not self._announced:
             self._announced = True
-            warn(f"{NAMES[number]}: saving after the current step, then ending. Another {NAMES[number]} ends at once.")
+            warn(f"{NAMES[number]}: saving after this step, then exiting. Another {NAMES[number]} exits at once.")
         else:
             self.pass_on(number)

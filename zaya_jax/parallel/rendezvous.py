@@ -200,7 +200,7 @@ class _Gathering:
     def _receive_own(self, itself: Peer) -> None:
         lines = itself.receive()
         if lines is None:
-            self._refuse(f"Process 0 reached another program at {self._job.coordinator}, which closed the connection. "
+            self._refuse(f"Another program answered process 0 at {self._job.coordinator} and closed the connection. "
                          "Start process 0 on that host, or correct the address.")  # fmt: skip
         _raise_verdict(lines)
 
@@ -208,8 +208,8 @@ class _Gathering:
         lines = peer.receive()
         if lines is None:
             if peer.process is not None:
-                self._refuse(f"Process {peer} was lost before all {self._job.processes} processes had arrived. Start "
-                             "all of them again.")  # fmt: skip
+                self._refuse(f"Process {peer} was lost before all {self._job.processes} processes had connected. "
+                             "Start all of them again.")  # fmt: skip
             self._selector.unregister(peer)
             peer.close()
         elif lines and peer.process is None:
@@ -222,22 +222,22 @@ class _Gathering:
         except (ValueError, KeyError, TypeError):  # another program, which will go away
             return
         if processes != self._job.processes or not 0 <= peer.process < processes:
-            self._refuse(f"Process {peer} was started with --processes {processes}, and process 0 with --processes "
-                         f"{self._job.processes}. Start all with the same number.")  # fmt: skip
+            self._refuse(f"Process {peer} was started with --processes {processes}, but process 0 with --processes "
+                         f"{self._job.processes}. Start all processes with the same number.")  # fmt: skip
         peer.send(_WELCOME)
         first = self._arrived.setdefault(peer.process, peer)
         if first is not peer:
             hosts = f"{first.host} and {peer.host}"
-            self._refuse(f"Two processes are numbered {peer.process}, on {hosts}. Give each of the {processes} "
-                         f"processes a --process of its own, 0 to {processes - 1}, and each job a port of its "
-                         "own.")  # fmt: skip
+            self._refuse(f"Two processes have --process {peer.process}, on {hosts}. Give each of the {processes} "
+                         f"processes a different --process, 0 to {processes - 1}, and each job a different "
+                         "port.")  # fmt: skip
 
     def _missing(self) -> str:
         absent = [process for process in range(self._job.processes) if process not in self._arrived]
         return (
             f"{_list_processes(absent)} of {self._job.processes} did not reach {self._job.coordinator} within "
-            f"{self._seconds:g} s; {_list_processes(sorted(self._arrived)).lower()} did. Start each with this address "
-            "and a number of its own."
+            f"{self._seconds:g} s; {_list_processes(sorted(self._arrived)).lower()} did. Start every process with this "
+            "address and a different --process."
         )
 
     def _refuse(self, sentence: str) -> NoReturn:
@@ -272,12 +272,12 @@ def _connect(job: Job, seconds: float) -> Peer:
                 error.errno == socket.EAI_AGAIN and time.monotonic() < deadline - seconds + _BUSY
             )
             if not late or time.monotonic() >= deadline:
-                raise InputError(f"The host of {job.coordinator} cannot be found ({error.strerror}). Correct the "
+                raise InputError(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct the "
                                  "name, or use an IP address.") from error  # fmt: skip
             problem = ""
         except UnicodeError as error:  # a name that the encoding of host names has no form for
-            raise InputError(f"The host of {job.coordinator} is not a host name: each of its parts, separated by dots, "
-                             "must have 1 to 63 characters.") from error  # fmt: skip
+            raise InputError(f"{job.coordinator} has an invalid host name: each part between dots must have 1 to 63 "
+                             "characters.") from error  # fmt: skip
         except OSError as error:
             problem = error.strerror or str(error)
         if time.monotonic() >= deadline:
@@ -297,16 +297,16 @@ def _wait_for_admission(peer: Peer, job: Job, seconds: float) -> Peer:
         while (left := start + limit - time.monotonic()) > 0:
             lines = peer.receive() if selector.select(left) else []
             if lines is None:
-                raise InputError(f"Process {job.process} was not admitted at {job.coordinator}, which closed the "
-                                 "connection: process 0 has ended, or another program or a job that has started uses "
-                                 "the port. Start all processes again, or choose another port.")  # fmt: skip
+                raise InputError(f"{job.coordinator} closed the connection of process {job.process}: process 0 has "
+                                 "ended, or another program or job uses the port. Start all processes again, or "
+                                 "choose another port.")  # fmt: skip
             _raise_verdict(lines)
             if _READY in lines:
                 stack.pop_all()
                 return peer
             if _WELCOME in lines:
                 limit = seconds
-    raise InputError(f"Process {job.process} had no answer from {job.coordinator} for {limit:g} s. Check that "
+    raise InputError(f"Process {job.process} received no answer from {job.coordinator} for {limit:g} s. Check that "
                      "process 0 runs there, and that no other program uses the port.")  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class ConsoleReport:
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
-        self._no_preset = "" if device_kind == "cpu" else "Preset: none, since jax was imported before one was set"
+        self._no_preset = "" if device_kind == "cpu" else "Preset: none, because jax was imported before it was set"
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
@@ -63,7 +63,7 @@ class ConsoleReport:
                 self.say(f"Phase {row['phase']} begins after step {step - 1}.")
             self._phase = row["phase"]
         if "skip" in row:
-            self.say(f"Step {step} changed nothing: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
+            self.say(f"Skipped step {step}: {row['skip']} (rows {row['rows'][0]} to {row['rows'][1]}).")
         self._timings.append(timings)
         self._bar.update(self._task, completed=step)
         if step % self._config.train.log_every and step != self._steps:

@@ -41,10 +41,10 @@ def open_init_from(config: Config) -> Weights | None:
     if config.init_from is None:
         return None
     weights, name = open_weights(config.init_from, "init_from"), f"init_from={config.init_from}"
-    check_architecture(weights.config, config.model, name, "choose another one")
+    check_architecture(weights.config, config.model, name, "Choose another one")
     if weights.holds_adapters:
-        raise InputError(f"{name} holds adapters. Export that run with export-hf, which merges them, and set init_from "
-                         "to the exported folder.")  # fmt: skip
+        raise InputError(f"{name} contains adapters. Merge them with export-hf, and set init_from to the exported "
+                         "folder.")  # fmt: skip
     return weights
 
 
@@ -70,7 +70,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:
         check_values(config, weights.optimizer_config, f"init_from={config.init_from}", OPTIMIZER_KEYS,
-                     "the optimizer's state does not fit. Set the same value, or export that run and set init_from to "
+                     "The optimizer state does not fit. Set the same value, or export that run and set init_from to "
                      "the exported folder")  # fmt: skip
     kinds = ("params", "balance", "opt_state", "balance_state")
     learned = weights.load_state({kind: getattr(abstract, kind) for kind in kinds})
@@ -116,6 +116,6 @@ def check_base(folder: Path, config: Config, base: FrozenBase) -> None:
         return
     before, now = read_base_fingerprint(folder), fingerprint({**base.params, **base.balance})
     if before != now:
-        raise InputError(f"init_from={config.init_from} holds other parameters than the adapters in {folder} were "
-                         f"trained on (fingerprint {now}, not {before}). If that run has continued since, restore its "
-                         "checkpoint; otherwise choose another run_dir.")  # fmt: skip
+        raise InputError(f"The parameters of init_from={config.init_from} are not the ones that the adapters in "
+                         f"{folder} were trained on (fingerprint {now}, not {before}). If that run has continued "
+                         "since, restore its earlier checkpoint; otherwise choose another run_dir.")  # fmt: skip

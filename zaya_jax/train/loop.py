@@ -151,8 +151,8 @@ def _checked_programs(config: Config) -> Programs:
     """The programs of all phases; `InputError` where the configuration cannot be trained here."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
-        raise InputError("train.compute_dtype is 'float64', which jax computes in where JAX_ENABLE_X64=1 is set (or "
-                         "jax.config.update('jax_enable_x64', True) is called) before anything else.")  # fmt: skip
+        raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
+                         "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
     check_alike(to_yaml(config))
     programs = make_programs(config)
     programs.check()
@@ -200,5 +200,5 @@ def open_sinks(folder: Path, step: int, first: int, disk: DiskGuard) -> list[Met
     metrics = JsonlFile(folder / METRICS, step, first, disk, complete=True)
     timings = JsonlFile(folder / TIMINGS, step, first, disk)
     if metrics.dropped and step == first:
-        disk.say(f"There is no checkpoint of the {metrics.dropped} steps in {METRICS}: starting again from the first.")
+        disk.say(f"No checkpoint covers the {metrics.dropped} steps in {METRICS}: restarting from the first step.")
     return [JsonlSink(metrics, timings)]

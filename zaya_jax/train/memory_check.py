@@ -33,18 +33,18 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
 
     def check(needed: int, purpose: str, remedy: str) -> None:
         if needed > available:
-            raise InputError(f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory on a device, for "
-                             f"{purpose}, but {gigabytes(available)} are available. {remedy}.")  # fmt: skip
+            raise InputError(f"{config.phase_key(phase)} needs at least {gigabytes(needed)} of memory per device for "
+                             f"{purpose}, but only {gigabytes(available)} is available. {remedy}.")  # fmt: skip
 
     check(stored + master_weights * low // item, "parameters, gradients and optimizer state",
-          "Use more devices, which share them, or a smaller model")  # fmt: skip
+          "Use more devices, which divide the state, or a smaller model")  # fmt: skip
     spread, context = mesh.shape[SEQUENCE_AXIS], config.context_for(phase_config)
     rows = max(-(-program.batch_shape(stage)[1] // batch_shards(mesh)) for stage in stages(config)
                if stage.phase == phase)  # fmt: skip
     residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
     check(stored + residual_stream,
           f"training state and the residual stream of {rows:,} sequences of {context:,} tokens",
-          f"Lower {config.batch_key(phase_config)}.micro_batch, the sequences that a device works on at "
+          f"Lower {config.batch_key(phase_config)}.micro_batch, the number of sequences that a device processes at "
           "once")  # fmt: skip
     rows, context = -(-config.evaluation.batch_size // batch_shards(mesh)), config.data.context
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)

@@ -27,8 +27,8 @@ def check_compiled(compiled: Any, phase: str) -> None:
     if jax.devices()[0].platform != "cpu":
         new += needs.argument_size_in_bytes  # the limit of another device counts what is there
     if new > available:
-        raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory on a device, but "
-                         f"{gigabytes(available)} are available. {TRAINING_REMEDY}.")  # fmt: skip
+        raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory per device, but only "
+                         f"{gigabytes(available)} is available. {TRAINING_REMEDY}.")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -49,8 +49,8 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
         asked = ""
         if requested:
             count, unit = requested.groups()
-            asked = f": {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'} were requested"
-        has = f", {gigabytes(available)} are available on a device" if available is not None else ""
+            asked = f": it requested {gigabytes(int(float(count))) if unit == 'bytes' else f'{count} {unit}'}"
+        has = f", and {gigabytes(available)} is available per device" if available is not None else ""
         raise RunStopped(f"{activity} ran out of memory{asked}{has}. {remedy}.") from error
 
 

@@ -142,8 +142,8 @@ class Programs:
         for phase in config.phases:
             parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
             if cpu and parallel.expert > 1 and parallel.expert_exchange == "ragged":
-                raise InputError(f"{config.parallel_key(phase)}.expert_exchange is 'ragged', which CPUs do not have; "
-                                 "take 'all_gather'.")  # fmt: skip
+                raise InputError(f"{config.parallel_key(phase)}.expert_exchange=ragged is not available on CPUs. Set "
+                                 "it to all_gather.")  # fmt: skip
         for stage in stages(config):
             phase = config.phases[stage.phase]
             micro = config.batch_for(phase).micro_batch

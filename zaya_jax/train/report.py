@@ -26,11 +26,11 @@ def report(config: Config, result: TrainResult) -> str:
         try:
             write_atomically(path, json.dumps(finite(results), indent=1, allow_nan=False) + "\n")
         except OSError as error:  # as on a full disk; the run itself is saved
-            lines.append(f"Warning: {path} cannot be written: {error.strerror}. Rerun the command to write it.")
+            lines.append(f"Warning: could not write {path}: {error.strerror}. Rerun the command to write it.")
     for name, held in results["heldout_by_source"].items():
         of_all = whole = ""
         if held["bytes"] != held["all_bytes"]:  # compressors have read all of it
-            of_all, whole = f" of {held['all_bytes']:,}", f" (all {held['all_bytes']:,} bytes)"
+            of_all, whole = f" of {held['all_bytes']:,}", f" (over all {held['all_bytes']:,} bytes)"
         rows = {"this model": f"{held['bits_per_byte']:.3f} bits/byte"}
         rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
         width = max(map(len, rows))
@@ -41,7 +41,7 @@ def report(config: Config, result: TrainResult) -> str:
             *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
         ]
     lines += [
-        f"Source {name} holds out no document to evaluate, so it has no held-out loss; prepare it with a larger "
+        f"Source {name} has no held-out loss, because none of its documents is held out. Prepare it with a larger "
         "--heldout."
         for name in results["sources_without_heldout"]
     ]

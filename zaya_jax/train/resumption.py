@@ -73,22 +73,22 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
-        where = f"The checkpoint of step {step} in {config.run_dir}"
-        check_architecture(model_config(metadata), config.model, where, "choose another run_dir")
+        where = f"The checkpoint at step {step} in {config.run_dir}"
+        check_architecture(model_config(metadata), config.model, where, "Choose another run_dir")
         check_past(from_dict(metadata["config"]), config, step)
         batches.set_state(metadata["data"])
         return _abstract_state(programs, manifest)
 
     restored = restore_newest(store, prepare, print)
     if restored is None:
-        raise InputError(f"{config.run_dir} holds checkpoints that cannot be read; choose another run_dir.")
+        raise InputError(f"None of the checkpoints in {config.run_dir} can be read. Choose another run_dir.")
     if restored.manifest.step < total_steps(config):
         store.take_over(restored.manifest.step)
     saved_on = restored.manifest.metadata["environment"]
     for key, value in environment().items() if is_primary() else ():
         if saved_on.get(key) != value:
-            print(f"Resuming with {key} {value!r}, where the run had {saved_on.get(key)!r}: numbers will differ in "
-                  "their last bits.")  # fmt: skip
+            print(f"Resuming with {key}={value!r}; the checkpoint was saved with {key}={saved_on.get(key)!r}. Results "
+                  "will differ in the last bits.")  # fmt: skip
     return _resize_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
 
 
@@ -103,21 +103,21 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
     def prepare(manifest: Manifest) -> TrainState:
         metadata, step = manifest.metadata, manifest.step
         model = model_config(metadata)
-        check_architecture(model, config.model, name, "choose another run")
+        check_architecture(model, config.model, name, "Choose another run")
         if PARAMETERS_ONLY in metadata or "data" not in metadata:
-            raise InputError(f"{name} has parameters but no position in the data; use init_from instead.")
+            raise InputError(f"{name} contains parameters but no position in the data. Use init_from instead.")
         if metadata["config"].get("lora") is not None:
-            raise InputError(f"{name} holds adapters, which resume only in their own run_dir. Export that run, which "
-                             "merges them, and set init_from to the exported folder.")  # fmt: skip
-        check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "set the same value")
+            raise InputError(f"{name} contains adapters, which can resume only in the run_dir they were trained in. "
+                             "Merge them with export-hf, and set init_from to the exported folder.")  # fmt: skip
+        check_values(config, metadata["config"], name, (*OPTIMIZER_KEYS, *_POSITION_KEYS), "Set the same value")
         try:
             check_past(from_dict(metadata["config"]), config, step, rates=False)
             batches.set_state(metadata["data"])
         except InputError as error:
             raise InputError(f"{name}: {error}") from error
         if step >= total_steps(config):
-            raise InputError(f"{name} is at step {step}, and this configuration ends after step {total_steps(config)}; "
-                             f"raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
+            raise InputError(f"{name} is at step {step}, but this configuration ends after step {total_steps(config)}. "
+                             f"Raise phases.{config.phases[-1].name}.tokens, or append a phase.")  # fmt: skip
         warn_about_positions(config, model, name, stage_at(config, step - 1).phase)
         return _abstract_state(programs, manifest)
 

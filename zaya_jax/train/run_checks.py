@@ -25,8 +25,8 @@ def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice
     wanted, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
         if value != wanted[key]:
-            raise InputError(f"{what} is of another architecture: model.{key} is {shown(theirs_dict[key])} there and "
-                             f"{shown(ours_dict[key])} here; {advice}.")  # fmt: skip
+            raise InputError(f"{what} has another architecture: its model.{key} is {shown(theirs_dict[key])}, but this "
+                             f"configuration has {shown(ours_dict[key])}. {advice}.")  # fmt: skip
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
@@ -43,7 +43,8 @@ def check_values(config: Config, other: dict[str, Any], what: str, keys: Sequenc
     for key in keys:
         theirs, ours = _value(other, key), _value(here, key)
         if theirs != ours:
-            raise InputError(f"{what} was made with {key}={shown(theirs)}, and here it is {shown(ours)}: {advice}.")
+            raise InputError(f"{what} was made with {key}={shown(theirs)}, but this configuration has {shown(ours)}. "
+                             f"{advice}.")  # fmt: skip
 
 
 def _value(tree: Any, key: str) -> Any:
@@ -69,8 +70,8 @@ def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: 
         pairs.append(("model.sliding_rope_base", theirs.sliding_rope_base, ours.sliding_rope_base))
     for key, before, now in pairs:
         if before != now and is_primary():
-            print(f"Warning: {what} was trained with a RoPE base of {before:g}, and {key} is {now:g} here, so its "
-                  f"attention sees other positions. Set {key}={before:g}, unless you extend the context.")  # fmt: skip
+            print(f"Warning: {what} was trained with a RoPE base of {before:g}, but {key} is {now:g}. Set "
+                  f"{key}={before:g}, unless you are extending the context.")  # fmt: skip
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
@@ -86,7 +87,7 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
     for index, phase in enumerate(old.phases[:phases_started]):
         where = f"phases.{phase.name}"
         if index >= len(new.phases):
-            raise InputError(f"{where} is gone, but the run is past its beginning; put it back, or choose another "
+            raise InputError(f"{where} was removed, but the run has started that phase. Restore it, or choose another "
                              "run_dir.")  # fmt: skip
         old_settings, new_settings = _fixed_settings(phase), _fixed_settings(new.phases[index])
         if index < phases_started - 1:
@@ -95,16 +96,16 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
             if value != new_settings[key]:
                 raise InputError(
                     f"{where}.{key} was {shown(value)} and is now {shown(new_settings[key])}, but the run has started "
-                    "that phase. Restore the old value to resume that run, or choose another run_dir."
+                    "that phase. Restore the old value to resume the run, or choose another run_dir."
                 )
     if _steps_done(old, step) != _steps_done(new, step):
         where, budget = f"phases.{old.phases[phases_started - 1].name}", new.phases[phases_started - 1].tokens
         tokens_done = tokens_before(old, step) - tokens_before(old, phase_steps(old)[phases_started - 1][0])
         if budget < tokens_done:
-            raise InputError(f"{where}.tokens is {budget:,}, but {tokens_done:,} tokens of that phase are done; take "
-                             "at least as many.")  # fmt: skip
-        raise InputError(f"The batch (train.batch) or the context (data.context) was another in the {step} steps that "
-                         "are done. Restore the old values; a new phase may have others.")  # fmt: skip
+            raise InputError(f"{where}.tokens is {budget:,}, but the run has already trained on {tokens_done:,} tokens "
+                             "in that phase. Set it to at least that number.")  # fmt: skip
+        raise InputError(f"train.batch or data.context differs from the first {step} steps, which are done. Restore "
+                         "the old values, or append a phase with the new ones.")  # fmt: skip
     if rates:
         _check_rates(old, new, step, phases_started)
 
@@ -123,10 +124,10 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
         change = " and ".join(f"had {key} {shown(value)} and now has {shown(new_schedule[key])}"
                               for key, value in old_schedule.items() if value != new_schedule[key])  # fmt: skip
     raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}, so steps {first + 1} to {step}, "
-        "which are done, would have had other learning rates. Restore the old values and append a phase with a "
-        f"schedule of its own; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to "
-        f"step {first} both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. This changes the learning rates "
+        f"of steps {first + 1} to {step}, which are done. Restore the old values, and append a phase with its own "
+        f"schedule; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to step {first}, "
+        f"both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
     )
 
 

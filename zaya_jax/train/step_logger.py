@@ -71,8 +71,8 @@ class StepLogger:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
             raise RunStopped(
-                f"{row['skipped']} steps in a row, up to step {step}, were skipped, the last one for: {reason}, and "
-                f"nothing was learned from them. {_advice(config, reason)}"
+                f"{row['skipped']} steps in a row were skipped, up to step {step} (reason of the last one: {reason}). "
+                f"{_advice(config, reason)}"
             )
 
     def sync(self) -> str:
@@ -90,11 +90,11 @@ class StepLogger:
 
 
 def _advice(config: Config, reason: str) -> str:
-    new_run = (f"resume in a new run_dir with resume_from={config.run_dir} and lower learning rates or "
-                 "train.compute_dtype=float32.")  # fmt: skip
+    new_run = (f"resume in a new run_dir with resume_from={config.run_dir}, and lower the learning rates or "
+                 "set train.compute_dtype=float32.")  # fmt: skip
     if reason == REASONS[1]:
         return f"To continue, {new_run}"
     window = config.train.spike.window
-    return ("To continue in this run_dir, raise train.spike.threshold, set train.spike.window=0, or, where the loss "
-            f"stays at a new level, set train.max_skipped_steps above train.spike.window: {window} skipped steps in a "
-            f"row that agree become the new baseline. Or {new_run}")  # fmt: skip
+    return ("To continue in this run_dir, raise train.spike.threshold or set train.spike.window=0. If the loss has "
+            f"settled at a new level, set train.max_skipped_steps above train.spike.window={window}: after that many "
+            f"similar skipped steps, the new level becomes the baseline. Or {new_run}")  # fmt: skip

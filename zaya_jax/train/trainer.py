@@ -184,7 +184,7 @@ class Trainer:
                 saved = self.store.wait()
             if self.preemption.signalled:  # as all processes of the group were
                 raise self._preempted(f"step {self.steps_done}", saved) from error
-            after = f" Step {self.steps_done} is saved. The same command resumes from there." if saved else ""
+            after = f" Step {self.steps_done} is saved. Rerun the command to resume from it." if saved else ""
             raise RunStopped(f"{error}{after}") from error
 
     def _wait_until_saved(self) -> None:
@@ -197,7 +197,7 @@ class Trainer:
             self._draw()
 
     def _preempted(self, after: str, saved: bool) -> Preempted:
-        outcome = "is saved. The same command resumes from there" if saved else "could not be saved"
+        outcome = "is saved. Rerun the command to resume from it" if saved else "could not be saved"
         stop = self.preemption
         return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
 

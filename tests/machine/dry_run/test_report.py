@@ -47,15 +47,23 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
     heading, table = capsys.readouterr().out.split("\n\n")
-    assert heading.startswith("8 devices, mi300x: 192 GB, 1307 TFLOP/s")
-    assert "not from what was compiled" in heading
-    assert table.startswith("Phase train: data 8; 8,192 tokens a step, of which a device works through 16 × 1 ")
-    assert f"  compiled in {phase['compiled']['seconds']} s with " in table
+    assert re.match(r"8 devices, mi300x: 192 GB .* 1307 TFLOP/s", heading)
+    assert "estimates" in heading
+    total = f"{estimate().memory.total / 1e9:.1f} of 192 GB"
+    assert table.startswith(f"Phase train: fits, {total} per device\n  {estimate().step_seconds:.2f} s/step")
+    assert "layout: data 8; remat" in table
+    assert "step: 8,192 tokens; per device 16 × micro_batch 1\n" in table
+    assert f"compiled for this layout in {phase['compiled']['seconds']} s" in table
     for name, size in estimate().memory._asdict().items():
         assert re.search(rf"^    {name} +{size / 1e9:.2f} GB$", table, re.MULTILINE), name
     for transfer in estimate().transfers:
         assert f"    {transfer.what}, {transfer.kind} over data: {transfer.bytes / 1e9:.3f} GB" in table
-    assert "It fits, with 19" in table
+
+
+def test_a_phase_that_does_not_fit_says_so_first(printed):
+    device = HARDWARE["mi300x"]._replace(memory=1e6)
+    table = report._table(estimate(), printed["phases"][0]["compiled"], device)
+    assert re.match(r"Phase train: DOES NOT FIT, .* of 0 GB per device\n  try: .*more devices", table)
 
 
 def test_json_has_the_estimate_and_the_proof(printed):
@@ -105,7 +113,8 @@ def test_the_document_says_whether_a_fine_tune_fits():
         assert f"{total / 1e9:.1f}" == size
         assert (total <= HARDWARE[name].memory) == (answer == "yes")
     block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
-    assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB of 141", block)
+    assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB ", block)
+    assert f"{on('1', 'step').memory.total / 1e9:.1f} of 141 GB per device" in block
     assert f"{on('1', 'step').step_seconds:.2f} s/step" in block
 
 

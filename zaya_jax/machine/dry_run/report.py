@@ -1,4 +1,4 @@
-"""The dry run: estimates of all phases, and the proof that their steps partition."""
+"""The dry run: estimates every phase, and compiles its step for simulated devices to prove that it partitions."""
 
 import json
 import math
@@ -16,8 +16,8 @@ from zaya_jax.hardware.data_sheets import Hardware, get_hardware
 from zaya_jax.machine.dry_run.estimate import REACHED, PhaseEstimate, advice, estimate_phase, simulated_programs
 
 _GB = 1e9
-# The program is not run: code for the CPU need not be good, only soon there. The pass that is left out would write
-# every all-to-all as a slice for each device, which takes minutes for a thousand.
+# The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
+# all-to-all into one slice per device, which takes minutes for a thousand devices.
 _SIMULATED = {
     "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
@@ -26,16 +26,19 @@ _SIMULATED = {
 
 
 def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: bool = False) -> str:
-    """What each phase would take on `devices` devices, after its step was compiled for that many.
+    """Estimate each phase on `devices` devices, and compile its step for that many.
 
     Args:
-      config: of the run.
-      devices: of the job.
-      hardware: their name in `hardware.HARDWARE`; without it there is nothing to compare with.
-      as_json: JSON in place of tables.
+      config: configuration of the run.
+      devices: number of devices in the job.
+      hardware: name in `hardware.data_sheets.HARDWARE`; None to leave out times and the comparison with its memory.
+      as_json: return JSON instead of a table for each phase.
+
+    Returns:
+      The report, to be printed.
 
     Raises:
-      InputError: there are no devices, no data sheet of the hardware, or a layout or a batch cannot be.
+      InputError: `devices` is below 1, `hardware` is unknown, or a layout or batch does not fit the devices.
     """
     if devices < 1:
         raise InputError(f"--devices is {devices}, but must be at least 1.")
@@ -60,20 +63,24 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
 
 
 def _heading(devices: int, name: str | None, device: Hardware | None) -> str:
-    first = "One device" if devices == 1 else f"{devices} devices"
+    first = "1 device" if devices == 1 else f"{devices:,} devices"
     if device is not None:
-        first += (f", {name}: {device.memory / _GB:.0f} GB, {device.peak / 1e12:.0f} TFLOP/s, memory "
-                  f"{device.bandwidth / 1e12:.2f} TB/s, {device.intra_node / _GB:.0f} GB/s to the "
-                  f"{device.node_size} of a node, {device.inter_node / _GB:.0f} GB/s beyond")  # fmt: skip
-    return (f"{first}\nEach step was compiled (or lowered) for as many devices, which shows that it partitions.\n"
-            "Bytes, operations and times are computed: from the sharding table, the traced program and data sheets, "
-            "not from what was compiled.")  # fmt: skip
+        first += (f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, "
+                  f"{device.peak / 1e12:.0f} TFLOP/s in bf16; links {device.intra_node / _GB:.0f} GB/s within a node "
+                  f"of {device.node_size}, {device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
+    return f"{first}\nMemory, FLOPs and times are estimates from shapes and data sheets, not measurements."
 
 
 def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
-    """Compile the step of a phase in a process that simulates the devices: seconds it took, and its memory.
+    """Compile the step of a phase in a subprocess that simulates the devices.
 
-    A ragged exchange, which CPUs have not, is lowered for GPUs alone.
+    A step with a ragged exchange, which CPUs do not support, is only lowered, for GPUs.
+
+    Returns:
+      `proof` ("compiled" or "lowered"), `seconds` it took, and the peak `host_bytes` of the subprocess.
+
+    Raises:
+      InputError: the step does not compile.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -84,41 +91,53 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
             text=True, check=False, env={**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)},
         )  # fmt: skip
     if process.returncode:
-        errors = process.stderr.strip().splitlines() or [f"it was ended by signal {-process.returncode}"]
+        errors = process.stderr.strip().splitlines() or [f"signal {-process.returncode} killed the compiler"]
         raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} "
                          f"devices: {errors[-1][:300]}")  # fmt: skip
     return {**json.loads(process.stdout), "seconds": round(time.monotonic() - start, 1)}
 
 
 def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | None) -> str:
+    """One phase as text: the answer (whether it fits, how fast) first, then what it is made of."""
     memory, axes = estimate.memory, " × ".join(f"{name} {size}" for name, size in estimate.axes.items() if size > 1)
-    of = f" of {hardware.memory / _GB:.0f}" if hardware else ""
     lines = [
-        f"Phase {estimate.phase}: {axes or 'one device'}; {estimate.tokens:,} tokens a step, of which a device "
-        f"works through {estimate.micro_batches} × {estimate.sequences} sequences; remat {estimate.remat}.",
-        f"  {proof['proof']} in {proof['seconds']} s with {proof['host_bytes'] / _GB:.1f} GB of this machine",
-        "  bytes of a device",
+        *_answer(estimate, hardware),
+        f"  layout: {axes or 'one device'}; remat {estimate.remat}",
+        f"  step: {estimate.tokens:,} tokens; per device {estimate.micro_batches} × micro_batch {estimate.sequences}",
+        f"  {proof['proof']} for this layout in {proof['seconds']} s, with {proof['host_bytes'] / _GB:.1f} GB of this "
+        "machine's memory",
+        "  memory per device",
         *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
-        f"    {'peak':<14}{memory.total / _GB:10.2f} GB{of} = parameters + optimizer + frozen + max(update, others)",
-        "  operations of a step on all devices",
+        f"    {'peak':<14}{memory.total / _GB:10.2f} GB = parameters + optimizer + frozen + max(update, the others)",
+        "  FLOPs per step, all devices",
         *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in estimate.flops.items()),
-        "  bytes that a device sends in a step, in rings" + ("" if estimate.transfers else ": none"),
+        "  sent per device and step" + ("" if estimate.transfers else ": nothing"),
         *(
             f"    {transfer.what}, {transfer.kind} over {', '.join(transfer.axes)}: {transfer.bytes / _GB:.3f} GB"
             for transfer in estimate.transfers
         ),
     ]
-    if hardware is not None and estimate.step_seconds is not None and estimate.days is not None:
-        bounds = ", ".join(f"{name} {value:.3f} s" for name, value in estimate.bounds.items())
-        speed = estimate.tokens / estimate.step_seconds / math.prod(estimate.axes.values())
-        lines.append(f"  a step takes at least: {bounds} (each alone; collectives one after another)")
-        times = {**estimate.bounds, "compute": estimate.bounds["compute"] / REACHED}
-        limit = max(times, key=lambda name: times[name])
-        lines.append(f"  {estimate.step_seconds:.2f} s/step, limited by {limit} (compute counted at {REACHED:.0%} of "
-                     f"the peak): {speed:,.0f} tokens/s per device, "
-                     f"{estimate.days:.1f} days for the phase")  # fmt: skip
-        if changes := advice(estimate, hardware):
-            lines.append(f"  It does not fit. Try: {'; '.join(changes)}.")
-        else:
-            lines.append(f"  It fits, with {(hardware.memory - memory.total) / _GB:.1f} GB left.")
+    if estimate.bounds:
+        bounds = ", ".join(f"{name} {value:.3f}" for name, value in estimate.bounds.items())
+        lines.append(f"  lower bounds in s/step, each at 100% of its peak: {bounds}")
     return "\n".join(lines)
+
+
+def _answer(estimate: PhaseEstimate, hardware: Hardware | None) -> list[str]:
+    """Whether a phase fits the memory of a device, and its speed; without hardware, the memory alone."""
+    needed = f"{estimate.memory.total / _GB:.1f}"
+    if hardware is None or estimate.step_seconds is None or estimate.days is None:
+        return [f"Phase {estimate.phase}: {needed} GB per device"]
+    of = f"{needed} of {hardware.memory / _GB:.0f} GB per device"
+    if changes := advice(estimate, hardware):
+        fit = [f"Phase {estimate.phase}: DOES NOT FIT, {of}", f"  try: {'; '.join(changes)}"]
+    else:
+        fit = [f"Phase {estimate.phase}: fits, {of}"]
+    speed = estimate.tokens / estimate.step_seconds / math.prod(estimate.axes.values())
+    times = {**estimate.bounds, "compute": estimate.bounds["compute"] / REACHED}
+    limit = max(times, key=lambda name: times[name])
+    return [
+        *fit,
+        f"  {estimate.step_seconds:.2f} s/step, {speed:,.0f} tokens/s per device, {estimate.days:.1f} days; "
+        f"limited by {limit} (compute counted at {REACHED:.0%} of peak)",
+    ]

@@ -93,7 +93,7 @@ def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], mic
         if name in program.trained:
             add("gradients", "reduce-scatter", collectives.scatter, held * exact * times)
             scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
-            add("gradients of what is not split", "all-reduce", collectives.sum, 2 * scattered * exact * times)
+            add("gradients of unsharded parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
     return [Transfer(*key, count) for key, count in sent.items()]
 
 
