@@ -44,7 +44,7 @@ class MixArrays(NamedTuple):
 
 
 def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift (zaya1.md §1.3).
+    """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift (docs/reference.md §1.3).
 
     Args:
       x: the arrays; c, p and c − 2p are powers of two, the last may be 0.

@@ -103,7 +103,7 @@ def test_other_sizes_have_the_totals_they_are_named_after(name, published, withi
 
 
 def test_the_74b_is_published_as_activating_about_four_billion():
-    """zaya1.md §12.3."""
+    """docs/reference.md §12.3."""
     config = load_config(CONFIGS / "zaya1_74b.yaml").model
     assert arithmetic.active_parameters(config) == pytest.approx(4e9, rel=0.1)
     assert (config.layer_pattern, config.num_groups) == (("full", "sliding"), 30)
@@ -115,7 +115,7 @@ def released():
 
 
 def test_the_released_model(released):
-    """The figures of zaya1.md §1.1."""
+    """The figures of docs/reference.md §1.1."""
     assert arithmetic.total_parameters(released) == 8_840_488_784
     assert arithmetic.active_parameters(released) == pytest.approx(753.6e6, rel=1e-4)
     assert arithmetic.cache_bytes_per_token(released) == 40_960

@@ -1,4 +1,4 @@
-"""CCA as a whole layer, against zaya1.md §1.3 in float64, with the composed taps."""
+"""CCA as a whole layer, against docs/reference.md §1.3 in float64, with the composed taps."""
 
 import functools
 

@@ -46,7 +46,7 @@ def gelu(x):
 
 
 def reference(router, h, state):
-    """zaya1.md §1.4 in float64: probabilities and the state handed on."""
+    """docs/reference.md §1.4 in float64: probabilities and the state handed on."""
     names = ("down", "down_bias", "state_scale", "hidden1", "hidden1_bias", "hidden2", "hidden2_bias", "output")
     w = {name: np.asarray(getattr(router, name)[...], np.float64) for name in names}
     r = h.astype(np.float64) @ w["down"] + w["down_bias"] + state * w["state_scale"]

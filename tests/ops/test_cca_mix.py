@@ -1,4 +1,4 @@
-"""The mix against zaya1.md §1.3 written out token by token, in float64 and with the composed taps."""
+"""The mix against docs/reference.md §1.3 written out token by token, in float64 and with the composed taps."""
 
 import functools
 
@@ -20,7 +20,7 @@ SHAPES = {"released": (2, 2, 4, 2), "long": (4, 3, 3, 1), "one": (1, 1, 2, 2), "
 
 
 def one_document(u, current, delayed, cos, sin, weights, start):
-    """float64 q, k, v of a document that stands alone, by the two convolutions of zaya1.md §1.3."""
+    """float64 q, k, v of a document that stands alone, by the two convolutions of docs/reference.md §1.3."""
     depthwise, beta, grouped, gamma, temperature = (np.asarray(w, np.float64) for w in weights)
     k0, k1, num_kv = len(depthwise), len(grouped), len(temperature)
     s, n, c = u.shape
@@ -100,7 +100,7 @@ def test_equals_each_document_alone(name, data, seed):
 
 @given(seed=seeds())
 def test_two_taps_and_two_compose_into_three(seed):
-    """A2, A1, A0 and b of zaya1.md §1.3 give the same, the first tokens included."""
+    """A2, A1, A0 and b of docs/reference.md §1.3 give the same, the first tokens included."""
     u, current, delayed, rotary, weights, start = draw(seed, "released")
     (d0, d1), beta, (w0, w1), gamma, temperature = weights
     a2, a1, a0 = d0[:, :, None] * w0, d1[:, :, None] * w0 + d0[:, :, None] * w1, d1[:, :, None] * w1

@@ -87,7 +87,7 @@ def assert_moves_close(ours, theirs, names):
 
 
 def test_the_parameters_of_zaya1_have_the_roles_they_should():
-    """zaya1.md §3.1: projections, router and expert matrices to Muon, all else to AdamW."""
+    """docs/reference.md §3.1: projections, router and expert matrices to Muon, all else to AdamW."""
     assert set(ROLES_BY_NAME.values()) == set(ROLES), "this model has them all"
     assert {role.name for role in dataclasses.fields(RolesConfig)} == set(ROLES)
     muon = {name.rsplit(".", 1)[-1] for name, role in ROLES_BY_NAME.items() if role in MATRIX_ROLES}

@@ -192,7 +192,7 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
 
 
 def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothing_else():
-    """zaya1.md §4.1, §4.3: per token of the sequence and layer, what one gather brings together; per piece a halo."""
+    """docs/reference.md §4.1, §4.3: one gather of keys and values per layer, and a halo for each piece."""
     calls = found("quick")[1]
     inside = [call for call in calls if place(call)]
     assert {(place(call), call.over, call.times) for call in inside} == {("layers", ("context",), 2)}

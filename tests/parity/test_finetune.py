@@ -30,7 +30,7 @@ def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
     config = dataclasses.replace(MODEL, max_positions=128)
     reference = random_reference(config, 0)
-    for layer in reference.model.layers:  # as `from_pretrained` resets it, whatever was saved (zaya1.md §12.6)
+    for layer in reference.model.layers:  # as `from_pretrained` resets it, whatever was saved (docs/reference.md §12.6)
         layer.mlp.gate.balancing_biases[-1] = -1.0
     reference.save_pretrained(folder / "model")
     small_tokenizer().save(folder / "model" / "tokenizer.json")

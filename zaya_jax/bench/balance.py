@@ -74,7 +74,7 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip
         draw_lines(Path(png), lines, title="Balancing from uneven routers, by rule (mean and range over seeds)",
-                   x="step", y="expert-load entropy (1: all experts alike)", marks={steps: "other data"})  # fmt: skip
+                   x="step", y="expert-load entropy (1 = uniform)", marks={steps: "other data"})  # fmt: skip
     return result
 
 

@@ -1,1 +1,1 @@
-"""Scores of a model."""
+"""Evaluation of a model during training."""

@@ -1,6 +1,6 @@
-"""What an evaluator is: something that scores the model now and then while it trains.
+"""The interface of evaluators, which score the model during training.
 
-A new one is a file beside this one, and a place in the list of `train.loop.run_training`.
+To add one, write a file next to this one, and add it to the list in `train.loop.run_training`.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ class ModelSnapshot:
     """The model after a step, on the devices.
 
     Attributes:
-      params: master weights by name, of all parameters or of adapters alone.
+      params: master weights by name, of all parameters or of the adapters only.
       balance: balancing biases by name.
       base: the frozen parameters under adapters; {} without adapters.
-      placement: how all of these lie on the devices.
+      placement: mesh and shardings of all of these.
       loss_sums: the compiled evaluation step, see `loss`.
     """
 
@@ -34,24 +34,27 @@ class ModelSnapshot:
     loss_sums: Callable[..., dict[str, jax.Array]]
 
     def loss(self, batch: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Sums over a batch of arrays [b, s], see `data.rows.Packing.row`; does not wait for the devices.
+        """Compute the summed loss of a batch, without waiting for the devices.
+
+        Args:
+          batch: arrays [b, s] by name, see `data.rows.Packing.row`.
 
         Returns:
-          `loss`, cross-entropy in nats, and `tokens`, the number of tokens predicted.
+          `loss`, summed cross-entropy in nats, and `tokens`, the number of tokens predicted.
         """
-        missing = -len(batch["tokens"]) % batch_shards(self.placement.mesh)  # rows of padding, to make equal parts
+        missing = -len(batch["tokens"]) % batch_shards(self.placement.mesh)  # padding rows, for equal shards
         full = {name: np.pad(array, ((0, missing), (0, 0))) for name, array in batch.items()}
         return self.loss_sums(self.params, self.balance, self.placement.place(full), frozen=self.base)
 
 
 class Evaluator(Protocol):
-    """Scores a model.
+    """Scores a model during training.
 
     Attributes:
       name: key of its main score in `metrics.jsonl`.
-      label: of that score on the console.
-      ranks_checkpoints: whether that score, the lower the better, is the one checkpoints are kept by
-        (`checkpoint.keep_best`); of one evaluator of a run.
+      label: label of that score on the console.
+      ranks_checkpoints: whether `checkpoint.keep_best` uses that score (lower is better). True for at most one
+        evaluator of a run.
     """
 
     name: str
@@ -59,8 +62,9 @@ class Evaluator(Protocol):
     ranks_checkpoints: bool
 
     def evaluate(self, model: ModelSnapshot) -> Mapping[str, Any]:
-        """Scores for the row of the step in `metrics.jsonl`: a number as `name`, and whatever else JSON can hold.
+        """Score the model. All processes of the job call it, and must get the same scores.
 
-        All processes of the job call it, and get the same scores.
+        Returns:
+          What to add to the step's row in `metrics.jsonl`: a number under `name`, and any other values for JSON.
         """
         ...

@@ -1,4 +1,4 @@
-"""The loss on text the model was not trained on."""
+"""The held-out loss: cross-entropy on text the model is not trained on."""
 
 import functools
 import math
@@ -14,8 +14,8 @@ from zaya_jax.data.pipeline import heldout_batches, heldout_text
 from zaya_jax.data.sources import Prepared
 from zaya_jax.evaluate.evaluator import ModelSnapshot
 
-# Batches that devices are given before the first of them is waited for. On CPUs of several processes, with as many as
-# they can hold (32), each may wait for a collective of the other's that has not begun.
+# Batches in flight. CPU devices of several processes can deadlock with many (up to 32): each process then waits for a
+# collective that the other has not started.
 _AHEAD = 2
 
 
@@ -31,22 +31,22 @@ class HeldoutLoss(NamedTuple):
         return self.nats / max(self.tokens, 1)
 
     def bits_per_byte(self, text_bytes: int) -> float:
-        """Cross-entropy spread over the `text_bytes` the tokens stand for."""
+        """Cross-entropy per byte of text, for tokens that stand for `text_bytes` bytes."""
         return self.nats / math.log(2) / max(text_bytes, 1)
 
     def plus(self, sums: Mapping[str, jax.Array]) -> "HeldoutLoss":
-        """With the sums of another batch, which are waited for."""
+        """Add the sums of another batch, waiting for the devices."""
         host = jax.device_get(sums)
         return HeldoutLoss(self.nats + host["loss"].item(), self.tokens + round(host["tokens"].item()))
 
 
 class HeldoutEvaluator:
-    """The held-out loss of each source and of all together, over the same batches at each evaluation.
+    """Computes the held-out loss of each source, over the same batches at each evaluation.
 
     Attributes:
-      losses: of the last evaluation, by source; sources without a held-out token are left out.
-      compressors: nats per held-out token that general compressors need for the text corpus, by name; {} before the
-        first evaluation and for other sources.
+      losses: losses of the last evaluation, by source; sources without held-out tokens are left out.
+      compressors: nats per held-out token that general-purpose compressors need for the text corpus, by name; {}
+        before the first evaluation and for other sources.
     """
 
     name = "heldout_loss"
@@ -54,7 +54,7 @@ class HeldoutEvaluator:
     ranks_checkpoints = True
 
     def __init__(self, config: Config, prepared: Prepared) -> None:
-        """Read the batches of a run's sources."""
+        """Read the held-out batches of a run's sources into memory."""
         self._batches = {name: list(heldout_batches(config, prepared, name, config.evaluation.batches))
                          for name in prepared.sources}  # fmt: skip
         self.losses: dict[str, HeldoutLoss] = {}
@@ -62,9 +62,9 @@ class HeldoutEvaluator:
 
     @functools.cached_property
     def _compressed_nats(self) -> dict[str, float]:
-        """What compressors need for the text that the losses of the text corpus cover."""
+        """Nats that each compressor needs for the evaluated text of the corpus."""
         config, prepared = self._config, self._prepared
-        (name,) = prepared.sources  # the corpus, of which alone there are baselines
+        (name,) = prepared.sources  # only the text corpus has baselines
         text = heldout_text(config, prepared, name, config.evaluation.batches)
         return {} if text is None else {compressor: bits * math.log(2) * text.text_bytes
                                         for compressor, bits in prepared.baselines.items()}  # fmt: skip
@@ -77,12 +77,12 @@ class HeldoutEvaluator:
 
     @property
     def total(self) -> HeldoutLoss:
-        """The loss of the last evaluation over the held-out text of all sources."""
+        """The loss of the last evaluation, over the held-out text of all sources."""
         losses = self.losses.values()
         return HeldoutLoss(sum(loss.nats for loss in losses), sum(loss.tokens for loss in losses))
 
     def evaluate(self, model: ModelSnapshot) -> dict[str, Any]:
-        """`heldout_loss` in nats/token, and where there are several sources `heldout_loss_by_source`."""
+        """Return `heldout_loss` in nats/token, and with several sources `heldout_loss_by_source`."""
         losses = {name: heldout_loss(model, batches) for name, batches in self._batches.items()}
         self.losses = {name: loss for name, loss in losses.items() if loss.tokens}
         scores: dict[str, Any] = {self.name: self.total.nats_per_token}
@@ -92,7 +92,7 @@ class HeldoutEvaluator:
 
 
 def heldout_loss(model: ModelSnapshot, batches: Iterable[Mapping[str, np.ndarray]]) -> HeldoutLoss:
-    """The loss summed over `batches`."""
+    """Sum the loss over `batches`."""
     total = HeldoutLoss(0.0, 0)
     running: deque[Any] = deque()
     for batch in batches:

@@ -1,1 +1,1 @@
-"""Prefill, decode and sampling."""
+"""Text generation: prefill, decode and sampling."""

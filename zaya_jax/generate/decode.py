@@ -1,4 +1,4 @@
-"""Prefill, then one token at a time, all in one compiled function."""
+"""Generate text: prefill and the whole decode loop in one compiled function."""
 
 import functools
 import math
@@ -27,24 +27,23 @@ def generate_text(
     key: jax.Array | None = None,
     placement: Placement | None = None,
 ) -> list[list[int]]:
-    """Continue prompts.
+    """Generate a continuation of each prompt.
 
     Args:
       model: the model.
-      prompt_tokens: one row of token ids a prompt; rows may differ in length.
-      max_new_tokens: tokens added to each at most.
-      temperature: of the softmax sampled from; 0 takes the likeliest token.
-      stop_token: ends a row where it is drawn; it is not part of the result.
-      key: of the draws; needed where `temperature` is above 0.
-      placement: one on which every device has all parameters, in the model's dtypes (`Placement.replicated`). Where
-        several processes hold the model together, they must pass one that they agree on. Where None, that of the first
-        device, with kernels that this process tries at the first call.
+      prompt_tokens: token ids, one row for each prompt; rows may differ in length.
+      max_new_tokens: largest number of tokens to add to each prompt.
+      temperature: sampling temperature; 0 takes the most likely token.
+      stop_token: ends a row when it is sampled; not part of the result.
+      key: random key; required if `temperature` is above 0.
+      placement: replicated placement (`Placement.replicated`) in the model's dtypes. Several processes that hold the
+        model together must pass the same one. None to use the first device, with kernels validated at the first call.
 
     Returns:
       The new tokens of each row.
 
     Raises:
-      InputError: a prompt is empty or holds a token outside the vocabulary, the tokens do not fit
+      InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
         `config.max_positions`, or the key is missing.
     """
     rows = [[int(token) for token in row] for row in prompt_tokens]
@@ -65,7 +64,7 @@ def generate_text(
         raise InputError(f"The longest prompt ({longest} tokens) and max_new_tokens={max_new_tokens} exceed "
                          f"model.max_positions={config.max_positions}. Shorten one of them.")  # fmt: skip
     tokens, segments = np.zeros((2, len(rows), longest), np.int32)
-    for index, row in enumerate(rows):  # padding stands on the left, so that all rows go on at the same place
+    for index, row in enumerate(rows):  # left padding, so that all rows continue at the same position
         tokens[index, longest - len(row) :] = row
         segments[index, longest - len(row) :] = 1
     key = jax.random.key(0) if key is None else key
@@ -77,7 +76,7 @@ def generate_text(
 
 @functools.lru_cache(maxsize=8)
 def _first_device(config: ModelConfig, dtype: str) -> Placement:
-    """The placement of a model on the first device, with kernels that were tried there."""
+    """Return the placement of a model on the first device, with kernels validated there."""
     model, mesh = abstract_model(config), make_mesh(devices=jax.devices()[:1])
     kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
     return make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)
@@ -86,7 +85,7 @@ def _first_device(config: ModelConfig, dtype: str) -> Placement:
 @functools.partial(jax.jit, static_argnames=("steps", "greedy", "placement"))
 def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.Array, temperature: jax.Array, *,
             steps: int, greedy: bool, placement: Placement) -> jax.Array:  # fmt: skip
-    """int32 [b, steps] drawn after each other."""
+    """Sample tokens one after another, int32 [b, steps]."""
     (b, s), ops = tokens_bs.shape, placement.ops
     out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype), ops=ops)
 

@@ -1,1 +1,1 @@
-"""The ZAYA1 model and what it knows of itself."""
+"""The ZAYA1 model, its loss, adapters and FLOP counts."""

@@ -1,7 +1,7 @@
-"""What a model of a given architecture has and costs (zaya1.md §1.1), counted from the parameters of its modules.
+"""Parameter counts, FLOPs and cache sizes of an architecture (docs/reference.md §1.1), from its modules' parameters.
 
-A multiply-add counts as two operations. A token goes through every matrix and convolution once, but only through the
-experts it is sent to; what else attention does, its module says. Recomputation in the backward pass is not counted.
+A multiply-add counts as two FLOPs. A token passes every matrix and convolution once, but only the expert it is routed
+to. Attention modules state the FLOPs of their scores and values. Recomputation in the backward pass is not counted.
 """
 
 import functools
@@ -21,7 +21,7 @@ _MULTIPLIED: tuple[Role, ...] = (*MATRIX_ROLES, "convolution")
 
 @functools.lru_cache(maxsize=64)
 def _sizes(config: ModelConfig) -> dict[Role, int]:
-    """Trained parameters by role, of all layers."""
+    """Return the number of trained parameters of each role."""
     model, totals = abstract_model(config), {}
     role_by_name = roles(model)
     for name, shape in shapes(model).items():
@@ -31,27 +31,27 @@ def _sizes(config: ModelConfig) -> dict[Role, int]:
 
 
 def total_parameters(config: ModelConfig) -> int:
-    """Trained parameters; neither balancing biases nor the first layer's inert router state scale are counted."""
+    """Count the trained parameters, without balancing biases and the inert router state scale of the first layer."""
     return sum(_sizes(config).values())
 
 
 def active_parameters(config: ModelConfig) -> int:
-    """Parameters outside the embedding that one token, sent to an expert, passes through."""
+    """Count the parameters that one token uses, without the embedding."""
     return total_parameters(config) - _sizes(config)["embedding"] - _idle(config)
 
 
 def _idle(config: ModelConfig) -> int:
-    """Parameters of the experts that a token does not go to."""
+    """Count the parameters of the experts that a token does not use."""
     return _sizes(config)["expert"] * (config.num_experts - rows_per_token(config)) // config.num_experts
 
 
 def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True) -> float:
-    """Operations of a forward pass a token, mean over a sequence of `context` tokens.
+    """Count the FLOPs per token of a forward pass, averaged over a sequence.
 
     Args:
       config: the architecture.
-      context: tokens of the sequence.
-      head: whether the logits of every token are computed.
+      context: length of the sequence, in tokens.
+      head: whether to count the logits of every token.
     """
     sizes = _sizes(config)
     multiplied = sum(sizes.get(role, 0) for role in _MULTIPLIED) - _idle(config) + head * sizes["embedding"]
@@ -59,42 +59,42 @@ def prefill_flops_per_token(config: ModelConfig, context: int, head: bool = True
 
 
 def attention_flops_per_token(config: ModelConfig, context: int) -> float:
-    """Those of `prefill_flops_per_token` that grow with the context: no products with parameters."""
+    """Count the FLOPs per token of attention scores and values, which grow with the context."""
     layers = config.layer_kinds
     return config.num_groups * sum(ATTENTION[kind.attention].flops_per_token(config, kind, context) for kind in layers)
 
 
 def training_flops_per_token(config: ModelConfig, context: int, frozen_head: bool = False) -> float:
-    """Operations of forward and backward passes a token: three times the forward's.
+    """Count the FLOPs per token of forward and backward passes: three times the forward pass.
 
-    Of a head that is not trained, as under adapters, only twice. Adapters go through the gradients of their matrices,
-    which are counted; the products with the adapters themselves do not grow with the tokens, and are not.
+    A frozen head, as under adapters, counts twice only. Gradients of adapted matrices are counted, since adapters need
+    them; the products with the adapters are not, since their cost does not grow with the number of tokens.
     """
     return 3 * prefill_flops_per_token(config, context) - frozen_head * 2 * _sizes(config)["embedding"]
 
 
 def cache_bytes_per_token(config: ModelConfig) -> int:
-    """Bytes that one more cached token takes over all layers, in bf16."""
+    """Return the bytes that one more cached token takes, over all layers, in bf16."""
     return 2 * (cached_values(config, 1) - cached_values(config, 0))
 
 
 def cached_values(config: ModelConfig, tokens: int) -> int:
-    """Values of the decode state of all layers with room for `tokens` tokens.
+    """Count the values in the decode state of all layers, with a capacity of `tokens` tokens.
 
-    Those for none are what a piece of a sequence needs of the tokens before it, beside their keys and values.
+    With `tokens=0` these are the values that context parallelism sends between neighbours, besides keys and values.
     """
     cache = jax.eval_shape(functools.partial(init_cache, config, 1, tokens))
     return sum(x.size for x in jax.tree.leaves(cache.layers))
 
 
 def newton_schulz_flops(config: ModelConfig, steps: int, split: bool) -> float:
-    """Operations of Muon's orthogonalisation of all matrices, a step of training (zaya1.md §3.1).
+    """Count the FLOPs of Muon's orthogonalization of all matrices in one training step (docs/reference.md §3.1).
 
-    A p × q matrix (p ≤ q) takes p²q, p³ and p²q multiply-adds in each of `steps`; symmetry is not made use of.
+    Each iteration on a p × q matrix (p ≤ q) takes p²q + p³ + p²q multiply-adds, without exploiting symmetry.
 
     Args:
       config: the architecture.
-      steps: of the iteration.
+      steps: number of Newton–Schulz iterations.
       split: whether an expert's gate and up projections are two matrices.
     """
     model, total = abstract_model(config), 0

@@ -1,4 +1,4 @@
-"""What every form of attention has in common: projections, windows, the output, and the facts it states of itself."""
+"""The base class of attention modules: projections, window, output, FLOPs and decode state."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -18,11 +18,14 @@ from zaya_jax.ops.names import MATMUL_OUTPUT
 
 
 class Context(NamedTuple):
-    """What every layer needs to know of the tokens.
+    """What every layer needs to know about the tokens.
 
-    `segments_bs` are their documents (0 is padding), `key_segments_bt` those of all keys that attention is given,
-    `rotary` cos and sin by the base of the rotary embedding; with a cache, `cached_segments_bt` holds the documents of
-    the tokens before (the new ones not yet written), and `length` is the number of tokens before.
+    Attributes:
+      segments_bs: int32 document of each token; 0 is padding.
+      key_segments_bt: int32 document of each key.
+      rotary: cos and sin tables by RoPE base.
+      cached_segments_bt: with a cache, the documents of its tokens, without the new ones.
+      length: number of tokens in the cache.
     """
 
     segments_bs: jax.Array
@@ -33,19 +36,18 @@ class Context(NamedTuple):
 
 
 class Attention(nnx.Module):
-    """Attention of h query heads to k heads of keys and values, each shared by h / k queries.
+    """Attention with h query heads and k heads of keys and values, each shared by h / k query heads.
 
-    A form of attention is a subclass, listed in `zaya.ATTENTION`. Its call maps (h_bsd, context, decode state or None,
-    ops) to the output and the new decode state. It states the operations beside those of its parameters
-    (`flops_per_token`), the empty decode state (`init_cache`) and, where there are any, its tensors in a `transformers`
-    folder (`hf_tensors`).
+    Each variant is a subclass, listed in `zaya.ATTENTION`. Calling it maps (h_bsd, context, decode state or None, ops)
+    to the output and the new decode state. It defines its FLOPs besides those of its parameters (`flops_per_token`),
+    its empty decode state (`init_cache`) and its tensors in a `transformers` folder (`hf_tensors`), if it has any.
     """
 
     output: nnx.Param
-    PROJECTIONS: ClassVar[tuple[str, ...]]  # the parameters that `project` applies, in their order
+    PROJECTIONS: ClassVar[tuple[str, ...]]  # names of the parameters that `project` applies, in order
 
     def __init__(self, config: ModelConfig, layer: LayerKind, keys: Sequence[jax.Array], value_size: int) -> None:
-        """Draw the projections, each value `value_size` wide, and the output from the first of `keys`."""
+        """Draw the projections, with values of width `value_size`, and the output from the first of `keys`."""
         d = config.hidden_size
         widths = {"query": config.query_size, "key": config.kv_size}
         for name, key in zip((*self.PROJECTIONS, "output"), keys, strict=False):
@@ -60,14 +62,14 @@ class Attention(nnx.Module):
     hf_tensors = staticmethod(no_form)
 
     def project(self, h_bsd: jax.Array) -> jax.Array:
-        """All projections side by side in one product, [b, s, x] in the dtype of `h_bsd`."""
+        """Apply all projections in one matmul; returns [b, s, x] in the dtype of `h_bsd`."""
         dtype = h_bsd.dtype
         kernel_dx = jnp.concatenate([getattr(self, name)[...].astype(dtype) for name in self.PROJECTIONS], axis=1)
         packed = checkpoint_name(h_bsd @ kernel_dx, MATMUL_OUTPUT)
         return packed + self.projection_bias[...].astype(dtype) if self.config.attention_bias else packed
 
     def attend(self, q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, context: Context, ops: Ops) -> jax.Array:
-        """Attention and the output projection, [b, s, d] in the dtype of the queries."""
+        """Apply attention and the output projection; returns [b, s, d] in the dtype of the queries."""
         b, s, dtype = *q_bshc.shape[:2], q_bshc.dtype
         out_bshc = ops.attention(
             q_bshc, k_btkc, v_btkc, query_segments_bs=context.segments_bs, key_segments_bt=context.key_segments_bt,
@@ -78,29 +80,29 @@ class Attention(nnx.Module):
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: LayerKind, context: int) -> float:
-        """Operations of a forward pass a token, mean over `context`: scores and values, no product with a parameter."""
+        """Count the forward FLOPs per token of scores and values, averaged over a sequence of `context` tokens."""
         return 4 * config.query_size * visible_keys(context, layer.window)
 
     @staticmethod
     def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Any:
-        """The decode state of one layer before the first token.
+        """Make the decode state of one layer before the first token.
 
         Args:
-          config: its sizes.
-          batch: rows of tokens.
+          config: the architecture.
+          batch: number of rows.
           capacity: tokens of a row.
-          dtype: of keys and values.
+          dtype: dtype of keys and values.
 
         Returns:
-          A pytree of zeros, [batch, …] each. What does not grow with `capacity` is what a piece of a sequence needs
-          of the tokens before it, beside keys and values.
+          A pytree of zeros, [batch, …] each. Leaves that do not grow with `capacity` are what context parallelism
+          sends between neighbours, besides keys and values.
         """
         shape = (batch, capacity, config.num_kv_heads, config.head_dim)
         return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 
 def visible_keys(context: int, window: int | None) -> float:
-    """Keys a query sees, on average over a sequence of `context` tokens."""
+    """Return the mean number of keys that a query sees in a sequence of `context` tokens."""
     if window is None or window >= context:
         return (context + 1) / 2
     return (window * (window + 1) / 2 + (context - window) * window) / context

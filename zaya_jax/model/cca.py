@@ -1,4 +1,4 @@
-"""Compressed convolutional attention (zaya1.md §1.3; arXiv 2510.04476)."""
+"""Compressed convolutional attention (docs/reference.md §1.3; arXiv 2510.04476)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,7 +20,10 @@ from zaya_jax.ops.precision import accumulation_dtype
 class CCACache(NamedTuple):
     """Decode state of one layer.
 
-    The tail of the convolutions' input and the delayed value are fp32 whatever the model computes in (zaya1.md §1.3).
+    Attributes:
+      kv: keys and values.
+      u_bwnc: the last w inputs of the convolutions, fp32 whatever the compute dtype (docs/reference.md §1.3).
+      delayed_b1x: the delayed half of the last value, fp32.
     """
 
     kv: KeyValues
@@ -28,20 +31,20 @@ class CCACache(NamedTuple):
     delayed_b1x: jax.Array
 
     def halo(self, cached_segments_bt: jax.Array, length: jax.Array | int) -> Halo:
-        """The rows before the next token, which follows `length` others."""
+        """Return the rows before the next token, which has index `length`."""
         rows = max(self.u_bwnc.shape[1], 1)
         padded = jnp.pad(cached_segments_bt, ((0, 0), (rows, 0)))
         return Halo(self.u_bwnc, jax.lax.dynamic_slice_in_dim(padded, length, rows, 1), self.delayed_b1x)
 
     def advance(self, kv: KeyValues, u_bsnc: jax.Array, delayed_bsx: jax.Array) -> "CCACache":
-        """The state with new tokens: `kv` with theirs, and the rows that the next ones need."""
+        """Return the state after new tokens, whose keys and values are already in `kv`."""
         tail = jnp.concatenate([self.u_bwnc, u_bsnc.astype(self.u_bwnc.dtype)], 1)
         return CCACache(kv, tail[:, tail.shape[1] - self.u_bwnc.shape[1] :],
                         delayed_bsx[:, -1:].astype(self.delayed_b1x.dtype))  # fmt: skip
 
 
 class CCA(Attention):
-    """Attention whose queries, keys and values live in a compressed, convolved latent space."""
+    """Compressed convolutional attention: queries, keys and values in a compressed latent space, with convolutions."""
 
     PROJECTIONS = ("query", "key", "value_current", "value_delayed")
 
@@ -50,7 +53,7 @@ class CCA(Attention):
         k0, k1 = config.depthwise_kernel, config.grouped_kernel
         keys = jax.random.split(key, 7)
         super().__init__(config, layer, list(keys), config.kv_size // 2)
-        bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # one over the root of what a sum runs over
+        bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # 1 / sqrt(fan-in)
         depthwise = jax.random.uniform(keys[5], (k0, heads, c), jnp.float32, minval=-bound0, maxval=bound0)
         grouped = jax.random.uniform(keys[6], (k1, heads, c, c), jnp.float32, minval=-bound1, maxval=bound1)
         self.depthwise = param(depthwise, "convolution")
@@ -62,9 +65,9 @@ class CCA(Attention):
     def __call__(
         self, h_bsd: jax.Array, context: Context, cache: CCACache | None, ops: Ops
     ) -> tuple[jax.Array, CCACache | None]:
-        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
+        """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
         config, dtype = self.config, h_bsd.dtype
-        # Packed heads of queries and keys, then both halves of the value.
+        # The packed projection: heads of queries and keys, then both halves of the value.
         qk, half = config.query_size + config.kv_size, config.kv_size // 2
         u_bsx, current_bsx, delayed_bsx = jnp.split(self.project(h_bsd), [qk, qk + half], axis=-1)
         u_bsnc = u_bsx.reshape(*h_bsd.shape[:2], -1, config.head_dim)
@@ -92,7 +95,7 @@ class CCA(Attention):
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder."""
+        """Yield the module's tensors in a `transformers` folder."""
         d, c, half = config.hidden_size, config.head_dim, config.kv_size // 2
         k0, k1, heads = config.depthwise_kernel, config.grouped_kernel, config.num_query_heads + config.num_kv_heads
         widths = (("q_proj", "query", config.query_size), ("k_proj", "key", config.kv_size),

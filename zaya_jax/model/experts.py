@@ -1,4 +1,4 @@
-"""The mixture: a router and e SwiGLU experts, one a token, none dropped (zaya1.md §1.4)."""
+"""Mixture of experts: a router and e SwiGLU experts, top-1, dropless (docs/reference.md §1.4)."""
 
 from collections.abc import Iterator
 
@@ -14,17 +14,17 @@ from zaya_jax.model.router import Router
 from zaya_jax.ops import Ops
 
 ROUTERS = {"zaya": Router, "linear": LinearRouter}
-HF_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # of a layer, all experts in one tensor
+HF_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # one tensor for all experts of a layer
 
 
 def rows_per_token(config: ModelConfig) -> int:
-    """Rows that a token is to the experts of a layer, each through one of them."""
+    """Return the number of experts that process each token (top-k)."""
     del config
     return 1
 
 
 class Experts(nnx.Module):
-    """Matrices of all experts of a layer, stacked."""
+    """The stacked matrices of all experts of a layer."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         e, d, f = config.num_experts, config.hidden_size, config.expert_size
@@ -34,27 +34,29 @@ class Experts(nnx.Module):
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder."""
+        """Yield the module's tensors in a `transformers` folder."""
         e, d, f = config.num_experts, config.hidden_size, config.expert_size
         yield linear(HF_EXPERTS[0], "gate_up", e, 2 * f, d)
         yield linear(HF_EXPERTS[1], "down", e, d, f)
 
 
 class MixtureOfExperts(nnx.Module):
-    """Router and experts."""
+    """A router and its experts."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         key_router, key_experts = jax.random.split(key)
         self.router = ROUTERS[config.router](config, key_router)
         self.experts = Experts(config, key_experts)
-        self.num_experts = config.num_experts  # of which a device may hold some
+        self.num_experts = config.num_experts  # of all devices; a device may hold a part of them
 
     def __call__(
         self, h_bsd: jax.Array, state_bsr: jax.Array, segments_bs: jax.Array, ops: Ops
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The experts' output, the router's state for the next layer, and int32 tokens each class got.
+        """Apply the mixture; padding goes through no expert and is not counted.
 
-        Padding goes through no expert and is not counted.
+        Returns:
+          The output [b, s, d], the router's state for the next layer [b, s, r], and the number of tokens of each
+          class, int32 [e + 1] with skip last.
         """
         b, s, d = h_bsd.shape
         routing = self.router(h_bsd, state_bsr, ops)
@@ -68,6 +70,6 @@ class MixtureOfExperts(nnx.Module):
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder."""
+        """Yield the module's tensors in a `transformers` folder."""
         yield from (within("router", tensor) for tensor in ROUTERS[config.router].hf_tensors(config))
         yield from (within("experts", tensor) for tensor in Experts.hf_tensors(config))

@@ -1,4 +1,4 @@
-"""A digest of parameters by name, the same wherever they lie and in whatever parts they are read."""
+"""A digest of named parameters that does not depend on their sharding or on the parts they are read in."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -12,16 +12,16 @@ Sums = np.ndarray  # uint32 [2]
 
 
 def fingerprint(arrays: Mapping[str, jax.Array]) -> str:
-    """A digest of all bits of parameters, the same wherever they lie; 32 hexadecimal digits.
+    """Compute a digest of all bits of parameters, independent of their sharding; 32 hexadecimal digits.
 
-    Of each array a sum over its elements of bits times a number that depends on their place, in whole numbers: these
-    add up to the same in any order. It tells a mistake, not a forger.
+    For each array it sums the bits of each element times a hash of its index, in integers, so that the order of
+    summation does not matter. It detects mistakes, not deliberate forgery.
     """
     return combine_sums(jax.device_get(_all_sums(dict(arrays))))
 
 
 def combine_sums(sums: Mapping[str, Sums]) -> str:
-    """`fingerprint` of arrays whose sums are known, see `part_sums`."""
+    """Compute the `fingerprint` of arrays from their `part_sums`."""
     digest = hashlib.sha256()
     for name in sorted(sums):
         digest.update(f"{name} {sums[name].tolist()}\n".encode())
@@ -29,7 +29,7 @@ def combine_sums(sums: Mapping[str, Sums]) -> str:
 
 
 def part_sums(parts: Iterable[tuple[int, Any]]) -> Sums:
-    """The sums of an array that is read part by part: each with its first index along the leading axis."""
+    """Compute the sums of an array from (first index along the leading axis, part) pairs."""
     total = np.zeros(2, np.uint32)
     for first, part in parts:
         total += np.asarray(_sums_from(jnp.asarray(part), np.uint32(first)))

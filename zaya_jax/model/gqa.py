@@ -1,7 +1,7 @@
-"""Grouped-query attention as CCA would be without what is its own (arXiv 2305.13245).
+"""Grouped-query attention (arXiv 2305.13245), a baseline for CCA.
 
-No convolution, no mean of queries and keys, no norm, no temperature, no delayed value; heads, projections,
-rotary embedding and windows are those of CCA, so that the two differ in nothing else.
+It has the heads, projections, RoPE and windows of CCA, but no convolutions, query-key mean, norm, temperature or
+delayed value.
 """
 
 import jax
@@ -18,7 +18,7 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 class GQA(Attention):
-    """Grouped-query attention; a `transformers` ZAYA has no form of it."""
+    """Grouped-query attention; the ZAYA model of `transformers` does not have it."""
 
     PROJECTIONS = ("query", "key", "value")
 
@@ -28,7 +28,7 @@ class GQA(Attention):
     def __call__(
         self, h_bsd: jax.Array, context: Context, cache: KeyValues | None, ops: Ops
     ) -> tuple[jax.Array, KeyValues | None]:
-        """`h_bsd` mixed along the sequence, and the layer's decode state if there is one."""
+        """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
         config, dtype = self.config, h_bsd.dtype
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)
@@ -41,6 +41,6 @@ class GQA(Attention):
 
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding in fp32, in the dtype of `x_bsnc`."""
+    """Apply RoPE in fp32; the result has the dtype of `x_bsnc`."""
     x_bnsc = x_bsnc.astype(accumulation_dtype(x_bsnc.dtype)).transpose(0, 2, 1, 3)
     return rotate(x_bnsc, cos, sin).astype(x_bsnc.dtype).transpose(0, 2, 1, 3)

@@ -1,7 +1,7 @@
-"""What a tensor of a `transformers` ZAYA folder is called and how it lies there, beside the module that owns it.
+"""Names and layouts of a module's tensors in a `transformers` ZAYA folder.
 
-Linear weights are [out, in] there and [in, out] here (docs: zaya1.md §12.1); nothing is computed, so that a round trip
-keeps every bit.
+Linear weights are [out, in] there and [in, out] here (docs/reference.md §12.1). Conversions only move values, so a
+round trip is bitwise exact.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,14 +16,15 @@ Change = Callable[[np.ndarray], np.ndarray]
 
 
 class HfTensor(NamedTuple):
-    """One tensor of a module.
+    """One tensor of a module in a `transformers` folder.
 
     Attributes:
-      name: its name there, behind that of the layer.
-      path: attributes that lead to the parameter here, from the module that lists it.
+      name: its name there, after the prefix of the layer.
+      path: attributes from the module to the parameter here.
       shape: its shape there.
-      to_ours, to_theirs: between the two layouts.
-      part: the slice of the parameter it fills, along its first axis; None for all of it.
+      to_ours: converts its layout to the parameter's.
+      to_theirs: converts the parameter's layout to its.
+      part: slice of the parameter that it fills, along the first axis; None for all of it.
     """
 
     name: str
@@ -35,31 +36,31 @@ class HfTensor(NamedTuple):
 
 
 def no_form(config: ModelConfig) -> Iterator[HfTensor]:
-    """Refuse to name the tensors of a module that `transformers` does not have; takes the place of `hf_tensors`."""
+    """Raise `InputError`: the `hf_tensors` of modules that `transformers` does not have."""
     raise InputError(f"transformers has no model with model.attention={config.attention} and "
                      f"model.router={config.router}, so it cannot be imported or exported.")  # fmt: skip
 
 
 def unchanged(x: np.ndarray) -> np.ndarray:
-    """`x` itself: the layouts are the same."""
+    """Return `x`, for tensors with the same layout."""
     return x
 
 
 def transposed(x: np.ndarray) -> np.ndarray:
-    """A view of `x` with its last two axes exchanged."""
+    """Return a view of `x` with its last two axes swapped."""
     return np.swapaxes(x, -1, -2)
 
 
 def same(name: str, path: str, *shape: int, part: slice | None = None) -> HfTensor:
-    """A tensor that lies there as it does here; `path` is dotted."""
+    """Describe a tensor with the same layout there and here; `path` is dotted."""
     return HfTensor(name, tuple(path.split(".")), shape, unchanged, unchanged, part)
 
 
 def linear(name: str, path: str, *shape: int) -> HfTensor:
-    """A tensor whose `shape` there is [..., out, in]."""
+    """Describe a linear weight, whose `shape` there is [..., out, in]; `path` is dotted."""
     return HfTensor(name, tuple(path.split(".")), shape, transposed, transposed)
 
 
 def within(attribute: str, tensor: HfTensor) -> HfTensor:
-    """`tensor` of a module, seen from the one that holds it as `attribute`."""
+    """Prefix the path of a submodule's `tensor` with `attribute`, under which its parent holds it."""
     return tensor._replace(path=(attribute, *tensor.path))

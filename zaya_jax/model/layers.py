@@ -1,4 +1,4 @@
-"""The small parts: parameters with a role, RMSNorm, residual scaling, rotary tables."""
+"""Building blocks: parameters with a role, RMSNorm, residual scaling, RoPE tables."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
@@ -20,52 +20,55 @@ MATRIX_ROLES: tuple[Role, ...] = ("attention", "router", "expert")
 
 
 class BalancingBias(nnx.Variable):
-    """Added to the router's probabilities to choose an expert; moved by the load, never by the loss."""
+    """A bias of the router's choice of expert, updated from the load instead of the loss."""
 
 
 def param(value: jax.Array, role: Role, parts: int = 1) -> nnx.Param:
-    """A trained parameter.
+    """Make a trained parameter.
 
     Args:
-      value: its start.
-      role: says which optimizer moves it and in which dtype it computes.
-      parts: matrices of equal width that it holds side by side along its last axis.
+      value: initial value.
+      role: determines its optimizer and compute dtype.
+      parts: number of matrices of equal width, side by side along its last axis.
     """
     return nnx.Param(value, role=role, parts=parts)
 
 
 def matrix(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """fp32 values from N(0, 1 / rows), so that an input of unit variance gives an output of unit variance.
+    """Draw an fp32 matrix from N(0, 1 / rows), which maps unit variance to unit variance.
 
-    At a width of 2,048 this is the usual 0.02. At small widths 0.02 would leave a router of three layers
-    blind to its input: every token would go where the balancing bias points.
+    At a width of 2,048 this is the usual standard deviation of 0.02. At small widths 0.02 is too small for the router's
+    three layers: its output would not depend on its input, and the balancing bias alone would choose the expert.
     """
     return shape[-2] ** -0.5 * jax.random.normal(key, shape, jnp.float32)
 
 
 def recomputed(function: Callable[..., Any], static: tuple[int, ...] = ()) -> Callable[..., Any]:
-    """`function`, whose backward pass computes its intermediates again instead of reading them back.
+    """Wrap `function` so that its backward pass recomputes intermediates instead of storing them.
 
-    For elementwise work: its intermediates are many times its inputs, and a scan over layers stacks what it
-    keeps. The scan already keeps the compiler from sharing them between the passes, so no barrier is needed.
+    Use it for elementwise work, whose intermediates are much larger than its inputs. `prevent_cse` is not needed, since
+    the scan over layers already separates the passes.
     """
     return jax.checkpoint(function, prevent_cse=False, static_argnums=static)
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm with a plain weight."""
+    """RMSNorm with a plain weight (no 1 + w)."""
 
     def __init__(self, size: int, eps: float) -> None:
         self.weight = param(jnp.ones(size), "norm")
         self.eps = eps
 
     def __call__(self, x: jax.Array, dtype: jax.typing.DTypeLike, ops: Ops) -> jax.Array:
-        """`x` normed along its last axis, in `dtype`."""
+        """Normalize `x` along its last axis; the result has dtype `dtype`."""
         return recomputed(ops.rms_norm, static=(2, 3))(x, self.weight[...], self.eps, jnp.dtype(dtype))
 
 
 class ResidualScaling(nnx.Module):
-    """Merges a sublayer's output into the stream: (o + b_o)·s_o + (x + b_x)·s_x, in fp32 (zaya1.md §1.6)."""
+    """Merges a sublayer's output o into the residual stream x, in fp32: (o + b_o)·s_o + (x + b_x)·s_x.
+
+    See docs/reference.md §1.6.
+    """
 
     def __init__(self, size: int) -> None:
         self.hidden_scale = param(jnp.ones(size), "scale")
@@ -75,7 +78,7 @@ class ResidualScaling(nnx.Module):
 
     @property
     def vectors(self) -> MergeVectors:
-        """The parameters, as the operation takes them."""
+        """The parameters, as `ops.residual_norm` takes them."""
         return MergeVectors(self.hidden_scale[...], self.hidden_bias[...], self.residual_scale[...],
                             self.residual_bias[...])  # fmt: skip
 
@@ -85,14 +88,14 @@ class ResidualScaling(nnx.Module):
 
     @staticmethod
     def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder, behind `sublayer`."""
+        """Yield the module's tensors in a `transformers` folder; their names contain `sublayer`."""
         for name, attribute in (("hidden_states_scale", "hidden_scale"), ("hidden_states_bias", "hidden_bias"),
                                 ("residual_scale", "residual_scale"), ("residual_bias", "residual_bias")):  # fmt: skip
             yield same(f"post_{sublayer}_residual_scale.{name}", attribute, size)
 
 
 class PlainSum(nnx.Module):
-    """Merges a sublayer's output into the stream: o + x, in fp32, without parameters."""
+    """Merges a sublayer's output o into the residual stream x, in fp32: o + x."""
 
     vectors = None
 
@@ -105,7 +108,19 @@ def merged_and_normed(
     into: ResidualScaling | PlainSum, norm: RMSNorm, output_bsd: jax.Array, stream_bsd: jax.Array,
     dtype: jax.typing.DTypeLike, ops: Ops,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """What `into` makes of an output and the stream, fp32, and `norm` of that, in `dtype`: one operation."""
+    """Merge an output into the residual stream and normalize the result, as one operation.
+
+    Args:
+      into: how to merge.
+      norm: the norm of the next sublayer.
+      output_bsd: output of the sublayer.
+      stream_bsd: residual stream, fp32.
+      dtype: dtype of the normalized result.
+      ops: implementations of the operations.
+
+    Returns:
+      The new residual stream, fp32, and its norm in `dtype`.
+    """
     joined = recomputed(ops.residual_norm, static=(4, 5))
     return joined(output_bsd, stream_bsd, into.vectors, norm.weight[...], norm.eps, jnp.dtype(dtype))
 
@@ -113,14 +128,14 @@ def merged_and_normed(
 def rotary_table(
     positions_bs: jax.Array, size: int, base: float, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of positions times inverse frequencies, [b, s, size / 2] each (zaya1.md §1.3)."""
+    """Compute the cos and sin tables of RoPE, [b, s, size / 2] each (docs/reference.md §1.3)."""
     inverse_frequency = 1.0 / base ** (jnp.arange(0, size, 2, dtype=dtype) / max(size, 1))
     angle = positions_bs.astype(dtype)[..., None] * inverse_frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
 def segment_positions(segments_bs: jax.Array) -> jax.Array:
-    """int32 index of each token within its document; a document is a run of equal segment ids."""
+    """Return the int32 index of each token within its document; a document is a run of equal segment ids."""
     index = jnp.arange(segments_bs.shape[1], dtype=jnp.int32)
     starts = jnp.concatenate([jnp.ones_like(segments_bs[:, :1], bool), segments_bs[:, 1:] != segments_bs[:, :-1]], 1)
     return index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)

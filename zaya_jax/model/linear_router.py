@@ -1,7 +1,7 @@
-"""The router of most mixtures: one matrix, softmax, biased top-1 (arXiv 2101.03961; the bias is that of zaya1.md §1.4).
+"""A linear router: one matrix, softmax, top-1 (arXiv 2101.03961), with balancing bias (docs/reference.md §1.4).
 
-It keeps of ZAYA1's router what the rest of the model relies on: fp32 softmax, the unbiased probability as the
-weight, and the balancing bias with an entry for skip.
+Like ZAYA1's router it has an fp32 softmax, the unbiased probability as weight, and a balancing bias with an entry for
+skip.
 """
 
 import jax
@@ -17,7 +17,7 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 class LinearRouter(nnx.Module):
-    """Chooses one of e experts; never skips, and neither reads nor changes the state."""
+    """Chooses one of e experts. It never skips, and passes the router state through."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         self.output = param(matrix(key, (config.hidden_size, config.num_experts)), "router")
@@ -26,12 +26,12 @@ class LinearRouter(nnx.Module):
     hf_tensors = staticmethod(no_form)
 
     def probabilities(self, h_bsd: jax.Array) -> jax.Array:
-        """fp32 softmax over the e experts; the product is in the dtype of `h_bsd`, its sum in fp32."""
+        """Compute the fp32 softmax over the e experts; the matmul is in the dtype of `h_bsd` with fp32 sums."""
         logits = jnp.matmul(
             h_bsd, self.output[...].astype(h_bsd.dtype), preferred_element_type=accumulation_dtype(h_bsd.dtype)
         )
         return jax.nn.softmax(logits, axis=-1)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
-        """Route every token of `h_bsd`; ties go to the lowest class. `ops` is what other routers call."""
+        """Route every token of `h_bsd`; ties go to the lowest class. `ops` is not used."""
         return Routing(*choose_class(self.probabilities(h_bsd), self.balancing_bias[...]), state_bsr)

@@ -1,8 +1,8 @@
 """Low-rank adapters of attention and expert matrices: W + (alpha / rank)·A·B (LoRA, arXiv 2106.09685).
 
-A matrix `blocks.0.attention.query` of [l, d, x] has the adapters `….lora_a` [l, d, rank] and `….lora_b`
-[l, rank, x]; experts have one pair each. The sum is made one layer at a time, in fp32, and rounded once to the
-dtype of the matrix: what is trained is what an export in that dtype holds.
+A matrix `blocks.0.attention.query` of [l, d, x] has the adapters `….lora_a` [l, d, rank] and `….lora_b` [l, rank, x];
+each expert has its own pair. Adapters are merged one layer at a time, in fp32, and rounded once to the dtype of the
+matrix, so that an export in that dtype is exactly the model that was trained.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ _A, _B = "lora_a", "lora_b"
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["base", "a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """A matrix that is not trained and its adapters, in the place of the matrix in a model.
+    """A frozen matrix with its adapters, which takes the place of the matrix in a model.
 
     Attributes:
       base: [.., in, out], in the compute dtype.
       a: [.., in, rank].
       b: [.., rank, out].
-      scale: of the product of the two.
+      scale: factor of their product, alpha / rank.
     """
 
     base: jax.Array
@@ -39,14 +39,14 @@ class Adapted:
 
 
 def adapter_names(name: str) -> tuple[str, str]:
-    """Of the adapters of the matrix `name`."""
+    """Return the names of the adapters A and B of the matrix `name`."""
     return f"{name}.{_A}", f"{name}.{_B}"
 
 
 def adapter_shapes(
     shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], rank: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shape of each adapter by name, of a model whose parameters have these `shapes` and `roles`."""
+    """Return the shape of each adapter by name, from the shapes and roles of the parameters."""
     adapters = {}
     for name, shape in shapes.items():
         if roles[name] in ADAPTED:
@@ -56,21 +56,21 @@ def adapter_shapes(
 
 
 def adapter_roles(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """Role of each adapter by name: that of its matrix."""
+    """Return the role of each adapter by name, which is the role of its matrix."""
     return {adapter: role for name, role in roles.items() if role in ADAPTED for adapter in adapter_names(name)}
 
 
 def draw_adapters(
     key: jax.Array, shapes: Mapping[str, tuple[int, ...]], dtype: jax.typing.DTypeLike
 ) -> dict[str, jax.Array]:
-    """Adapters before the first step: A from N(0, 1 / in), as any matrix here, and B zero, so that the sum is W."""
+    """Draw the initial adapters: A from N(0, 1 / in) and B zero, so that the sum is W."""
     keys = dict(zip(sorted(shapes), jax.random.split(key, len(shapes)), strict=True))
     return {name: (matrix(keys[name], shape) if name.endswith(_A) else jnp.zeros(shape)).astype(dtype)
             for name, shape in shapes.items()}  # fmt: skip
 
 
 def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
-    """The parameters of a model, those that have adapters as `Adapted`.
+    """Pair each parameter that has adapters with them, as `Adapted`.
 
     Args:
       params: parameters and adapters, by name.
@@ -86,7 +86,7 @@ def adapted(params: Arrays, scale: float) -> dict[str, jax.Array | Adapted]:
 
 
 def merge(matrix: Adapted) -> jax.Array:
-    """The matrix that an `Adapted` stands for, [.., in, out] in the dtype of its base; of any stack, or none."""
+    """Add the adapters to their matrix; returns [.., in, out] in the dtype of the base."""
     exact = accumulation_dtype(matrix.base.dtype)
     product = jnp.matmul(matrix.a.astype(exact), matrix.b.astype(exact), precision="highest")
     return (matrix.base.astype(exact) + matrix.scale * product).astype(matrix.base.dtype)
@@ -94,12 +94,12 @@ def merge(matrix: Adapted) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="scale")
 def merged(params: Arrays, adapters: Arrays, scale: float) -> dict[str, jax.Array]:
-    """The parameters of a model with their adapters added, by name and in the dtype of `params`.
+    """Merge the adapters into the parameters of a model; returns them by name, in the dtype of `params`.
 
-    Only one layer of one matrix is ever there in fp32.
+    At most one layer of one matrix is in fp32 at a time.
 
     Args:
-      params: of the model that the adapters were trained on, in the dtype they were trained on.
+      params: parameters that the adapters were trained on, in the dtype of that training.
       adapters: by name.
       scale: alpha / rank.
     """

@@ -1,9 +1,8 @@
-"""Cross-entropy of the tied head, in chunks of tokens: the logits of a whole sequence never exist.
+"""Cross-entropy of the tied head in chunks of tokens, without materialising all logits.
 
-The head is a third and more of a model's arithmetic and its logits are the largest array there would be
-(zaya1.md §1.1), so the gradient is made where the logits are: the forward rule of the `custom_vjp` returns
-dh and dW already, and the backward pass only scales them. It must therefore stand outside every
-`jax.checkpoint`.
+The head takes a third or more of the model's FLOPs, and its logits would be the largest array (docs/reference.md §1.1).
+To compute them only once, the forward rule of the `custom_vjp` already returns dh and dW, and the backward pass only
+scales them. It must therefore be outside of every `jax.checkpoint`.
 """
 
 import functools
@@ -23,26 +22,26 @@ def chunked_loss(
     hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array, weights_t: jax.Array,
     frozen_head: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Sum over tokens, and its terms, of weight times cross-entropy of `hidden_td @ head_vd.T + bias_v`.
+    """Compute the weighted cross-entropy of `hidden_td @ head_vd.T + bias_v`.
 
     Args:
-      hidden_td: after the final norm, in the compute dtype.
+      hidden_td: output of the final norm, in the compute dtype.
       head_vd: the tied head, in any float dtype; it is cast to that of `hidden_td`.
-      bias_v: of the head, or None.
-      targets_t: int32 class of each token.
-      weights_t: fp32; 0 takes a token out.
-      frozen_head: whether head and bias are constants, of which no gradient is made.
+      bias_v: bias of the head, or None.
+      targets_t: int32 target of each token.
+      weights_t: fp32 weight of each token; 0 excludes it.
+      frozen_head: whether head and bias are constants, which need no gradient.
 
     Returns:
-      fp32 scalar, in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and fp32 [t], the terms of the sum,
-      which are not.
+      The sum over tokens, an fp32 scalar in nats, differentiable in `hidden_td`, `head_vd` and `bias_v`; and its terms,
+      fp32 [t], which are not differentiable.
     """
     del frozen_head
     return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
 
 
 def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Each array [t, …] as [chunks, chunk, …], zeros at the end."""
+    """Reshape each array [t, …] to [chunks, chunk, …], padded with zeros."""
     t = arrays[0].shape[0]
     chunk = min(CHUNK, t)
     pad = -t % chunk
@@ -88,7 +87,7 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
         dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
         dz_low = dz.astype(dtype)
         dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=sums)
-        # With the long dimension innermost on both sides and in the result, no operand is transposed.
+        # This layout (vocabulary innermost) needs no transposes.
         dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
         db_v = None if db_v is None else db_v + dz.sum(0)
         return (total + loss.sum(), dw_dv, db_v), (dh.astype(dtype), loss)
@@ -98,18 +97,18 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
     h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
     (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
-    # Of one chunk XLA would make a single product of sum and transposition, which CPUs refuse in bf16.
+    # The barrier keeps XLA from fusing sum and transpose of a single chunk into a matmul that CPUs lack in bf16.
     dw_vd = None if dw_dv is None else jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)
     db_v = None if bias_v is None or db_v is None else db_v.astype(bias_v.dtype)
     return (total, losses.reshape(-1)[: hidden_td.shape[0]]), (dh_td, dw_vd, db_v, weights_t)
 
 
 def _backward(frozen_head: bool, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
-    del frozen_head  # whose gradients are None, which stands for zero
+    del frozen_head  # its gradients are None, which means zero
     g, _ = cotangents
     dh_td, dw_vd, db_v, weights_t = saved
     no_targets = np.zeros(dh_td.shape[:1], jax.dtypes.float0)
-    no_weights = jnp.zeros_like(weights_t)  # weights are data, not a function of the parameters
+    no_weights = jnp.zeros_like(weights_t)  # weights are data and get no gradient
     scaled = [None if x is None else (x * g).astype(x.dtype) for x in (dh_td, dw_vd, db_v)]
     return (*scaled, no_targets, no_weights)
 

@@ -1,4 +1,4 @@
-"""The ZAYA1 router: down-projection, depth averaging, a three-layer MLP, biased top-1 (zaya1.md §1.4, §1.5)."""
+"""The ZAYA1 router: down-projection, depth averaging, three-layer MLP, biased top-1 (docs/reference.md §1.4, §1.5)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -13,16 +13,16 @@ from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
 from zaya_jax.ops.precision import accumulation_dtype
 
-SKIP_BIAS = -1.0  # the skip class starts, and stays, unable to win against any expert of bias 0
+SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expert with bias 0
 
 
 class Routing(NamedTuple):
     """A router's choice.
 
     Attributes:
-      expert_bs: int32 class of each token, e is skip.
-      weight_bs: fp32 probability of that class, unbiased and not renormalised; 0 for skip.
-      state_bsr: fp32, what the next layer's router adds to its own projection.
+      expert_bs: int32 class of each token; e is skip.
+      weight_bs: fp32 probability of that class, without bias and not renormalized; 0 for skip.
+      state_bsr: fp32 state, which the next layer's router adds to its projection.
     """
 
     expert_bs: jax.Array
@@ -31,14 +31,14 @@ class Routing(NamedTuple):
 
 
 class Router(nnx.Module):
-    """Chooses one of e experts or to skip."""
+    """Chooses one of e experts for each token, or to skip."""
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         d, r = config.hidden_size, config.router_size
         keys = jax.random.split(key, 4)
         self.down = param(matrix(keys[0], (d, r)), "router")
         self.down_bias = param(jnp.zeros(r), "bias")
-        self.state_scale = param(jnp.ones(r), "scale")  # γ; inert in the first layer, whose incoming state is 0
+        self.state_scale = param(jnp.ones(r), "scale")  # γ; no effect in the first layer, whose input state is 0
         self.norm = RMSNorm(r, config.norm_eps)
         self.hidden1 = param(matrix(keys[1], (r, r)), "router")
         self.hidden1_bias = param(jnp.zeros(r), "bias")
@@ -48,7 +48,7 @@ class Router(nnx.Module):
         self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
 
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
-        """fp32 softmax over the e + 1 classes, and the state for the next layer."""
+        """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
         state = _linear(h_bsd, self.down, self.down_bias) + state_bsr * self.state_scale[...].astype(
             accumulation_dtype(dtype)
@@ -65,7 +65,7 @@ class Router(nnx.Module):
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder."""
+        """Yield the module's tensors in a `transformers` folder."""
         d, r, classes = config.hidden_size, config.router_size, config.num_experts + 1
         yield linear("mlp.gate.down_proj.weight", "down", r, d)
         yield same("mlp.gate.down_proj.bias", "down_bias", r)
@@ -79,22 +79,22 @@ class Router(nnx.Module):
 
 
 def is_inert(name: str, group: int | None) -> bool:
-    """Whether a parameter, by its flat name and the index in its stack, is the state scale of the first layer.
+    """Whether a parameter, by flat name and index in its stack, is the router state scale of the first layer.
 
-    It scales a state that is zero: it is not counted, is in no `transformers` folder, and is one.
+    It scales a state that is zero and stays 1: it is not counted, and `transformers` folders do not have it.
     """
     return (name, group) == ("blocks.0.mixture.router.state_scale", 0)
 
 
 def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The class of each token, and its weight.
+    """Choose the class with the highest biased probability; ties go to the lowest.
 
     Args:
-      probability: [.., e + 1], or [.., e] of a router that never skips.
-      bias: [e + 1], of the choice alone. A bias of skip must not make it win where it has no probability.
+      probability: [.., e + 1], or [.., e] for a router that never skips.
+      bias: [e + 1], added for the choice only.
 
     Returns:
-      int32 class of highest biased probability, ties to the lowest; its probability without the bias, 0 for skip.
+      The int32 class of each token, and its probability without the bias; 0 for skip.
     """
     biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
     expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
@@ -103,6 +103,6 @@ def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, ja
 
 
 def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """x @ kernel + bias, product in the dtype of x, sum in fp32."""
+    """Compute x @ kernel + bias, with operands in the dtype of x and fp32 sums."""
     out = jnp.matmul(x, kernel[...].astype(x.dtype), preferred_element_type=accumulation_dtype(x.dtype))
     return out if bias is None else out + bias[...].astype(out.dtype)

@@ -1,4 +1,4 @@
-"""A model's parameters as flat dicts by name, which is the form everything outside the model works on."""
+"""A model's parameters as flat dicts by name, the form that all code outside of the model uses."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -26,22 +26,22 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def is_stacked(name: str) -> bool:
-    """Whether a parameter, by its name, is one of the layers': its first axis are the steps of the layer scan."""
+    """Whether a parameter belongs to the layers, so that its first axis is the scan over layers."""
     return name.startswith("blocks.")
 
 
 def layer_position(name: str) -> int:
-    """The position in the layer pattern's period of a parameter that `is_stacked`."""
+    """Return the position in the period of the layer pattern of a parameter that `is_stacked`."""
     return int(name.split(".")[1])
 
 
 def name_in_layer(name: str) -> str:
-    """The name within its layer of a parameter that `is_stacked`."""
+    """Return the name within its layer of a parameter that `is_stacked`."""
     return name.split(".", 2)[2]
 
 
 def is_balancing_bias(name: str) -> bool:
-    """Whether a name is that of a balancing bias."""
+    """Whether `name` is the name of a balancing bias."""
     return name.rpartition(".")[2] == "balancing_bias"
 
 
@@ -51,28 +51,28 @@ def _variables(model: Zaya, kind: type[nnx.Variable]) -> dict[str, nnx.Variable]
 
 
 def parameters(model: Zaya) -> Arrays:
-    """What the loss trains, by names such as 'blocks.0.attention.query' (0 the position in the period)."""
+    """Return the trained parameters by name, such as 'blocks.0.attention.query' (0 is the position in the period)."""
     return {name: variable[...] for name, variable in _variables(model, nnx.Param).items()}
 
 
 def shapes(model: Zaya) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter, by name; `model` may be abstract."""
+    """Return the shape of each parameter, by name; `model` may be abstract."""
     return {name: variable.get_value().shape for name, variable in _variables(model, nnx.Param).items()}
 
 
 def balancing_biases(model: Zaya) -> Arrays:
-    """What the load moves, by name."""
+    """Return the balancing biases, by name."""
     return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
 
 
 @functools.lru_cache(maxsize=8)
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape of each parameter and balancing bias of a model, by name."""
+    """Return shape and dtype of each parameter and balancing bias, by name."""
     return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
 
 
 def roles(model: Zaya) -> dict[str, Role]:
-    """Role of each parameter, by name; ValueError for one that was made without (`layers.param`)."""
+    """Return the role of each parameter, by name; ValueError if one was not made with `layers.param`."""
     metadata = {name: variable.get_metadata() for name, variable in _variables(model, nnx.Param).items()}
     if without_role := [name for name, facts in metadata.items() if "role" not in facts]:
         raise ValueError(f"These parameters have no role: {', '.join(without_role)}.")
@@ -80,18 +80,18 @@ def roles(model: Zaya) -> dict[str, Role]:
 
 
 def fused(model: Zaya) -> dict[str, int]:
-    """Number of matrices side by side in a parameter, by name, for those that hold more than one."""
+    """Return the number of matrices side by side in each parameter that holds more than one, by name."""
     parts = {name: variable.get_metadata()["parts"] for name, variable in _variables(model, nnx.Param).items()}
     return {name: count for name, count in parts.items() if count > 1}
 
 
 def with_values(model: Zaya, values: Mapping[str, Any]) -> Zaya:
-    """A model like `model` (which may be abstract) holding `values`, one for each of its variables."""
+    """Return `model`, which may be abstract, with `values` by name for all of its variables."""
     return map_variables(model, lambda name, _: values[name])
 
 
 def map_variables(module: Any, function: Callable[[str, Any], Any]) -> Any:
-    """`module` with `function` of each variable's name within it and value, an array or `lora.Adapted`."""
+    """Replace each variable's value, an array or `lora.Adapted`, by `function(name in the module, value)`."""
     return jax.tree.map_with_path(
         lambda path, variable: variable.replace(function(_name(path), variable.get_value())), module,
         is_leaf=_is_variable,
@@ -99,9 +99,9 @@ def map_variables(module: Any, function: Callable[[str, Any], Any]) -> Any:
 
 
 def compute_dtypes(roles: Mapping[str, Role], dtype: jax.typing.DTypeLike) -> dict[str, jnp.dtype]:
-    """The dtype each parameter computes in: matrices, embedding and convolutions in `dtype`, vectors in that of sums.
+    """Return the compute dtype of each parameter: `dtype` for matrices, embedding and convolutions, else fp32.
 
-    Vectors cost nothing in fp32, and the stream they act on is fp32.
+    Vectors in fp32 cost nothing, and the residual stream they act on is fp32. (With `dtype` float64, all are float64.)
     """
     return {
         name: jnp.dtype(dtype) if role in _LOW_PRECISION else accumulation_dtype(dtype) for name, role in roles.items()

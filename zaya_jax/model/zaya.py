@@ -1,4 +1,4 @@
-"""The whole model: embed, scan over blocks, norm (zaya1.md §1.2)."""
+"""The whole model: embedding, scan over layers, final norm (docs/reference.md §1.2)."""
 
 import dataclasses
 import functools
@@ -42,13 +42,13 @@ ATTENTION = {"cca": CCA, "gqa": GQA}
 
 
 class Stats(NamedTuple):
-    """`expert_counts_le`, int32 [l, e + 1]: tokens each layer sent to each expert and past them (last)."""
+    """`expert_counts_le`, int32 [l, e + 1]: tokens that each layer sent to each expert, skip last."""
 
     expert_counts_le: jax.Array
 
 
 class ModelOutput(NamedTuple):
-    """`hidden_bsd` after the final norm, `stats`, and the `cache` where one was given."""
+    """The output of the final norm, `hidden_bsd`; `stats`; and the new `cache`, None without one."""
 
     hidden_bsd: jax.Array
     stats: Stats
@@ -56,7 +56,7 @@ class ModelOutput(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then the mixture, each normed before and merged after."""
+    """One layer: attention, then the mixture of experts, each with a norm before and a residual merge after."""
 
     def __init__(self, config: ModelConfig, layer: LayerKind, key: jax.Array) -> None:
         key_attention, key_mixture = jax.random.split(key)
@@ -70,7 +70,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_bsd: jax.Array, state_bsr: jax.Array, context: Context, cache: Any, ops: Ops
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
-        """The new fp32 stream, the router's state, the tokens of each expert, and the decode state."""
+        """Return the new fp32 residual stream, the router's state, tokens per expert, and the decode state."""
         dtype = self.attention.query.dtype
         out, cache = self.attention(self.attention_norm(x_bsd, dtype, ops), context, cache, ops)
         x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
@@ -79,7 +79,7 @@ class Block(nnx.Module):
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
-        """The tensors of one layer in a `transformers` folder."""
+        """Yield the tensors of one layer in a `transformers` folder."""
         d = config.hidden_size
         yield same("input_layernorm.weight", "attention_norm.weight", d)
         yield same("post_attention_layernorm.weight", "mixture_norm.weight", d)
@@ -90,9 +90,9 @@ class Block(nnx.Module):
 
 
 class Zaya(nnx.Module):
-    """ZAYA1. The parameters of layers stand stacked, one stack a position in the layer pattern's period.
+    """The ZAYA1 model. Layer parameters are stacked, one stack for each position in the layer pattern's period.
 
-    A module is a pytree, and calling it changes nothing: plain `jax.jit`, `jax.grad` and `jax.vmap` apply.
+    The module is a pytree without side effects, so plain `jax.jit`, `jax.grad` and `jax.vmap` work.
     """
 
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
@@ -107,7 +107,7 @@ class Zaya(nnx.Module):
         stacks = []
         for position, layer in enumerate(config.layer_kinds):
             keys = jax.random.split(jax.random.fold_in(key_blocks, position), config.num_groups)
-            # A loop over the layers, since random draws compile slowly and vmap multiplies that.
+            # `lax.map`, since vmap multiplies the compile time of random draws.
             stacks.append(jax.jit(functools.partial(jax.lax.map, functools.partial(Block, config, layer)))(keys))
         self.blocks = nnx.List(stacks)
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
@@ -117,9 +117,9 @@ class Zaya(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The dtype the matrices, and so the activations, are in; the stream between layers is fp32.
+        """The dtype of matrices and activations; the residual stream is fp32.
 
-        It is the embedding's: layers may be stored in another one, until `Ops.gather_layer` gives them.
+        It is read from the embedding, since layers may be stored in another dtype until `Ops.gather_layer`.
         """
         return self.embedding.dtype
 
@@ -138,20 +138,18 @@ class Zaya(nnx.Module):
 
         Args:
           tokens_bs: int32 token ids.
-          segment_ids: int32 [b, s], the document of each token: tokens with other ids never see each other,
-            0 is padding. A document stands in one piece, so no id comes back later in its row. All one
-            document where None.
-          positions: int32 [b, s]; counted from the start of each document where None.
-          ops: how the operations are done.
-          cache: where given, the tokens follow those in it (prefill and decode alike), and the output
-            holds the cache with them; a row's document goes on where the ids are equal. The caller sees to it
-            that `cache.length` and the new tokens together fit its capacity.
-          remat: what the backward pass computes again.
-          dtype: compute dtype of the activations; the embedding's where None. Training passes it with an fp32
-            embedding, whose rows are rounded after the lookup: the lookup's gradient is then summed in fp32.
+          segment_ids: int32 [b, s], the document of each token; 0 is padding. Tokens of different documents do not
+            attend to each other. A document must be contiguous in its row. None for one document per row.
+          positions: int32 [b, s]; None to count from the start of each document.
+          ops: implementations of the operations.
+          cache: decode state that the tokens follow, in prefill as in decode; equal segment ids continue a document.
+            The caller must ensure that `cache.length` plus the new tokens fit its capacity.
+          remat: rematerialization policy of the backward pass.
+          dtype: compute dtype of the activations; None for the embedding's. Training passes it with an fp32 embedding,
+            whose rows are rounded after the lookup, so that the lookup's gradient is summed in fp32.
 
         Returns:
-          `hidden_bsd` in the compute dtype, and what goes with it.
+          `ModelOutput`, with `hidden_bsd` in the compute dtype.
 
         Raises:
           InputError: the sequence, or the cache, is longer than `config.max_positions`, or the sequence is
@@ -184,7 +182,7 @@ class Zaya(nnx.Module):
             blocks, index = scanned
             counts = []
             for position, block in enumerate(blocks):
-                # A cache is carried and updated in place; scanned, each step would copy the whole stack.
+                # The cache is part of the carry, updated in place; as a scanned output it would be copied each step.
                 layer = None if layers is None else jax.tree.map(lambda a: a[index], layers[position])
                 x, state, count, layer = apply_block(block, x, state, layer)
                 counts.append(count)
@@ -204,7 +202,7 @@ class Zaya(nnx.Module):
     def _context(
         self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops
     ) -> tuple[Context, Cache | None]:
-        """What the layers need to know, and the cache with the new tokens' documents written."""
+        """Make the layers' `Context`, and the cache with the documents of the new tokens."""
         config, s = self.config, segments_bs.shape[1]
         bases = dict.fromkeys(layer.rope_base for layer in config.layer_kinds)
 
@@ -223,7 +221,7 @@ class Zaya(nnx.Module):
 
     @staticmethod
     def hf_tensors(config: ModelConfig) -> Iterator[HfTensor]:
-        """Its tensors in a `transformers` folder that belong to no layer."""
+        """Yield the tensors in a `transformers` folder that belong to no layer."""
         d = config.hidden_size
         yield same("model.embed_tokens.weight", "embedding", config.vocab_size, d)
         yield same("model.input_hidden_states_scale", "input_scale", d)
@@ -235,16 +233,16 @@ class Zaya(nnx.Module):
 
 @functools.lru_cache(maxsize=8)
 def abstract_model(config: ModelConfig) -> Zaya:
-    """A model with shapes and dtypes in place of values."""
+    """Make a model with shapes and dtypes instead of values."""
     return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
 
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> Cache:
-    """An empty cache for `capacity` tokens a row, keys and values in `dtype`."""
+    """Make an empty cache for `capacity` tokens in each of `batch` rows, with keys and values in `dtype`."""
 
     def stack(layer: LayerKind) -> Any:
         empty = ATTENTION[layer.attention].init_cache(config, batch, capacity, dtype)
-        # A copy each, so that a decode step can be given its buffers.
+        # Separate buffers, so that a decode step can donate them.
         return jax.tree.map(lambda x: jnp.zeros((config.num_groups, *x.shape), x.dtype), empty)
 
     layers = tuple(stack(layer) for layer in config.layer_kinds)
@@ -254,15 +252,15 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike 
 def logits(
     model: Zaya, tokens_bs: jax.Array, segment_ids: jax.Array | None = None, positions: jax.Array | None = None
 ) -> jax.Array:
-    """fp32 logits [b, s, v] of the next token; see `Zaya.__call__` for the arguments.
+    """Compute fp32 logits [b, s, v] of the next token; see `Zaya.__call__` for the arguments.
 
-    They take 4·b·s·v bytes: for training use `model.loss.chunked_loss`, which never holds them all.
+    They take 4·b·s·v bytes; for training use `model.loss.chunked_loss`, which does not store them.
     """
     return head(model, model(tokens_bs, segment_ids, positions).hidden_bsd)
 
 
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
-    """fp32 logits of `hidden_bsd` by the tied head."""
+    """Apply the tied head to `hidden_bsd`; returns fp32 logits."""
     out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
                      preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

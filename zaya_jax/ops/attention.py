@@ -30,7 +30,7 @@ def attention(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
     key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every query to the keys before it in its own document (zaya1.md §1.3).
+    """Attention of every query to the keys before it in its own document (docs/reference.md §1.3).
 
     Args:
       q_bshc: queries, float; the scale 1/√c is applied here.

@@ -2,7 +2,7 @@
 
 Both convolutions run along the sequence on the `n = h + k` heads of queries and keys, with no nonlinearity
 between. Seen from a token, everything before the start of its document is u = 0, so the depthwise
-intermediate there is its bias (zaya1.md §1.3); packing is exact.
+intermediate there is its bias (docs/reference.md §1.3); packing is exact.
 
 One kernel does it, and another its gradient, for which nothing is kept but the arguments. The rotary tables have none:
 they are made of positions.
@@ -137,7 +137,7 @@ def _unit(x: jax.Array) -> jax.Array:
 
 
 def rotate(x_bnsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on the first 2·cos.shape[-1] channels of each head, halves paired (zaya1.md §1.3)."""
+    """Rotary embedding on the first 2·cos.shape[-1] channels of each head, halves paired (docs/reference.md §1.3)."""
     half = cos.shape[-1]
     first, second, rest = jnp.split(x_bnsc, [half, 2 * half], axis=-1)
     cos, sin = cos[:, None], sin[:, None]

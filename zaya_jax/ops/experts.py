@@ -1,4 +1,4 @@
-"""Dropless top-1 dispatch: sort tokens by expert, grouped SwiGLU, put them back (zaya1.md §1.4, §1.5).
+"""Dropless top-1 dispatch: sort tokens by expert, grouped SwiGLU, put them back (docs/reference.md §1.4, §1.5).
 
 The kernels take two launches forward and four backward. Tokens are read from and written to where they stand, so that
 none is moved between launches, and what is elementwise is done in the launch of a product: the weight of a token behind

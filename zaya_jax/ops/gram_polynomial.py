@@ -1,4 +1,4 @@
-"""A polynomial of Gram matrices: of symmetric products, of which kernels do only one half (zaya1.md §3.2)."""
+"""A polynomial of Gram matrices: of symmetric products, of which kernels do only one half (docs/reference.md §3.2)."""
 
 import math
 from typing import Any

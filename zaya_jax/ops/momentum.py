@@ -1,4 +1,4 @@
-"""Muon's momentum and the direction that it gives, of which a kernel makes one pass over memory (zaya1.md §3.1)."""
+"""Muon's momentum update and direction, which a kernel does in one pass over memory (docs/reference.md §3.1)."""
 
 from collections.abc import Callable
 from typing import Any

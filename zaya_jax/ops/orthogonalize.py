@@ -1,4 +1,4 @@
-"""Newton–Schulz: the nearest matrix with orthonormal rows, by products alone (zaya1.md §3.1)."""
+"""Newton–Schulz: the nearest matrix with orthonormal rows, by products alone (docs/reference.md §3.1)."""
 
 from collections.abc import Callable
 
@@ -78,7 +78,7 @@ def orthogonalize(
       steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ, at least 1. Fewer than a sequence has
         triples take its first, more repeat its last.
       dtype: of the iterates; sums are in fp32 whatever it is.
-      coefficients: 'standard' is one triple for every step (Jordan's Muon, zaya1.md §3.1); 'dion' is five
+      coefficients: 'standard' is one triple for every step (Jordan's Muon, docs/reference.md §3.1); 'dion' is five
         (Dion, arXiv 2504.05295, as Optax has them); 'polar_express' is eight (arXiv 2505.16932,
         algorithm 1, with its safety factor of 1.01 on the triples but the last, and on the norm).
       gram_polynomial: the implementation of that operation.

@@ -19,7 +19,7 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 class MergeVectors(NamedTuple):
-    """Parameters of residual scaling (zaya1.md §1.6), [d] each."""
+    """Parameters of residual scaling (docs/reference.md §1.6), [d] each."""
 
     hidden_scale_d: jax.Array
     hidden_bias_d: jax.Array

@@ -1,1 +1,1 @@
-"""Muon, AdamW and balancing, by role."""
+"""Optimizers by parameter role, the learning-rate schedule, and load balancing."""

@@ -1,4 +1,4 @@
-"""What moves the balancing biases: the load, never the loss (zaya1.md §3.3)."""
+"""Update the balancing biases from the expert load, not from the loss (docs/reference.md §3.3)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +8,10 @@ from zaya_jax.config import BalanceConfig
 
 
 def make_balancer(config: BalanceConfig) -> optax.GradientTransformation:
-    """The transform of the balancing biases, fed with `load_error`.
+    """Make the transform that updates the balancing biases; its gradients are `load_error`.
 
-    Its rule is AdamW without decay (ZAYA1), a step of fixed size against the error's sign (DeepSeek-V3,
-    arXiv 2408.15664) or none. Where the error is always 0, as it is for skip, the update is 0.
+    The rule is AdamW without decay (ZAYA1), a fixed step against the sign of the error (DeepSeek-V3,
+    arXiv 2408.15664) or none. An error that is always 0, as for skip, gives an update of 0.
     """
     match config.rule:
         case "adamw":
@@ -23,16 +23,16 @@ def make_balancer(config: BalanceConfig) -> optax.GradientTransformation:
 
 
 def load_error(counts_le: jax.Array) -> jax.Array:
-    """The pseudo-gradient of the balancing biases: each real expert's part of the load less 1 / e.
+    """Compute the pseudo-gradient of the balancing biases: each expert's share of the load minus 1 / e.
 
     Args:
-      counts_le: tokens of the whole step, [l, e + 1] with skip last.
+      counts_le: int32 [l, e + 1], tokens of the whole step for each expert, skip last.
 
     Returns:
-      fp32 [l, e + 1], 0 for skip, whose bias so stays where it is, and for a layer that had no tokens.
+      fp32 [l, e + 1]; 0 for skip, whose bias stays fixed, and for a layer without tokens.
     """
     real = counts_le[:, :-1]
     total, experts = real.sum(-1, keepdims=True), real.shape[-1]
-    # Whole numbers up to the division: a fair load gives 0 and not a rounding error, whose sign would move a bias.
+    # Integers up to the division: an even load must give exactly 0, since the sign of a rounding error moves a bias.
     above = (real - total // experts).astype(jnp.float32) - (total % experts).astype(jnp.float32) / experts
     return jnp.pad(above / jnp.maximum(total, 1).astype(jnp.float32), ((0, 0), (0, 1)))

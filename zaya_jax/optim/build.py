@@ -1,4 +1,4 @@
-"""From roles to transforms: who is moved by what."""
+"""Build the optimizer: one transform for each parameter role."""
 
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ class Optimizer(NamedTuple):
     """An entry of `OPTIMIZERS`.
 
     Attributes:
-      direction: (its settings, number of matrices side by side in a parameter by name) → the transform that gives
-        directions, to be scaled by minus the learning rate.
+      direction: (settings, number of matrices side by side in a parameter, by name) → a transform whose updates are
+        directions, to be multiplied by minus the learning rate.
       newton_schulz: whether it orthogonalizes whole matrices, which costs FLOPs, memory and an all-to-all.
     """
 
@@ -35,27 +35,27 @@ def _adamw(config: AdamWConfig, fused: Mapping[str, int]) -> SkippableTransform:
     return skippable(optax.scale_by_adam(config.b1, config.b2, config.eps))
 
 
-# The values of `optimizer.matrices`. The settings of each are the section of its name in `OptimizerConfig`.
+# By value of `optimizer.matrices`. Its settings are the section of the same name in `OptimizerConfig`.
 OPTIMIZERS = {"muon": Optimizer(_muon, newton_schulz=True), "adamw": Optimizer(_adamw)}
 
 
 def optimizer_settings(config: OptimizerConfig, name: str) -> Any:
-    """The section of one of `OPTIMIZERS`, which has its `learning_rate` and `weight_decay` beside others."""
+    """Return the configuration section of one of `OPTIMIZERS`, with its `learning_rate` and `weight_decay`."""
     return getattr(config, name)
 
 
 def make_optimizer(config: OptimizerConfig, roles: Mapping[str, Role], fused: Mapping[str, int]) -> SkippableTransform:
-    """The transform of all trained parameters, one for each role.
+    """Make the transform of all trained parameters, with one optimizer for each role.
 
     Args:
-      config: what moves matrices, and each role's part of the rates and decays.
-      roles: of every parameter, by name (`tree.roles`).
-      fused: number of matrices that stand side by side in a parameter, by name (`tree.fused`).
+      config: optimizer of the matrices, and each role's multipliers of learning rate and weight decay.
+      roles: role of each parameter, by name (`tree.roles`).
+      fused: number of matrices side by side in a parameter, by name (`tree.fused`).
 
     Returns:
-      A transform of flat dicts by name. Updates are at the peak learning rate, decay included (that of a
-      role at w ← (1 − ηδ)w, whatever Muon's scaling); the caller multiplies them by the schedule's factor.
-      Its init raises ValueError for parameters that are not those of `roles`.
+      A transform of flat dicts by name. Its updates are at the peak learning rate and include weight decay,
+      w ← (1 − ηδ)w, which Muon's scaling does not change; the caller multiplies them by the schedule's factor. Its
+      init raises ValueError if the parameters are not those of `roles`.
     """
     transforms: dict[Hashable, optax.GradientTransformation] = {role: _transform(config, role, fused) for role in ROLES}
     return SkippableTransform(*optax.partition(transforms, dict(roles)))

@@ -1,4 +1,4 @@
-"""Muon as an Optax transform (zaya1.md §3.1)."""
+"""Muon as an Optax transform (docs/reference.md §3.1)."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from zaya_jax.optim.skippable import SkippableTransform
 
 
 class MeanState(NamedTuple):
-    """fp32 mean of the gradients, and the int32 number of steps, which its correction needs."""
+    """State of `momentum_form: ema`: fp32 mean of the gradients, and the int32 step count of its bias correction."""
 
     steps: jax.Array
     mean: Any
@@ -29,21 +29,19 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:  # fmt: skip
     """Muon with decoupled weight decay, for any Optax training loop.
 
-    It composes with `optax.chain`, `multi_transform`, `masked`, `MultiSteps` and `inject_hyperparams`; the first three
-    arguments are those that `inject_hyperparams` can change during training. Give it matrices alone, and everything
-    else to another transform (`optax.partition`).
+    It composes with `optax.chain`, `multi_transform`, `masked`, `MultiSteps` and `inject_hyperparams`, which can change
+    the first three arguments during training. It accepts matrices only: use another transform for all other
+    parameters, with `optax.partition`.
 
     Args:
       learning_rate: a number, or a schedule of the step.
       momentum: at least 0 and below 1.
-      weight_decay: multiplied by the learning rate.
-      config: the other settings; its learning rate, momentum and weight decay are not used.
+      weight_decay: decoupled; multiplied by the learning rate.
+      config: all other settings; its learning rate, momentum and weight decay are ignored.
 
     Returns:
-      A transform of any pytree of arrays [..., in, out], whose leading axes are batches of matrices.
-
-    Raises:
-      ValueError: in `init`, a leaf has fewer than two axes; the message names it.
+      A transform of any pytree of arrays [..., in, out], whose leading axes are batches of matrices. Its `init` raises
+      ValueError for a leaf with fewer than two axes.
     """
     init, update = scale_by_muon(dataclasses.replace(config or MuonConfig(), momentum=momentum))
     local: Any = functools.partial(update, ops=LOCAL)  # pyright: ignore[reportCallIssue]
@@ -58,21 +56,20 @@ def _on_one_device(name: str, leaves: Pair, numbers: jax.Array, local: Local, wh
 
 
 def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) -> SkippableTransform:
-    """Momentum, orthogonalised and scaled by its shape.
+    """Make Muon's direction: momentum, orthogonalized and scaled by the matrix's shape.
 
     Args:
-      config: its rate and decay are not looked at.
-      split: number of matrices that stand side by side along the last axis of a leaf, by the leaf's name; each
-        is orthogonalised and scaled on its own. A leaf without an entry is one matrix.
+      config: settings; learning rate and weight decay are ignored.
+      split: number of matrices side by side along the last axis of a leaf, by the leaf's name; each is orthogonalized
+        and scaled separately. A leaf without an entry is one matrix.
 
     Returns:
-      A transform of flat dicts by name, of leaves with matrices [in, out] in their last two axes; stacks of
-      layers and experts are batches of matrices. Its updates are directions, to be scaled by minus the learning
-      rate; its state is the momentum, in the parameters' shapes and at least fp32, and for the mean a number of
-      steps.
-      `update` takes `on_matrices`, for matrices that lie over several devices: (name, leaves, numbers, elementwise
-      function of numbers and leaves, function of whole matrices) → what the first function keeps, and the second of
-      what else it gives, both placed as the leaves (`parallel.muon`). It needs `ops`, how the operations are done.
+      A transform of flat dicts of leaves [..., in, out] by name; leading axes (layers, experts) are batches of
+      matrices. Its updates are directions, to be multiplied by minus the learning rate. Its state is the momentum, in
+      the shape of the parameters and at least fp32, and the step count of the form `ema`.
+
+      `update` takes two more arguments. `ops` are the implementations of the operations. `on_matrices` handles
+      matrices that are sharded over devices, see `parallel.muon.on_whole_matrices`.
     """
     parts = split or {}
 
@@ -108,19 +105,19 @@ def scale_by_muon(config: MuonConfig, split: Mapping[str, int] | None = None) ->
             return directions, (optax.TraceState(momenta), empty)
         return directions, (MeanState(jnp.where(skip, old.steps, steps), momenta), empty)
 
-    # Without a default for `ops`: a training step that forgot them would be slower, and nothing else.
+    # `ops` has no default: without them, a training step would silently be slower.
     return SkippableTransform(init, update)  # pyright: ignore[reportArgumentType]
 
 
 def momentum_coefficients(config: MuonConfig, steps: Scalar) -> tuple[Scalar, Scalar, Scalar, Scalar]:
-    """a, b, c and d of the momentum m ← am + bg and the direction cm + dg.
+    """Return a, b, c and d of the momentum m ← am + bg and the direction cm + dg, for the gradient g.
 
-    The sum is m ← μm + g. The mean is that of `optax.contrib.muon`: m ← μm + (1 − μ)g, over 1 − μⁿ at step n; with
-    Nesterov it gives μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
+    `sum` is m ← μm + g. `ema` is the mean of `optax.contrib.muon`: m ← μm + (1 − μ)g, divided by 1 − μⁿ at
+    step n; with Nesterov the direction is μm / (1 − μⁿ⁺¹) + (1 − μ)g / (1 − μⁿ).
 
     Args:
-      config: its form, μ, and whether with Nesterov.
-      steps: n, at least 1, of the mean; the sum does not look at it.
+      config: momentum form, μ, and whether to use Nesterov momentum.
+      steps: n, at least 1; used by `ema` only.
     """
     decay = config.momentum
     if config.momentum_form == "sum":
@@ -135,10 +132,10 @@ def _step(
     config: MuonConfig, parts: int, ops: Ops, on_matrices: Callable[..., Pair],
     gradient: jax.Array, momentum: jax.Array, numbers: jax.Array,
 ) -> Pair:  # fmt: skip
-    """The new momentum of a leaf and its direction."""
+    """Return the new momentum of a leaf, and its direction."""
     exact = momentum.dtype
     iterates = jnp.dtype(config.newton_schulz_dtype) if config.newton_schulz_dtype == "bfloat16" else exact
-    between = iterates if exact == jnp.float32 else exact  # sums of fp64 runs are known by what comes in
+    between = iterates if exact == jnp.float32 else exact  # fp64 runs stay in fp64
 
     def local(numbers: jax.Array, gradient: jax.Array, momentum: jax.Array) -> Pair:
         return ops.momentum(gradient, momentum, numbers, between)
@@ -154,13 +151,13 @@ def _step(
 
 
 def _split_parts(m_xpq: jax.Array, parts: int) -> jax.Array:
-    """[.., parts, p, q / parts]; of one part as it is, so that nothing has to move."""
+    """Reshape [.., p, q] to [.., parts, p, q / parts]; with one part, return it unchanged and copy nothing."""
     *stack, p, q = m_xpq.shape
     return m_xpq if parts == 1 else jnp.moveaxis(m_xpq.reshape(*stack, p, parts, q // parts), -2, -3)
 
 
 def _join_parts(m_xopq: jax.Array, parts: int) -> jax.Array:
-    """What `_split_parts` split."""
+    """Undo `_split_parts`."""
     if parts == 1:
         return m_xopq
     *stack, _, p, q = m_xopq.shape
@@ -168,11 +165,11 @@ def _join_parts(m_xopq: jax.Array, parts: int) -> jax.Array:
 
 
 def _scale(rows: int, columns: int, config: MuonConfig) -> float:
-    """Factor of an orthogonal matrix of `rows` inputs and `columns` outputs (torch stores its transpose)."""
+    """Return the scale of an orthogonal matrix with `rows` inputs and `columns` outputs (torch: transposed)."""
     match config.scaling:
-        case "match_rms_adamw":  # root mean square 0.2, which is AdamW's usual one (arXiv 2502.16982)
+        case "match_rms_adamw":  # RMS 0.2, as AdamW's updates usually have (arXiv 2502.16982)
             return 0.2 * max(rows, columns) ** 0.5
         case "original":  # Jordan's Muon
             return max(1, columns / rows) ** 0.5
-        case "unit_rms":  # an input of root mean square 1 gives an output of it (arXiv 2310.17813)
+        case "unit_rms":  # an input of RMS 1 gives an output of RMS 1 (arXiv 2310.17813)
             return (columns / rows) ** 0.5

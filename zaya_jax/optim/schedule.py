@@ -1,4 +1,4 @@
-"""The learning rate of each step, as a factor of the optimizer's rates: a function of tokens, not of steps."""
+"""The learning-rate schedule: a factor of the optimizer's peak rates, as a function of tokens, not of steps."""
 
 import math
 from collections.abc import Callable
@@ -16,12 +16,12 @@ _SHAPES: tuple[ScheduleShape, ...] = get_args(ScheduleShape)
 
 
 def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
-    """The function from a step of the run, int32 [] counted from 0, to its factor, fp32 [].
+    """Make the function from a step, int32 [] counted from 0, to its learning-rate factor, fp32 [].
 
-    The factor is that of the token the step ends with, so that a warm-up begins above 0 and the last step of
-    a span has the schedule's `final`. Two runs whose batches differ have the same factor after as many tokens.
-    What has been read is counted from the start of the span and what is left from its end, so that either is
-    exact to fp32 where it is small, however long the span.
+    The factor is taken at the last token of the step, so that a warm-up starts above 0 and the last step of a span has
+    the schedule's `final`. Runs with different batch sizes have the same factor after the same number of tokens.
+    Tokens done are counted from the start of the span and tokens left from its end, so that fp32 is exact where either
+    is small, however long the span.
     """
     rows, shapes = [], []
     for stage in stages(config):
@@ -29,7 +29,7 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
         shapes.append(_SHAPES.index(schedule.shape))
         rows.append({
             "before": stage.first_token - span_start,  # tokens of the span before the stage
-            "after": span_start + span - stage.first_token - stage.steps * stage.tokens,  # and after it
+            "after": span_start + span - stage.first_token - stage.steps * stage.tokens,  # tokens after the stage
             "step": stage.tokens,
             "warmup": schedule.warmup_tokens,
             "falling": schedule.decay_tokens or max(span - schedule.warmup_tokens, 1),
@@ -45,9 +45,9 @@ def learning_rate_factor(config: Config) -> Callable[[jax.Array], jax.Array]:
         steps_done = (step - jnp.asarray(firsts)[stage] + 1).astype(jnp.float32)
         steps_left = (jnp.asarray(ends)[stage] - step - 1).astype(jnp.float32)
         token = values["before"] + steps_done * values["step"]
-        # 1 until the fall begins
+        # 1 until the decay starts
         remaining = jnp.clip((values["after"] + steps_left * values["step"]) / values["falling"], 0.0, 1.0)
-        above = {  # the part of the way from the final factor up to the peak
+        above = {  # fraction of the way from the final factor to the peak
             "constant": jnp.ones_like(remaining),
             "cosine": jnp.sin(0.5 * math.pi * remaining) ** 2,
             "linear": remaining,

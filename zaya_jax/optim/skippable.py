@@ -1,4 +1,4 @@
-"""Transforms that scale gradients and skip steps themselves, so that nothing has to be done before and after them."""
+"""Transforms that scale gradients and skip steps in their own pass, which saves passes over all state."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ import optax
 class SkippableTransform(optax.GradientTransformationExtraArgs):
     """A transform whose `update` takes `factor` and `skip`.
 
-    `factor` multiplies the gradients. Where `skip` is true the state stays as it is, bit for bit, whatever the
-    gradients are; the updates then say nothing.
+    `factor` multiplies the gradients. If `skip` is true, the state stays bitwise the same, whatever the gradients are,
+    and the updates are undefined.
     """
 
 
 def skippable(inner: optax.GradientTransformation) -> SkippableTransform:
-    """`inner` with `factor` and `skip`, in the same state; itself where it has them."""
+    """Add `factor` and `skip` to a transform, with the same state; return it unchanged if it already has them."""
     if isinstance(inner, SkippableTransform):
         return inner
     inner = optax.with_extra_args_support(inner)

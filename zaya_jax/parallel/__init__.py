@@ -1,1 +1,1 @@
-"""The mesh and the gradient region: how the model is laid over devices, from outside."""
+"""Parallelism: mesh, shardings and collectives around a model that does not know of them, and multi-host jobs."""

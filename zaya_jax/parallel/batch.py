@@ -1,4 +1,4 @@
-"""From rows on the host to arrays on the devices of a layout."""
+"""Place batches on the devices: which rows a process reads, and how they become sharded arrays."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from zaya_jax.parallel.mesh import SEQUENCE_AXIS, AnyMesh, batch_sharding
 
 
 class ProcessShare(NamedTuple):
-    """This process reads the `part`-th of `parts` equal parts of each batch's sequences."""
+    """The share of each batch that a process reads: the `part`-th of `parts` equal parts of its sequences."""
 
     part: int = 0
     parts: int = 1
@@ -23,10 +23,10 @@ WHOLE = ProcessShare()
 
 
 def process_share(mesh: Mesh) -> ProcessShare:
-    """What of each batch this process needs: the sequences of which its devices hold any part.
+    """Return the share of each batch that this process must read: all sequences that its devices hold a piece of.
 
-    Processes whose devices hold parts of the same sequences have the same share. Where its sequences are not one of
-    so many equal parts, a process reads them all.
+    Processes whose devices hold pieces of the same sequences have the same share. A process whose sequences are not one
+    of several equal parts reads the whole batch.
     """
     process = jax.process_index()
     shards = mesh.devices.reshape(-1, mesh.shape[SEQUENCE_AXIS])
@@ -42,14 +42,17 @@ def place_batch(
     batch: Mapping[str, np.ndarray], mesh: AnyMesh, config: ParallelConfig, micro_batches: int | None = None,
     share: ProcessShare = WHOLE,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The batch on the devices, sequences and tokens where the layout has them.
+    """Place a batch on the devices, sharded as the layout has it.
 
     Args:
-      batch: arrays [sequences, tokens], this process's share of them.
+      batch: arrays [sequences, tokens], this process' share of the batch.
       mesh: the devices.
       config: the layout.
-      micro_batches: where given, the sequences become [micro-batches, sequences / micro-batches].
-      share: of the batch that `batch` is.
+      micro_batches: number of micro-batches to split the sequences into, as a new leading axis; None for no such axis.
+      share: which part of the whole batch `batch` is.
+
+    Returns:
+      Global arrays [sequences, tokens] or [micro-batches, sequences / micro-batches, tokens].
     """
     leading = () if micro_batches is None else (micro_batches,)
     sharding = batch_sharding(mesh, len(leading))

@@ -1,18 +1,18 @@
-"""Sums over devices of which each keeps its part."""
+"""Reduce-scatter, with a workaround for CPUs."""
 
 import jax
 
 
 def sum_scatter(x: jax.Array, axes: str | tuple[str, ...], axis: int) -> jax.Array:
-    """The sum of `x` over devices, of which each keeps its part along `axis`; inside a `shard_map`.
+    """Sum `x` over devices, and keep this device's part along `axis` (reduce-scatter); inside a `shard_map`.
 
-    Where CPUs of several processes are one job, Gloo's own leaves values at the end of a part wrong now and then (seen
-    in fp64 and jax 0.10.2, a column's last elements off in the third digit): the whole sum is taken there, and cut.
+    On CPUs of several processes it does an all-reduce and slices: Gloo's reduce-scatter occasionally returns wrong
+    values at the end of a part (seen in fp64 with jax 0.10.2, last elements wrong in the third digit).
 
     Args:
-      x: the same shape on every device of `axes`.
-      axes: of the mesh, in the order of the parts.
-      axis: of `x`, which the devices divide.
+      x: array of the same shape on every device of `axes`.
+      axes: mesh axes, in the order of the parts.
+      axis: axis of `x` to split; its size must be a multiple of the number of devices.
     """
     if jax.default_backend() != "cpu" or jax.process_count() == 1:
         return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)

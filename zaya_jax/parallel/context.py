@@ -1,8 +1,8 @@
-"""Context parallelism: each sequence over several devices (zaya1.md §4).
+"""Context parallelism: each sequence is split over several devices (docs/reference.md §4).
 
-A device holds one piece of every sequence, or two with the zig-zag layout, the i-th from the front and the i-th
-from the back: the pieces together see as many keys on every device. Convolutions and the delayed value need the
-few rows before a piece, attention needs the keys and values of all pieces before it.
+A device holds one piece of every sequence. With the zig-zag layout it holds two, the i-th from the front and the i-th
+from the back, so that all devices see the same number of keys. Convolutions and the delayed value need the last rows
+before a piece (its halo); attention needs the keys and values of all earlier pieces.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
 def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
-    """The token that stands at each place of a sequence, as devices hold it; None where in its own order."""
+    """Return the token index at each place of a sequence, in the order of the devices; None if it is not permuted."""
     if config.chunks == config.context:
         return None
     chunks = np.arange(length).reshape(config.chunks, -1)
@@ -27,35 +27,35 @@ def sequence_order(config: ParallelConfig, length: int) -> np.ndarray | None:
 
 
 def device_pieces(config: ParallelConfig, device: Any) -> tuple[Any, ...]:
-    """Pieces of a sequence, counted from its front, that a device of the axis holds; `device` may be traced."""
+    """Return the indices of the pieces of a sequence that a device holds; `device` may be traced."""
     return (device,) if config.chunks == config.context else (device, config.chunks - 1 - device)
 
 
 def fold(x: jax.Array, pieces: int) -> jax.Array:
-    """[b, s, …] as [b · pieces, s / pieces, …]: each piece a row of its own."""
+    """Reshape [b, s, …] to [b · pieces, s / pieces, …]: each piece becomes a row."""
     return x.reshape(x.shape[0] * pieces, x.shape[1] // pieces, *x.shape[2:])
 
 
 def unfold(x: jax.Array, pieces: int) -> jax.Array:
-    """The inverse of `fold`."""
+    """Undo `fold`."""
     return x.reshape(x.shape[0] // pieces, x.shape[1] * pieces, *x.shape[2:])
 
 
 def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Array, int], Halo]:
-    """`Ops.halo`: the rows before each piece, from the devices that hold them; rows of the folded batch.
+    """Make `Ops.halo`, which fetches the rows before each piece from the devices that hold them.
 
-    Two `ppermute`s a direction: floating-point rows, and their documents.
+    It uses two `ppermute`s in each direction: one for floating-point rows, one for their documents.
     """
     last, pieces = config.context - 1, config.chunks // config.context
     forward, backward = [(i, i + 1) for i in range(last)], [(i + 1, i) for i in range(last)]
 
     def before(tail: jax.Array) -> jax.Array:
-        """[b · pieces, rows, …], the last rows of each piece, to the last rows before each."""
+        """Map the last rows of each piece [b · pieces, rows, …] to the rows before each piece."""
         if pieces == 1:
             return jax.lax.ppermute(tail, SEQUENCE_AXIS, forward)
         front, back = jnp.moveaxis(tail.reshape(-1, 2, *tail.shape[1:]), 1, 0)
-        # The piece after the front one is the next device's, or on the last device its own back one; the piece
-        # after a back one is the device's before.
+        # A front piece is followed by the next device's front piece, on the last device by its own back piece. A back
+        # piece is followed by the previous device's back piece.
         over = jax.lax.ppermute(back, SEQUENCE_AXIS, backward)
         over = jnp.where(jax.lax.axis_index(SEQUENCE_AXIS) == last, front, over)
         return jnp.stack([jax.lax.ppermute(front, SEQUENCE_AXIS, forward), over], 1).reshape(tail.shape)
@@ -76,7 +76,7 @@ def make_halo(config: ParallelConfig) -> Callable[[jax.Array, jax.Array, jax.Arr
 
 
 def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[..., Any]:
-    """`Ops.cca_mix` on the pieces that a device holds, with their halos."""
+    """Make `Ops.cca_mix` for the pieces that a device holds, with their halos."""
     pieces = config.chunks // config.context
 
     def mix(u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
@@ -91,7 +91,7 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
 
 
 def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
-    """All pieces of a sequence in their own order, [b, s, …] of a device to [b, whole, …]."""
+    """Gather all pieces of a sequence in order: [b, s, …] on each device to [b, whole, …]."""
     x = jax.lax.all_gather(x_bs, SEQUENCE_AXIS, axis=1, tiled=True)
     if config.chunks == config.context:
         return x
@@ -102,14 +102,14 @@ def gather_sequence(config: ParallelConfig, x_bs: jax.Array) -> jax.Array:
 
 
 def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """`Ops.attention` in which every device gathers all keys and values: one collective, memory of the whole.
+    """Make `Ops.attention` in which every device gathers all keys and values: one collective, but the most memory.
 
-    The segments of keys are those of the whole sequence (`Ops.key_segments`). The gradient of the gather is a
+    The key segments are those of the whole sequence (`Ops.key_segments`). The gradient of the gather is a
     reduce-scatter.
 
     Args:
-      config: degree and layout.
-      local: `ops.attention.attention`.
+      config: the layout.
+      local: attention on one device, `ops.attention.attention`.
     """
 
     def attention(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array,
@@ -132,7 +132,7 @@ def gathered_attention(config: ParallelConfig, local: Callable[..., jax.Array]) 
 
 
 def refuse_cache(query_offset: Any) -> None:
-    """Raise `ValueError` where queries follow the tokens of a cache."""
+    """Raise `ValueError` if the queries follow cached tokens."""
     if not isinstance(query_offset, int) or query_offset:
         raise ValueError("Context parallelism does not support a cache: decode with parallel.context.tree_attention.")
 
@@ -141,20 +141,23 @@ def tree_attention(
     partial: Callable[..., PartialAttention], q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array,
     query_segments_bs: jax.Array, key_segments_bt: jax.Array, query_offset: jax.Array | int, window: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of queries that every device has to keys of which each device has some (arXiv 2408.04093).
+    """Tree attention: replicated queries attend to keys that are split over devices (arXiv 2408.04093).
 
-    Each device attends to its own keys; then one maximum and two sums over devices, of a size that does not
-    depend on the number of keys (zaya1.md §4.5).
+    Each device attends to its own keys. The results are combined with one maximum and two sums over devices, whose size
+    does not depend on the number of keys (docs/reference.md §4.5).
 
     Args:
       partial: `ops.attention.partial_attention`.
       q_bshc: queries, the same on all devices.
-      k_btkc: the device's keys; places not filled have segment 0.
+      k_btkc: this device's keys; empty places have segment 0.
       v_btkc: their values.
-      query_segments_bs: documents of the queries.
-      key_segments_bt: documents of the device's keys.
-      query_offset: index of the first query among the device's keys, which may be past their end, or negative.
-      window: where given, only the last keys of the sequence are visible.
+      query_segments_bs: int32 documents of the queries.
+      key_segments_bt: int32 documents of this device's keys.
+      query_offset: index of the first query relative to this device's first key; may be negative or past the last key.
+      window: number of keys that a query sees, or None for all.
+
+    Returns:
+      The output [b, s, h, c] in the dtype of the queries, the same on all devices.
     """
     o, lse = partial(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
     axis = SEQUENCE_AXIS

@@ -1,7 +1,6 @@
-"""Expert parallelism: devices along `expert` hold experts of their own, and tokens go to them.
+"""Expert parallelism: each device along the axis `expert` holds some of the experts, and tokens are sent to them.
 
-Both forms are dropless for any routing. A token that skips takes part in neither's products; in the ragged form
-it does not travel either.
+Both variants are dropless for any routing. Tokens that skip are not multiplied; the ragged variant does not send them.
 """
 
 import functools
@@ -21,12 +20,13 @@ Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
 
 
 def gathered_experts(local: Experts) -> Experts:
-    """`Ops.experts` in which every device of the axis sees the tokens of all, and does those of its own experts.
+    """Make `Ops.experts` that all-gathers the tokens, and reduce-scatters the outputs.
 
-    An all-gather of the tokens, then a reduce-scatter of the outputs, of which at most one device's is not zero.
+    Every device sees all tokens of the axis, and processes those of its own experts; for each token, at most one device
+    contributes a nonzero output.
 
     Args:
-      local: of the experts a device holds.
+      local: `Ops.experts` for the experts that a device holds.
     """
 
     def experts(
@@ -44,14 +44,14 @@ def gathered_experts(local: Experts) -> Experts:
 
 
 def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
-    """`Ops.experts` in which each token travels to its expert's device and back, and nothing else does.
+    """Make `Ops.experts` that sends each token to the device of its expert and back, with a ragged all-to-all.
 
-    A device has room for the tokens of all, though few come.
+    Each device allocates space for the tokens of all devices, the worst case.
 
     Args:
-      local: of the experts a device holds.
-      exchange: `jax.lax.ragged_all_to_all`, or what does the same.
-      devices: along the axis.
+      local: `Ops.experts` for the experts that a device holds.
+      exchange: `jax.lax.ragged_all_to_all`, or an equivalent.
+      devices: number of devices along the axis.
     """
 
     def experts(
@@ -74,7 +74,7 @@ def ragged_experts(local: Experts, exchange: Exchange, devices: int) -> Experts:
 
 
 class Route(NamedTuple):
-    """What `ragged_all_to_all` is told: for each other device where its rows begin, here and there, and how many."""
+    """The offsets and sizes that `ragged_all_to_all` takes, int32 [devices] each."""
 
     input_offsets: jax.Array
     send_sizes: jax.Array
@@ -83,7 +83,7 @@ class Route(NamedTuple):
 
 
 def _routes(sizes_xe: jax.Array, devices: int) -> tuple[Route, Route]:
-    """The way to the experts and the way back; rows stand by receiver on the one side, by sender on the other."""
+    """Return the routes to the experts and back; rows are sorted by receiver on one side, by sender on the other."""
     rank = jax.lax.axis_index(AXIS)
     moved_xy = sizes_xe.reshape(devices, devices, -1).sum(-1)  # from sender x to receiver y
     begin_here_xy = jnp.cumsum(moved_xy, 1) - moved_xy  # among the rows of sender x
@@ -94,7 +94,10 @@ def _routes(sizes_xe: jax.Array, devices: int) -> tuple[Route, Route]:
 
 
 def _arrived_experts(mine_xe: jax.Array, rows: int) -> jax.Array:
-    """The expert (of the device's own) of each row that arrived: by sender, then by expert; past them, none."""
+    """Return the local expert of each row that arrived, int32 [rows]; rows are sorted by sender, then by expert.
+
+    Rows without a token get the number of local experts, which means skip.
+    """
     own = mine_xe.shape[1]
     ends = jnp.cumsum(mine_xe.reshape(-1))
     group = jnp.searchsorted(ends, jnp.arange(rows), side="right")
@@ -103,7 +106,7 @@ def _arrived_experts(mine_xe: jax.Array, rows: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _travel(exchange: Exchange, rows: int, x: jax.Array, dispatch: Route, combine: Route) -> jax.Array:
-    """`x` [t, d] by `dispatch` into [rows, d], zero where nothing arrives; gradients go by `combine`."""
+    """Send `x` [t, d] along `dispatch` into [rows, d], zero where nothing arrives; gradients go along `combine`."""
     del combine
     return exchange(x, jnp.zeros((rows, x.shape[1]), x.dtype), *dispatch, axis_name=AXIS)
 

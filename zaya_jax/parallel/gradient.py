@@ -1,13 +1,11 @@
-"""The gradient region: one `shard_map`, in which everything sees local shapes.
+"""The gradient region: one `shard_map` over the mesh, in which all code sees local shapes.
 
-Master weights enter as each device stores them. Cast to the compute dtype they are gathered, once a step; layers under
-FSDP stay in parts, which the loop over layers gathers one at a time. Each device adds up the gradients of its
-micro-batches in fp32, and only then are they summed over devices, each device keeping the part it stores: left
-to the compiler's own partitioning, an all-reduce would stand inside the loop for every layer of every
-micro-batch. Local functions return sums, which are divided once by the count of all devices.
+Master weights enter sharded. They are cast to the compute dtype and gathered once a step; layers under FSDP stay
+sharded, and the loop over layers gathers them one at a time. Each device accumulates the gradients of its micro-batches
+in fp32. Only then are they reduce-scattered: the compiler's automatic partitioning would put an all-reduce inside the
+loop, for every layer of every micro-batch. Local functions return sums, which are divided once by the global count.
 
-Parameters that are not trained, under adapters, enter beside those that are: as each device stores them, but in
-the compute dtype, and without a gradient.
+Frozen parameters under adapters enter next to the trained ones, sharded, in the compute dtype and without a gradient.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,11 +27,11 @@ LocalLoss = Callable[[Any, Any, Any], tuple[jax.Array, Sums]]
 
 
 class Reduction(NamedTuple):
-    """The collectives that bring the gradient of one parameter from the devices' own sums to where it is stored.
+    """The collectives that turn each device's gradient of a parameter into the sharded global sum.
 
     Attributes:
-      scatter: mesh axes of the reduce-scatter along the parameter's split axis; empty where there is none.
-      sum: mesh axes of the all-reduce that follows; empty where there is none.
+      scatter: mesh axes of the reduce-scatter along the parameter's sharded axis; may be empty.
+      sum: mesh axes of the all-reduce that follows; may be empty.
     """
 
     scatter: tuple[str, ...]
@@ -41,27 +39,27 @@ class Reduction(NamedTuple):
 
 
 def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
-    """The collectives of a parameter's gradient, beside those of its layer (`layers.gather_layer`)."""
+    """Return the collectives of a parameter's gradient, without those inside the layer (`layers.gather_layer`)."""
     return Reduction(leaf.gathered, tuple(axis for axis in nontrivial_axes(mesh, AXES) if axis not in leaf.split))
 
 
 def summed_gradient(
     local_loss: LocalLoss, mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], reduce: Reduce
 ) -> Callable[..., tuple[Sums, Arrays]]:
-    """Gradient of the summed loss over all micro-batches and devices.
+    """Make the gradient of the loss, summed over all micro-batches and devices.
 
     Args:
-      local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar sum to differentiate in the
-        trained ones of the first, further sums).
-      mesh: where it runs.
-      leaves: the placement of each parameter.
-      dtypes: that each parameter computes in.
-      reduce: whether gradients are summed over devices once, or after each micro-batch.
+      local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar loss, sums). The loss is
+        differentiated with respect to the trained parameters.
+      mesh: the device mesh.
+      leaves: placement of each parameter, by name.
+      dtypes: compute dtype of each parameter, by name.
+      reduce: whether to sum gradients over devices once a step, or after each micro-batch.
 
     Returns:
-      (params, constants, batch with leaves [micro-batches, sequences, tokens], frozen parameters or None) → (sums,
-      gradient), the sums of `local_loss` and the gradient of its scalar in the master weights' dtype, added over
-      everything and placed like the master weights.
+      A function (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches,
+      sequences, tokens]; `frozen` are frozen parameters or None. The gradient has the dtype and the sharding of the
+      master weights.
     """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
@@ -90,7 +88,10 @@ def summed(
     local_sums: Callable[[Arrays, Any, Any], Sums], mesh: AnyMesh, leaves: Mapping[str, LeafPlacement],
     dtypes: Mapping[str, Any],
 ) -> Callable[..., Sums]:  # fmt: skip
-    """(params, constants, batch with leaves [sequences, tokens], frozen parameters or None) → the sums over devices."""
+    """Make a function (params, constants, batch, frozen) → the sums of `local_sums` over all devices.
+
+    The batch's leaves are [sequences, tokens]; `frozen` are frozen parameters or None.
+    """
     reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> Sums:
@@ -105,12 +106,12 @@ def _mapped(
     region: Callable[..., Any], mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], batch_split: PartitionSpec, *,
     gradient: bool,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`region` over the mesh: every parameter as it is stored, and sums, which every device has, beside a gradient."""
+    """Wrap `region` in a `shard_map`: parameters and gradient sharded as stored, constants and sums replicated."""
 
     def mapped(params: Arrays, constants: Any, batch: Any, frozen: Arrays | None = None) -> Any:
         stored, frozen_stored = ({name: leaves[name].stored for name in names} for names in (params, frozen or {}))
-        # check_vma would refuse kernels, whose outputs carry no varying axes; sums therefore stay out of what is
-        # differentiated, since unchecked they transpose to sums.
+        # check_vma rejects kernels, whose outputs have no varying axes. Without it, a psum transposes to a psum, so no
+        # psum may be inside of what is differentiated.
         mapped_region = jax.shard_map(
             region, mesh=mesh, in_specs=(stored, PartitionSpec(), batch_split, frozen_stored),
             out_specs=(PartitionSpec(), stored) if gradient else PartitionSpec(), check_vma=False,
@@ -121,11 +122,10 @@ def _mapped(
 
 
 def compute_copy(params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Arrays:
-    """From what a device stores to what it computes with, inside the region.
+    """Make the parameters that a device computes with from its shards, inside the region.
 
-    Layers that are gathered one at a time come out in the master weights' dtype, rounded to the compute dtype where
-    parts were gathered: their gradients are summed over fsdp, and that sum is to be exact. So is the
-    embedding, whose gradients by the lookup and by the head are sums over all tokens.
+    Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
+    the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
@@ -139,15 +139,15 @@ def compute_copy(params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Ma
 
 
 def frozen_copy(frozen: Arrays, leaves: Mapping[str, LeafPlacement]) -> Arrays:
-    """From what a device stores of parameters that are not trained to what it computes with, inside the region.
+    """Make the frozen parameters that a device computes with from its shards, inside the region.
 
-    They are stored in the compute dtype, and nothing is summed that would want more.
+    They are stored in the compute dtype already, and have no gradients.
     """
     return {name: _gather(leaves[name], x) for name, x in frozen.items()}
 
 
 def to_accumulator(grads: Arrays, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh, reduce: Reduce) -> Arrays:
-    """What is added up over micro-batches, of the gradients of one: in fp32, reduced already where that is wanted."""
+    """Convert the gradients of a micro-batch to what is accumulated: fp32, already reduced if `reduce` says so."""
     grads = {name: g.astype(accumulation_dtype(g.dtype)) for name, g in grads.items()}
     return _to_stored(grads, leaves, mesh) if reduce == "micro_batch" else grads
 

@@ -1,4 +1,4 @@
-"""Parameters of a layer, gathered over fsdp and merged with their adapters where it begins, in the loop over layers."""
+"""FSDP inside the loop over layers: gather the parameters of a layer, and merge its adapters."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -13,16 +13,15 @@ from zaya_jax.parallel.rules import LeafPlacement
 
 
 def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """The `Ops.gather_layer` of a placement: a layer's parts → the layer in its compute dtype.
+    """Make `Ops.gather_layer`, which turns a layer's shards into the whole layer in its compute dtype.
 
-    A matrix that has adapters is merged with them: the sum, and its gradient, are there for this layer alone.
-
-    The gradient of a gathered matrix is summed over devices, each of which keeps its part, in the dtype of the
-    part; it would lose bits in the compute dtype.
+    Matrices with adapters are merged with them, so that the sum and its gradient exist for one layer at a time. The
+    gradient of a gathered matrix is reduce-scattered in the dtype of the shard, since the compute dtype would lose
+    bits.
 
     Args:
-      leaves: of all parameters, by name; layers at any position in the pattern's period are placed alike.
-      dtypes: that they compute in.
+      leaves: placement of all parameters, by name; it is the same at every position of the layer pattern.
+      dtypes: compute dtype of each parameter, by name.
     """
     by_layer = {
         name_in_layer(name): (place.axis, dtypes[name])

@@ -1,4 +1,4 @@
-"""The device mesh, and how a batch lies on it."""
+"""The device mesh, and how a batch is sharded over it."""
 
 import math
 from collections.abc import Sequence
@@ -14,14 +14,23 @@ from zaya_jax.errors import InputError
 AXES = ("data", "fsdp", "expert", "context")  # each a field of `ParallelConfig`
 BATCH_AXES = ("data", "fsdp", "expert")  # sequences of a batch are split over these
 SEQUENCE_AXIS = "context"
-# Outermost first: a layer's part along fsdp is what gathering the axes after it gives.
+# Outermost first: gathering all axes but fsdp gives a layer's fsdp shard.
 STORED_OVER = ("fsdp", "data", "context", "expert")  # master weights and optimizer state are split over these
 
-AnyMesh = Mesh | AbstractMesh  # of devices, or of their number alone: enough to trace and to count
+AnyMesh = Mesh | AbstractMesh  # an abstract mesh has no devices, which is enough to trace and to count
 
 
 def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") -> dict[str, int]:
-    """Devices along each axis; `InputError` unless they make up `devices`."""
+    """Return the number of devices along each axis.
+
+    Args:
+      config: the layout.
+      devices: number of devices.
+      where: key of `config`, for messages.
+
+    Raises:
+      InputError: the product of the axes is not `devices`.
+    """
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "data"}
     fixed = math.prod(sizes.values())
     data = devices // fixed if config.data is None else config.data
@@ -37,9 +46,16 @@ def axis_sizes(config: ParallelConfig, devices: int, where: str = "parallel") ->
 def make_mesh(
     config: ParallelConfig | None = None, devices: Sequence[Any] | int | None = None, where: str = "parallel"
 ) -> Any:
-    """The mesh of `config`, or all along data, over `devices` (those of this job where None).
+    """Make the mesh of a layout.
 
-    Over a number of devices it is an `AbstractMesh`: enough to place and to trace, not to compile.
+    Args:
+      config: the layout; None for data parallelism only.
+      devices: devices of the mesh; None for all of this job. A number makes an `AbstractMesh`, with which programs can
+        be traced but not compiled.
+      where: key of `config`, for messages.
+
+    Raises:
+      InputError: the product of the axes is not the number of devices.
     """
     devices = jax.devices() if devices is None else devices
     sizes = axis_sizes(config or ParallelConfig(), devices if isinstance(devices, int) else len(devices), where)
@@ -50,32 +66,32 @@ def make_mesh(
 
 
 def batch_spec(leading: int = 0) -> PartitionSpec:
-    """Split of an array [sequences, tokens] that follows `leading` unsplit axes."""
+    """Return the partition of an array [sequences, tokens] after `leading` unsharded axes."""
     return PartitionSpec(*[None] * leading, BATCH_AXES, SEQUENCE_AXIS)
 
 
 def batch_sharding(mesh: AnyMesh, leading: int = 0) -> NamedSharding:
-    """`batch_spec` on `mesh`."""
+    """Return the sharding of `batch_spec` on `mesh`."""
     return NamedSharding(mesh, batch_spec(leading))
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
-    """Every device holds the whole array."""
+    """Return the sharding in which every device holds the whole array."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_shards(mesh: AnyMesh) -> int:
-    """Parts that the sequences of a batch are split into."""
+    """Return the number of shards that the sequences of a batch are split into."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def nontrivial_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
-    """Those of `axes` with more than one device: a collective over one would still copy."""
+    """Return the `axes` with more than one device, since a collective over one device would still copy."""
     return tuple(axis for axis in axes if mesh.shape[axis] > 1)
 
 
 def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None:
-    """Raise `InputError` unless `sequences`, given by the configuration's `key`, make whole parts of `micro` each."""
+    """Raise `InputError` unless `sequences`, set by the key `key`, are a multiple of shards × `micro`."""
     shards = batch_shards(mesh)
     if sequences % (shards * micro):
         each = "" if micro == 1 else f" × micro_batch {micro}"

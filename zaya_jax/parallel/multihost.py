@@ -1,4 +1,4 @@
-"""Several processes as one job: how they find each other, and how they agree before anything is begun."""
+"""Multi-host jobs: join the processes, and exchange values between them before training starts."""
 
 import hashlib
 import importlib.util
@@ -21,31 +21,34 @@ from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
 
 T = TypeVar("T")
-# What processes may send: a tuple or an enum would arrive as what JSON makes of it.
+# Values that processes may exchange. Tuples and enums would arrive as lists and plain values.
 Json = TypeVar("Json", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
 
-_HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeats are given beyond our own
-# In jax's errors, what tells one of the others from one of our own.
+_HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeat timeout exceeds the peer timeout
+# Words in jax's errors that mean another process failed.
 _PEER_ERRORS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
-_PATIENCE = 600  # seconds for the processes, which have met, to load their configuration
-# Of each topic, the messages sent so far: the same in all processes, which send them in the same order.
+_PATIENCE = 600  # seconds that processes may take to load their configuration
+# Number of messages sent on each topic. All processes send the same messages in the same order, so these agree.
 _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(
     coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float
 ) -> PeerLiveness | None:
-    """Join the job this process belongs to, and watch its peers; nothing, and None, where it is alone.
+    """Join the job that this process belongs to, and start to watch its peers.
 
     Args:
-      coordinator: HOST:PORT of process 0; with `processes` and `process`, or all three left to the launcher.
-      processes: of the job.
-      process: this one's number.
-      join_seconds: how long to wait for the other processes.
-      peer_timeout: how long another process may go unheard before this one ends; above zero.
+      coordinator: HOST:PORT of process 0. None, with `processes` and `process`, to ask the launcher.
+      processes: number of processes in the job.
+      process: index of this process.
+      join_seconds: seconds to wait for the other processes.
+      peer_timeout: seconds that another process may be silent before this one ends; above 0.
+
+    Returns:
+      The liveness thread; None if this process is alone.
 
     Raises:
-      InputError: only some of the three are given, or cannot be; or the processes do not meet, see `meet`.
+      InputError: only some of the three are given, one is invalid, or the processes do not meet (see `meet`).
     """
     flags = (coordinator, processes, process)
     if flags != (None, None, None) and None in flags:
@@ -64,16 +67,15 @@ def join(
             coordinator, processes, process, _ = clusters.ClusterEnv.auto_detect_unset_distributed_params(
                 os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None, None, join_seconds
             )
-    except Exception as error:  # of a launcher's variables, or of the Kubernetes API
+    except Exception as error:  # invalid variables of a launcher, or an error of the Kubernetes API
         raise _unusable(source, error) from error
     job = _job(coordinator, processes, process, source)
     connections = meet(job, join_seconds)
     peers = PeerLiveness(connections, peer_timeout) if connections else None
-    # The processes have reached each other directly, where gRPC would ask the proxy of http_proxy. Its variables are
-    # in lower case.
+    # The processes reach each other directly, but gRPC would use the proxy of http_proxy. Its variables are lower case.
     direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
     os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
-    jax.config.update("jax_check_proxy_envs", False)  # which would warn of the line before
+    jax.config.update("jax_check_proxy_envs", False)  # it would warn about the line above
     try:
         jax.distributed.initialize(
             relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
@@ -101,14 +103,14 @@ def _job(coordinator: str | None, processes: int | None, process: int | None, so
 
 
 def is_primary() -> bool:
-    """Whether this is the process that writes and speaks for all."""
+    """Whether this is process 0, which writes files and prints."""
     return jax.process_index() == 0
 
 
 def broadcast(value: Json) -> Json:
-    """The `value` of process 0 in every process, as JSON has it there, however long it takes to be sent.
+    """Return process 0's `value`, after a round trip through JSON; waits for as long as process 0 takes.
 
-    By the coordinator's store: a collective would give up while process 0 prepares data.
+    It uses the coordinator's key-value store, since a collective would time out while process 0 prepares data.
     """
     text = json.dumps(value)
     if jax.process_count() == 1:
@@ -117,7 +119,7 @@ def broadcast(value: Json) -> Json:
     if is_primary():
         _store().key_value_set(key, text)
         return json.loads(text)
-    while True:  # `PeerLiveness` ends this process where process 0 is lost
+    while True:  # `PeerLiveness` ends this process if process 0 is lost
         try:
             return json.loads(_store().blocking_key_value_get(key, 10_000))
         except jax.errors.JaxRuntimeError as error:
@@ -126,15 +128,15 @@ def broadcast(value: Json) -> Json:
 
 
 def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
-    """The `value` of each process, as JSON has it, in the order of processes.
+    """Return the `value` of every process, after a round trip through JSON, in the order of processes.
 
     Args:
-      topic: tells messages of one thread from those of others, which may be sent in another order.
-      value: of this process.
-      seconds: to wait for the others.
+      topic: separates the messages of different threads, whose order may differ between processes.
+      value: value of this process.
+      seconds: how long to wait for the others.
 
     Raises:
-      TimeoutError: another process did not send its value in time; it is named.
+      TimeoutError: another process did not send its value in time; the message names it.
     """
     text = json.dumps(value)
     if jax.process_count() == 1:
@@ -154,11 +156,11 @@ def all_gather(topic: str, value: Json, seconds: float) -> list[Json]:
 
 
 def primary_first(action: Callable[[], T]) -> T:
-    """`action` in process 0, then in the others, which see what it has made.
+    """Run `action` in process 0, then in all others, which can use the files it wrote.
 
     Raises:
-      InputError: that of process 0, in every process.
-      RunStopped: in the others, where process 0 fails for another reason, such as a full disk.
+      InputError: process 0 raised it; every process raises the same.
+      RunStopped: in the others, if process 0 failed for another reason, such as a full disk.
     """
     if jax.process_count() == 1:
         return action()
@@ -179,7 +181,7 @@ def primary_first(action: Callable[[], T]) -> T:
 
 
 def check_alike(text: str) -> None:
-    """Raise `InputError` in every process unless all were given the same configuration `text`."""
+    """Raise `InputError` in every process unless all have the same configuration `text`."""
     digests = all_gather("config", hashlib.sha256(text.encode()).hexdigest(), _PATIENCE)
     if differing := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
         several = len(differing) > 1
@@ -189,12 +191,12 @@ def check_alike(text: str) -> None:
 
 
 def _store() -> Any:
-    """The coordinator's key-value store, for which jax has no public name."""
+    """Return the coordinator's key-value store, for which jax has no public API."""
     return distributed.global_state.client
 
 
 def is_peer_loss(error: Exception) -> bool:
-    """Whether `error`, in a job of several processes, comes of another that is lost or cannot be reached."""
+    """Whether `error` was caused by another process of the job that is lost or cannot be reached."""
     text = str(error).lower()
     return (isinstance(error, jax.errors.JaxRuntimeError) and jax.process_count() > 1
             and any(word in text for word in _PEER_ERRORS))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Matrices that are split over devices, orthogonalised whole: each device does its part of them (zaya1.md §3.2)."""
+"""Distributed Muon: each device orthogonalizes some whole matrices of a sharded stack (docs/reference.md §3.2)."""
 
 import math
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ from zaya_jax.parallel.rules import LeafPlacement
 
 
 def on_whole_matrices(leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> OnMatrices:
-    """(name, arrays, numbers, local, function) → what stays, and the function of the matrices, placed as the arrays.
+    """Make a function (name, arrays, numbers, local, function) → (kept, result), both sharded like `arrays`.
 
-    `arrays` are of the parameter of that name, `numbers` are the same on all devices. `local` is done by each
-    device on what it has of the arrays: some rows (or columns) of every matrix. One all-to-all gives it some of the
-    matrices whole, and another brings the results back, both in the dtype that these have. A stack whose size the
-    devices do not divide is padded with zeros on the way, and nowhere else: checkpoints hold the natural shapes. What
-    is not split is done by every device, inside the same kind of region, so that a kernel always has local shapes.
+    `arrays` belong to the parameter `name`; `numbers` are the same on all devices. Each device applies `local` to its
+    shard, some rows or columns of every matrix, which gives `kept` and matrices. One all-to-all turns these into whole
+    matrices for `function`, another returns the results. A stack that the devices do not divide is padded with zeros on
+    the way only, so that checkpoints have the natural shapes. Unsharded parameters are processed by every device, also
+    inside a `shard_map`, so that kernels always see local shapes.
     """
 
     def whole(name: str, arrays: Pair, numbers: jax.Array, local: Local, function: OfMatrices) -> Pair:

@@ -1,9 +1,9 @@
-"""Processes of a job listen to each other, so that a run that has lost one ends with a sentence that names it.
+"""Detect lost processes of a job, so that the others end with a message that names the lost one.
 
-Process 0 listens to every other, and they to it. The kernel closes the connections of a process that ends, so that its
-loss is known at once; heartbeats tell of one that hangs, or whose machine or link is gone. One that has to end sends
-its sentence, process 0 passes it on, and all end with it. jax's own heartbeats end a process too, with a C++ stack:
-they are given more time.
+Process 0 has a connection to every other process. The operating system closes the connections of a process that ends,
+which reports its loss at once; heartbeats detect a process that hangs, or whose machine or link is down. A process that
+must end sends its message, process 0 forwards it, and all processes end with it. jax has heartbeats of its own, but they
+end a process with a C++ stack trace, so their timeout is longer.
 """
 
 import atexit
@@ -18,7 +18,7 @@ from zaya_jax.run.signals import exit_at_once, print_error
 
 _DONE = "done"
 _BEAT = 5.0  # seconds at most between two heartbeats
-_LAST_WORD = 2.0  # seconds at most that the others have to read why this process ends
+_LAST_WORD = 2.0  # seconds at most that the others have to read this process' last message
 _AGAIN = ("Start all processes again with the same command: training resumes from the newest checkpoint, if there is "
           "one.")  # fmt: skip
 
@@ -27,11 +27,11 @@ class PeerLiveness:
     """A thread that sends heartbeats, and ends the process when another is lost."""
 
     def __init__(self, peers: Sequence[Peer], peer_timeout: float) -> None:
-        """Begin.
+        """Start the thread.
 
         Args:
-          peers: the processes this one listens to.
-          peer_timeout: seconds that another process may go unheard (the peer timeout).
+          peers: connections to the processes to watch.
+          peer_timeout: seconds that another process may be silent.
         """
         self._peers, self._timeout = list(peers), peer_timeout
         self._heard = dict.fromkeys(peers, time.monotonic())
@@ -41,17 +41,17 @@ class PeerLiveness:
         atexit.register(self._farewell)  # before jax's own, which was registered earlier and waits for the others
 
     def leave(self, sentence: str, status: int) -> NoReturn:
-        """Say why, to a person and to the other processes, and end this one at once.
+        """Print a message, send it to the other processes, and exit at once.
 
-        An orderly end would wait for others that are lost, or busy.
+        A normal exit would wait for other processes, which may be lost or busy.
         """
-        self._last_word.acquire()  # for good: whoever comes later has nothing to add
+        self._last_word.acquire()  # never released: the first message is the last one
         print_error(sentence)
         dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._timeout, _LAST_WORD))
         exit_at_once(status)
 
     def wait(self) -> None:
-        """Wait for the end of this process, where a collective has failed before it is known which other is lost."""
+        """Wait for the thread to end this process, after a collective failed before the lost process is known."""
         time.sleep(self._timeout + _BEAT)
 
     def _farewell(self) -> None:
@@ -80,7 +80,7 @@ class PeerLiveness:
                 self._end_if(silent, f"sent no heartbeat for {self._timeout:g} s")
 
     def _hear(self, peer: Peer) -> bool:
-        """Whether the connection is still open."""
+        """Read what a peer sent; returns whether the connection is still open."""
         lines = peer.receive()
         if lines:
             self._heard[peer] = time.monotonic()

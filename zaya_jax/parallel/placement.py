@@ -1,4 +1,4 @@
-"""A placement: where parameters, state and batches lie on a mesh, and the operations that fit."""
+"""A placement: how parameters, state and batches are sharded over a mesh, and the operations that match."""
 
 import dataclasses
 import functools
@@ -31,14 +31,14 @@ from zaya_jax.parallel.rules import LeafPlacement, place_leaves, state_shardings
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Everything that depends on mesh, parameters and kernels alone; hashable by value, so a static argument of `jit`.
+    """Shardings and operations for a mesh. It is hashable, so it can be a static argument of `jit`.
 
     Attributes:
-      config: the degree of each axis, and which exchanges are used.
-      mesh: devices, or their number alone.
-      leaves: the placement of each parameter, by name.
-      dtypes: the dtype that each parameter computes in, by name.
-      kernels: the implementations of the operations on one device.
+      config: the layout: size of each axis, and which collectives to use.
+      mesh: the devices, or an abstract mesh.
+      leaves: placement of each parameter, by name.
+      dtypes: compute dtype of each parameter, by name.
+      kernels: implementations of the operations on one device.
     """
 
     config: ParallelConfig
@@ -52,7 +52,7 @@ class Placement:
 
     @functools.cached_property
     def ops(self) -> Ops:
-        """The operations of `kernels`, with collectives in those that cross devices."""
+        """The operations of `kernels`, with collectives added where the layout needs them."""
         base, shape, changes = self.kernels.ops, self.mesh.shape, {}
         changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
         if shape["expert"] > 1 and self.config.expert_exchange == "ragged":
@@ -96,30 +96,30 @@ class Placement:
         return WHOLE if isinstance(self.mesh, AbstractMesh) else process_share(self.mesh)
 
     def shardings(self, state: Any) -> Any:
-        """The sharding of each leaf of a training state."""
+        """Return the sharding of each leaf of a training state."""
         return state_shardings(state, self.leaves, self.mesh)
 
     @property
     def replicated(self) -> "Placement":
-        """The same dtypes and kernels where every device has all parameters, and computes on its own."""
+        """A placement with the same dtypes and kernels in which one device has all parameters."""
         devices: Any = self.mesh.devices
         alone = make_mesh(devices=[devices.flat[0]])
         return Placement(ParallelConfig(), alone, {}, self.dtypes, self.kernels)
 
     def abstract(self, tree: Any) -> Any:
-        """The shape, dtype and sharding of each leaf of a (possibly abstract) training state."""
+        """Return the shape, dtype and sharding of each leaf of a training state, which may be abstract."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree, self.shardings(tree)
         )
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device's part of abstract arrays."""
+    """Return the bytes of one device's shards of abstract arrays."""
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def device_kernels(model: ModelConfig, dtype: str) -> KernelSelection:
-    """`registry.select_kernels` for the devices of this process."""
+    """Select kernels for the devices of this process, see `registry.select_kernels`."""
     return select_kernels(current_target(), model, dtype)
 
 
@@ -127,16 +127,16 @@ def make_placement(
     parallel: ParallelConfig, mesh: AnyMesh, shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role],
     dtype: str, kernels: KernelSelection, exact: Collection[str] = (),
 ) -> Placement:  # fmt: skip
-    """The placement of parameters on `mesh`.
+    """Make the placement of parameters on `mesh`.
 
     Args:
       parallel: the layout.
-      mesh: with the axes that `parallel` asks for.
+      mesh: mesh with the axis sizes of `parallel`.
       shapes: shape of each parameter, by name.
       roles: role of each parameter, by name.
       dtype: the compute dtype.
-      kernels: implementations of the operations, for the kind of device that `mesh` has.
-      exact: names of parameters that compute in fp32 (in fp64 where `dtype` is).
+      kernels: implementations of the operations, for the devices of `mesh`.
+      exact: names of parameters that compute in fp32 (fp64 if `dtype` is).
     """
     dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
     return Placement(parallel, mesh, place_leaves(shapes, roles, mesh), dtypes, kernels)

@@ -1,4 +1,4 @@
-"""The request to end (Ctrl-C or SIGTERM), which all processes of a job heed after the same step."""
+"""Preemption: Ctrl-C or SIGTERM makes all processes of a job save and exit after the same step."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
 class Preemption(Listener):
-    """Takes a first Ctrl-C or SIGTERM for a request to save and end, inside a `with` block and once it is `arm`ed.
+    """Turns the first Ctrl-C or SIGTERM inside a `with` block, once it is `arm`ed, into a request to save and exit.
 
-    Before that, and from the second signal on, the process ends as it would without it: at once.
-    In a job of several processes jax's preemption service takes SIGTERM, whichever process gets it, and agrees with
-    the others on the poll that heeds it; Ctrl-C is handed to it as SIGTERM.
+    Before that, and from the second signal on, the process exits at once, as it would without this class. In a job of
+    several processes, jax's preemption service receives SIGTERM in any process and makes all agree on the step; Ctrl-C
+    is forwarded to it as SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -27,35 +27,35 @@ class Preemption(Listener):
         self._polls = 0
 
     def arm(self) -> None:
-        """From now on there is something to save."""
+        """Start to save on a signal, since now there is something to save."""
         self._armed = True
 
     def reached(self) -> bool:
-        """Whether the run is to save and end now; called equally often by all processes."""
+        """Whether the run must save and exit now; all processes must call it equally often."""
         if not self._several:
             return self._number is not None
         self._polls += 1
-        # True at one poll alone, so that it is remembered.
+        # jax returns True at one poll only.
         self._reached = self._reached or multihost_utils.reached_preemption_sync_point(self._polls)
         return self._reached
 
     @property
     def signalled(self) -> bool:
-        """Whether this process itself was asked to end."""
+        """Whether this process itself received a signal."""
         return self._number is not None
 
     @property
     def name(self) -> str:
-        """Of the signal: 'Ctrl-C' or 'SIGTERM'."""
+        """Name of the signal: 'Ctrl-C' or 'SIGTERM'."""
         return NAMES[self._number or signal.SIGTERM]
 
     @property
     def status(self) -> int:
-        """The exit status of a process that ends for it."""
+        """Exit status of a process that the signal ended."""
         return exit_status(self._number or signal.SIGTERM)
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """In the main thread, before its next instruction."""
+        """Handle a signal in the main thread, between two of its instructions."""
         if self._armed and self._number is None:
             self._number = number
             if self._several:
@@ -69,7 +69,7 @@ class Preemption(Listener):
                 os.kill(os.getpid(), number)
 
     def _announce(self, number: int) -> None:
-        """In a thread, at once."""
+        """Print that the run will save, from a thread, without waiting for the main one."""
         if self._armed and not self._announced:
             self._announced = True
             warn(f"{NAMES[number]}: saving after this step, then exiting. Another {NAMES[number]} exits at once.")

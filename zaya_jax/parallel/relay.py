@@ -1,7 +1,8 @@
-"""Connections to the coordination service that outlast it.
+"""A relay to jax's coordination service that keeps connections open when the service is gone.
 
-jax's client aborts its process, with a C++ stack, as soon as its connection to the service closes, as when process 0 is
-killed. Behind a relay it sees a service that does not answer, and `PeerLiveness` ends the process with a sentence.
+jax's client aborts its process with a C++ stack trace as soon as its connection closes, for example when process 0 is
+killed. Behind the relay it only sees a service that does not answer, so `PeerLiveness` can end the process with a
+message.
 """
 
 import contextlib
@@ -11,7 +12,7 @@ import time
 
 
 def relay(host: str, port: int) -> str:
-    """Forward a port of this machine to `host` and `port`, which closes no connection; returns its HOST:PORT."""
+    """Forward a local port to `host` and `port` without ever closing a connection; returns the local HOST:PORT."""
     server = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=_accept, args=(server, host, port), name="relay", daemon=True).start()
     return "{}:{}".format(*server.getsockname())
@@ -34,10 +35,10 @@ def _forward(downstream: socket.socket, host: str, port: int) -> None:
     with downstream, upstream, contextlib.suppress(OSError):
         try:
             while data := downstream.recv(2**16):
-                with contextlib.suppress(OSError):  # the service is gone, which `downstream` is not to learn
+                with contextlib.suppress(OSError):  # the service is gone, but `downstream` must not notice
                     upstream.sendall(data)
         finally:
-            upstream.shutdown(socket.SHUT_RDWR)  # closing it alone waits for `_copy_back`, which reads it
+            upstream.shutdown(socket.SHUT_RDWR)  # `close` alone does not wake `_copy_back`, which reads it
 
 
 def _copy_back(upstream: socket.socket, downstream: socket.socket) -> None:

@@ -1,7 +1,7 @@
-"""Where the processes of a job meet before jax does, so that one that is missing or numbered twice is named.
+"""The processes of a job meet here before jax starts, so that a missing or duplicate process is named in a message.
 
-Process 0 listens at the coordinator's address until every process has connected and told its number. Then jax's
-coordination service takes the port, and `PeerLiveness` the connections, which stay open.
+Process 0 listens at the coordinator's address until every process has connected and sent its index. Then jax's
+coordination service takes over the port, and `PeerLiveness` the connections, which stay open.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from typing import NamedTuple, NoReturn
 
 from zaya_jax.errors import InputError
 
-ENDS = "!"  # begins the last line of a process that ends the job: then its exit status, and why
-_HELLO = "zaya_jax "  # begins the first line of a connection
-_WELCOME = "welcome"  # process 0's answer to a first line
-_READY = "ready"
-_LONGEST = 2**16  # bytes of a line; another program may have connected
-_ANSWER = 2.0  # seconds that a process which has the port already is asked
-_BUSY = 10.0  # seconds that a name server may take to answer
-_WELCOMED = 10.0  # seconds in which process 0 answers a first line; another program never does
-_MARGIN = 5.0  # seconds beyond process 0's time, since it is the one that knows who is missing
+ENDS = "!"  # starts the last line of a process that ends the job, followed by exit status and message
+_HELLO = "zaya_jax "  # starts the first line of a connection
+_WELCOME = "welcome"  # process 0's answer to the first line
+_READY = "ready"  # process 0's message that all processes are connected
+_LONGEST = 2**16  # bytes of a line, in case another program connected
+_ANSWER = 2.0  # seconds to wait for an answer from a process that already has the port
+_BUSY = 10.0  # seconds that a name server may be busy
+_WELCOMED = 10.0  # seconds to wait for `_WELCOME`; another program never sends it
+_MARGIN = 5.0  # seconds to wait longer than process 0, which knows who is missing
 
 
 class Job(NamedTuple):
@@ -32,9 +32,9 @@ class Job(NamedTuple):
 
     host: str  # where process 0 listens; an IPv6 address without brackets
     port: int
-    source: str  # the flag or the launcher that names the two
-    processes: int  # of the job
-    process: int  # the number of this one
+    source: str  # the flag or launcher that host and port come from
+    processes: int  # number of processes in the job
+    process: int  # index of this process
 
     @property
     def address(self) -> str:
@@ -43,12 +43,12 @@ class Job(NamedTuple):
 
     @property
     def coordinator(self) -> str:
-        """The address, as messages name it."""
+        """The source and address, for messages."""
         return f"{self.source} {self.address}"
 
 
 def split_address(text: str, source: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT; `InputError`, which names the `source`, where `text` is something else."""
+    """Split HOST:PORT; raises `InputError`, which names the `source`, if `text` is not of that form."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise InputError(f"{source} is {text!r}, but must be HOST:PORT.")
@@ -56,29 +56,29 @@ def split_address(text: str, source: str) -> tuple[str, int]:
 
 
 class Peer:
-    """A connection to another process, over which both send lines; neither waits for the other."""
+    """A non-blocking connection to another process, over which both send lines."""
 
     def __init__(self, connection: socket.socket, process: int | None = None, host: str = "") -> None:
-        """Take a connection to `process` on `host`; without a number until it sends one."""
+        """Wrap a connection to `process` on `host`; its index is None until it sends one."""
         connection.setblocking(False)
         self._connection, self._partial_line = connection, b""
         self.process, self.host = process, host
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """Index and host, for messages."""
         return f"{self.process} on {self.host}"
 
     def fileno(self) -> int:
-        """For selectors."""
+        """File descriptor, for selectors."""
         return self._connection.fileno()
 
     def send(self, line: str) -> None:
-        """Send a line. One that cannot be sent is lost: the peer timeout sees to that."""
+        """Send a line, ignoring errors: the peer timeout detects a lost process."""
         with contextlib.suppress(OSError):
             self._connection.send(f"{line}\n".encode())
 
     def receive(self) -> list[str] | None:
-        """The lines that have come in since the last call; None where the other side has closed."""
+        """Return the lines received since the last call; None if the other side has closed."""
         try:
             data = self._connection.recv(_LONGEST)
         except BlockingIOError:
@@ -91,7 +91,7 @@ class Peer:
         return [line.decode(errors="replace") for line in lines]
 
     def finish(self) -> None:
-        """Send nothing more."""
+        """Close the sending side."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
 
@@ -101,7 +101,10 @@ class Peer:
 
 
 def dismiss(peers: Iterable[Peer], line: str, seconds: float) -> None:
-    """Send a last line, wait until the others have closed, and close; unread, what they still send would undo it."""
+    """Send a last line, wait until the peers have closed, then close.
+
+    Closing with unread data would reset the connection, and the peer might lose the line.
+    """
     peers = list(peers)
     with selectors.DefaultSelector() as selector:
         for peer in peers:
@@ -118,18 +121,18 @@ def dismiss(peers: Iterable[Peer], line: str, seconds: float) -> None:
 
 
 def meet(job: Job, seconds: float) -> list[Peer]:
-    """Wait until all processes of the job are there.
+    """Wait until all processes of the job are connected.
 
     Args:
-      job: of this process.
-      seconds: to wait.
+      job: the job, and the index of this process.
+      seconds: how long to wait.
 
     Returns:
-      Connections: of process 0 to every other, of the others to process 0.
+      In process 0, connections to all others; in the others, the connection to process 0.
 
     Raises:
-      InputError: a process is missing or lost, two have one number or another number of processes, the address cannot
-        be reached or cannot be listened at.
+      InputError: a process is missing or lost, two have the same index, their numbers of processes differ, or the
+        address cannot be used.
     """
     if job.process == 0:
         return _Gathering(job, seconds).wait()
@@ -137,11 +140,11 @@ def meet(job: Job, seconds: float) -> list[Peer]:
 
 
 class _Refused(InputError):
-    """Process 0 said why the job cannot begin."""
+    """Process 0's message why the job cannot start."""
 
 
 class _Gathering:
-    """Process 0's side."""
+    """Process 0's side of `meet`."""
 
     def __init__(self, job: Job, seconds: float) -> None:
         self._job, self._seconds = job, seconds
@@ -149,10 +152,10 @@ class _Gathering:
         self._selector = selectors.DefaultSelector()
 
     def wait(self) -> list[Peer]:
-        """The other processes, once all are there."""
+        """Wait for the other processes, and return the connections to them."""
         deadline = time.monotonic() + self._seconds
         with contextlib.ExitStack() as stack, self._listen() as listener, self._selector:
-            # Where another process 0 listens at the address, this one learns it from that.
+            # Process 0 connects to itself: if another program listens at the address, this shows it.
             itself = stack.enter_context(contextlib.closing(_connect(self._job, self._seconds)))
             itself.send(_hello(self._job))
             self._selector.register(listener, selectors.EVENT_READ)
@@ -170,12 +173,12 @@ class _Gathering:
                         self._selector.register(Peer(listener.accept()[0]), selectors.EVENT_READ)
         self._arrived.pop(0).close()
         others = [self._arrived[process] for process in sorted(self._arrived)]
-        for peer in others:  # not before the port is free
+        for peer in others:  # only now that the port is free for jax
             peer.send(_READY)
         return others
 
     def _listen(self) -> socket.socket:
-        # As jax's service will: at every interface, unless told otherwise.
+        # At every interface by default, as jax's service does.
         host, port = "::" if socket.has_dualstack_ipv6() else "0.0.0.0", self._job.port  # noqa: S104
         if chosen := os.environ.get("JAX_COORDINATOR_BIND_ADDRESS"):
             host, port = split_address(chosen, "JAX_COORDINATOR_BIND_ADDRESS")
@@ -184,7 +187,7 @@ class _Gathering:
             return socket.create_server((host, port), family=family, backlog=self._job.processes + 1,
                                         dualstack_ipv6=host == "::")  # fmt: skip
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # by another program, or by another process 0, which then tells both
+            if error.errno == errno.EADDRINUSE:  # if by another process 0, it sends both the reason
                 try:
                     _wait_for_admission(_connect(self._job, 0), self._job, _ANSWER)
                 except _Refused:
@@ -219,7 +222,7 @@ class _Gathering:
         try:
             hello = json.loads(line.removeprefix(_HELLO)) if line.startswith(_HELLO) else {}
             peer.process, processes, peer.host = int(hello["process"]), int(hello["processes"]), str(hello["host"])
-        except (ValueError, KeyError, TypeError):  # another program, which will go away
+        except (ValueError, KeyError, TypeError):  # another program; it will disconnect
             return
         if processes != self._job.processes or not 0 <= peer.process < processes:
             self._refuse(f"Process {peer} was started with --processes {processes}, but process 0 with --processes "
@@ -247,7 +250,7 @@ class _Gathering:
 
 
 def _list_processes(numbers: list[int]) -> str:
-    """'Process 3', 'Processes 1, 2 and 3 more'."""
+    """Format indices as 'Process 3' or 'Processes 1, 2 and 3 more'."""
     listed = ", ".join(map(str, numbers[:8])) + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
     return f"Process{'es' if len(numbers) > 1 else ''} {listed}"
 
@@ -257,17 +260,17 @@ def _hello(job: Job) -> str:
 
 
 def _connect(job: Job, seconds: float) -> Peer:
-    """A connection to process 0, which may not listen yet."""
+    """Connect to process 0, which may not listen yet."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             connection = socket.create_connection((job.host, job.port), timeout=5)
-            if connection.getsockname() != connection.getpeername():  # which a free port of this machine may give
+            if connection.getsockname() != connection.getpeername():  # a free local port can connect to itself
                 return Peer(connection, 0, job.host)
             connection.close()
             problem = os.strerror(errno.ECONNREFUSED)
         except socket.gaierror as error:
-            # Kubernetes gives a pod its name only when it is scheduled; a name server may be busy for a moment.
+            # Kubernetes registers a pod's name only once it is scheduled; a name server may be busy for a moment.
             late = "KUBERNETES_SERVICE_HOST" in os.environ or (
                 error.errno == socket.EAI_AGAIN and time.monotonic() < deadline - seconds + _BUSY
             )
@@ -275,7 +278,7 @@ def _connect(job: Job, seconds: float) -> Peer:
                 raise InputError(f"The host of {job.coordinator} could not be resolved ({error.strerror}). Correct the "
                                  "name, or use an IP address.") from error  # fmt: skip
             problem = ""
-        except UnicodeError as error:  # a name that the encoding of host names has no form for
+        except UnicodeError as error:  # a name that the idna codec cannot encode
             raise InputError(f"{job.coordinator} has an invalid host name: each part between dots must have 1 to 63 "
                              "characters.") from error  # fmt: skip
         except OSError as error:
@@ -288,7 +291,7 @@ def _connect(job: Job, seconds: float) -> Peer:
 
 
 def _wait_for_admission(peer: Peer, job: Job, seconds: float) -> Peer:
-    """`peer`, process 0, once it has said that all are there."""
+    """Send this process' index to process 0, and return the connection once all processes are connected."""
     limit, start = min(seconds, _WELCOMED), time.monotonic()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         stack.callback(peer.close)
@@ -317,6 +320,6 @@ def _raise_verdict(lines: list[str]) -> None:
 
 
 def verdict(line: str) -> tuple[int, str]:
-    """Exit status and sentence of a line that ends the job."""
+    """Parse a line that ends the job into exit status and message."""
     status, _, sentence = line.removeprefix(ENDS).partition(" ")
     return int(status), sentence

@@ -1,8 +1,8 @@
-"""Ring attention: keys and values go round, so that no device ever holds more than its part (arXiv 2310.01889).
+"""Ring attention: keys and values travel around a ring, so that a device holds one shard at a time (arXiv 2310.01889).
 
-Queries stay. At each hop a device attends to the keys it has and joins that to what it had, by the logarithms of
-the sums. The backward pass sends keys, values and their gradients round again; it needs the output and one
-logarithm a query, no square and no copy of other devices' keys.
+Queries stay. At each hop a device attends to the shard of keys that it holds, and combines the result with the earlier
+ones by log-sum-exp. The backward pass sends keys, values and their gradients around again. It stores the output and one
+log-sum-exp per query, but neither scores nor other devices' keys.
 """
 
 import functools
@@ -26,10 +26,10 @@ Gradient = Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
 def ring_attention(
     config: ParallelConfig, partial: Callable[..., PartialAttention], gradient: Gradient
 ) -> Callable[..., jax.Array]:
-    """`Ops.attention` over a ring of the devices of the context axis; segments of keys are the device's own.
+    """Make `Ops.attention` over a ring of the devices of the context axis; key segments are the device's own.
 
     Args:
-      config: degree and layout.
+      config: the layout.
       partial: `ops.attention.partial_attention`.
       gradient: `ops.attention.partial_attention_gradient`.
     """
@@ -61,7 +61,7 @@ def _next(x: Any, devices: int) -> Any:
 
 
 def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.Array]]:
-    """For each piece of the queries and of the keys that came `hop` devices, the first query's index among the keys."""
+    """Return the query offset of each pair of a query piece and a key piece, for keys that travelled `hop` devices."""
     rank = jax.lax.axis_index(SEQUENCE_AXIS)
     query_pieces = device_pieces(static.config, rank)
     key_pieces = device_pieces(static.config, (rank - hop) % static.config.context)
@@ -69,7 +69,7 @@ def _pairs(static: _Static, hop: jax.Array | int, length: int) -> list[list[jax.
 
 
 def _split(arrays: Sequence[jax.Array], pieces: int) -> list[tuple[jax.Array, ...]]:
-    """Of each piece of a sequence, its part of each array."""
+    """Split each array into the pieces of a sequence; returns one tuple of arrays for each piece."""
     return list(zip(*(jnp.split(x, pieces, axis=1) for x in arrays), strict=True))
 
 
@@ -135,7 +135,7 @@ def _backward(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
 
     dq, dk, dv = _gradients(static, 0, q, k, v, q_seg, k_seg, whole, do)
     (dq, (*_, dk, dv)), _ = jax.lax.scan(hop, (dq, (k, v, k_seg, dk, dv)), jnp.arange(1, devices))
-    dk, dv = _next((dk, dv), devices)  # home
+    dk, dv = _next((dk, dv), devices)  # the last hop returns gradients to their owner
     no_gradient = [np.zeros(x.shape, jax.dtypes.float0) for x in (q_seg, k_seg)]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), *no_gradient
 

@@ -1,8 +1,8 @@
-"""Where each parameter is: the one table from names and roles to `PartitionSpec`.
+"""The sharding rules: one table from parameter names and roles to `PartitionSpec`.
 
-What stays between steps (master weights, momentum, second moments) is split over every device of the job, along the
-larger of a leaf's last two axes that the devices divide. Never along a stack of layers: the vocabulary of
-262,272 = 128 × 2,049 or 40 layers need not divide by anything, and where one axis does not, another does.
+Master weights and optimizer state are sharded over all devices of the job, along the larger of a parameter's last two
+axes that the number of devices divides. If it divides neither, fewer mesh axes are used. The axis of stacked layers is
+never sharded, since numbers such as 40 layers rarely divide.
 """
 
 import math
@@ -18,16 +18,16 @@ from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
 
 
 class LeafPlacement(NamedTuple):
-    """Where one parameter is.
+    """The sharding of one parameter.
 
     Attributes:
-      stored: split of the master weights, of their gradient and of the optimizer's state.
-      axis: the axis that is split, counted from the last (negative); None where none is.
-      over: mesh axes that `axis` is split over.
-      own: mesh axes along which devices compute with parts of their own: with their experts along `expert`.
-      by_layer: whether it is gathered over fsdp layer by layer, in the loop over layers.
-      exact: whether the compute copy stays in the master weights' dtype, since its gradient is a sum over devices or
-        tokens that its own would round.
+      stored: partition of the master weights, their gradient and the optimizer state.
+      axis: the sharded axis, counted from the end (negative); None if there is none.
+      over: mesh axes that `axis` is sharded over.
+      own: mesh axes along which the compute copy stays sharded: `expert` for experts.
+      by_layer: whether it is gathered over fsdp one layer at a time, in the loop over layers.
+      exact: whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
+        tokens that the compute dtype would round.
     """
 
     stored: PartitionSpec
@@ -44,19 +44,19 @@ class LeafPlacement(NamedTuple):
 
     @property
     def split(self) -> tuple[str, ...]:
-        """All mesh axes that it is split over."""
+        """All mesh axes that it is sharded over."""
         return (*self.own, *self.over)
 
 
 def place_leaves(
     shapes: Mapping[str, tuple[int, ...]], roles: Mapping[str, Role], mesh: AnyMesh
 ) -> dict[str, LeafPlacement]:
-    """The placement of every parameter.
+    """Return the placement of every parameter.
 
     Args:
-      shapes: of parameters, by name.
-      roles: theirs.
-      mesh: any; axes of one device count for nothing.
+      shapes: shape of each parameter, by name.
+      roles: role of each parameter, by name.
+      mesh: the mesh; axes of size 1 are ignored.
     """
     return {name: _place(name, shape, roles[name], mesh) for name, shape in shapes.items()}
 
@@ -81,10 +81,10 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
 
 
 def state_shardings(state: Any, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> Any:
-    """The sharding of every leaf of a training state.
+    """Return the sharding of every leaf of a training state.
 
-    A leaf that stands under a parameter's name and has its rank is split as the parameter is (so are momentum
-    and second moments); everything else, counters and balancing biases, is on every device.
+    A leaf under a parameter's name and of its rank, such as momentum or second moment, is sharded like the parameter;
+    everything else, such as counters and balancing biases, is replicated.
     """
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

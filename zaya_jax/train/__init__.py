@@ -1,1 +1,1 @@
-"""The phase program, the trainer and the steps of a run."""
+"""Training: the programs of the phases, the training step, the trainer and the loop around it."""

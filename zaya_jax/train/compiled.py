@@ -1,4 +1,4 @@
-"""Compiled steps, by what they depend on: the next stage's is made while this one runs."""
+"""A cache of compiled steps, which compiles the next stage's step while the current stage runs."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,29 +15,29 @@ StepKey = tuple[PhaseProgram, tuple[int, int, int]]
 
 
 class CompiledSteps:
-    """The steps of a run's stages, each compiled once and before it is needed; a context manager."""
+    """The compiled steps of a run's stages. Each is compiled once, ahead of time; a context manager."""
 
     def __init__(self, programs: Programs) -> None:
-        """Compile nothing yet."""
+        """Prepare to compile the steps of `programs`; nothing is compiled yet."""
         self.programs = programs
         self._pool = ThreadPoolExecutor(1, "compile")
         self._steps: dict[StepKey, Future[Callable]] = {}
         self._evaluations: dict[Any, Callable] = {}
 
     def __enter__(self) -> Self:
-        """Compile until the end of a `with` block."""
+        """Allow compilation until the end of the `with` block."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give up what is not begun, wait for what is."""
+        """Cancel compilations that have not started, and wait for the one that has."""
         self._pool.shutdown(cancel_futures=True)
 
     def step(self, stage: BatchStage) -> Callable:
-        """The compiled step of a stage, waited for where it is not ready; from now on the next stage's is made."""
+        """Return the compiled step of a stage, waiting for it if needed, and start compiling the next stage's."""
         config = self.programs.config
         step = self._submit(stage).result()
-        check_compiled(step, config.phase_key(stage.phase))  # not earlier: another step may still run
-        # The last step of a stage may already belong to the next one's key, so that nothing is begun twice.
+        check_compiled(step, config.phase_key(stage.phase))  # not earlier, while another step may hold memory
+        # Later stages may share a compiled step with this one, so keep what any of them needs.
         later_stages = [following for following in stages(config) if following.first_step > stage.first_step]
         keep = {self._key(kept) for kept in [stage, *later_stages]}
         self._steps = {key: future for key, future in self._steps.items() if key in keep}
@@ -46,9 +46,9 @@ class CompiledSteps:
         return step
 
     def evaluation(self, phase: int) -> Callable[..., dict[str, jax.Array]]:
-        """The evaluation step with the positions and the layout of a phase, compiled at its first call."""
+        """Return the evaluation step for the RoPE and layout of a phase; it compiles at its first call."""
         program = self.programs[phase]
-        key = program.model.config, program.placement  # not the rematerialisation, which has no part in it
+        key = program.model.config, program.placement  # without remat, which does not affect evaluation
         if key not in self._evaluations:
             self._evaluations[key] = jax.jit(program.evaluation_step)
         return self._evaluations[key]

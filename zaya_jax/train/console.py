@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar on a terminal, and a line now and then."""
+"""Console output during training: a progress bar on a terminal, and a line every `train.log_every` steps."""
 
 import contextlib
 import math
@@ -17,16 +17,24 @@ from zaya_jax.hardware.environment import describe_preset
 
 
 class ConsoleReport:
-    """A `MetricSink` for a person: a progress bar, and a line every `log_every` steps.
+    """A `MetricSink` that prints a line every `train.log_every` steps and shows a progress bar on a terminal.
 
-    A line has loss, bits per byte, scores of evaluators, tokens/s, FLOP/s or MFU, load entropy and ETA.
+    A line has loss, bits per byte, evaluation scores, tokens/s, MFU (or FLOP/s), expert-load entropy and ETA.
     """
 
     def __init__(
         self, config: Config, plan: RunPlan, device_kind: str, evaluators: Sequence[Evaluator] = (), *,
         quiet: bool = False,
     ) -> None:  # fmt: skip
-        """Report on the run of `config`, which reads the data of `plan` and is scored by `evaluators`."""
+        """Report on the run of `config`.
+
+        Args:
+          config: configuration of the run.
+          plan: the data that the run reads, for bytes per token.
+          device_kind: the runtime's name for the devices.
+          evaluators: whose scores the lines include.
+          quiet: print nothing, as in processes other than the primary.
+        """
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
@@ -41,22 +49,22 @@ class ConsoleReport:
         self._left = self._tokens_left(0)
 
     def start(self, step: int = 0) -> None:
-        """Begin or resume after `step`: say which preset is in force, and show the bar until `close`."""
+        """Print the active preset, and show the bar at `step` until `close`."""
         self._left = self._tokens_left(step)
-        self._bar.reset(self._task, completed=step)  # an update would count as its speed
+        self._bar.reset(self._task, completed=step)  # an update would count the resumed steps as speed
         self._bar.start()
         if header := describe_preset() or self._no_preset:
             self.say(header)
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
-        # The disk that the output goes to may be full; and rich exits where the reader of a pipe has ended, as `tee`
-        # does at Ctrl-C.
+        # The output's disk may be full (OSError). rich exits when the reader of a pipe has gone, as `tee` has after
+        # Ctrl-C (SystemExit). Neither may end training.
         with contextlib.suppress(OSError, SystemExit):
             self._console.print(text, markup=False)
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
-        """Take the metrics of a step, and print a line every `log_every` steps."""
+        """Record the metrics of a step, and print a line every `train.log_every` steps."""
         row, step = metrics, metrics["step"]
         if row["phase"] != self._phase:
             if self._phase is not None:
@@ -79,7 +87,7 @@ class ConsoleReport:
         work = f"MFU {100 * mean('mfu'):.1f} %" if known else f"{mean('flops_per_second') / 1e9:.1f} GFLOP/s"
         entropy = sum(row["load_entropy"]) / len(row["load_entropy"])
         left = self._tokens_left(step)
-        eta = left * seconds / max(self._left - left, 1)  # by budget, which counts padding
+        eta = left * seconds / max(self._left - left, 1)  # tokens of the budget, padding included
         scores = "".join(f" | {label} {row[name]:.3f}" for name, label in self._labels.items() if name in row)
         skipped = f" | skipped {row['skipped']} in a row" if row["skipped"] else ""
         self.say(
@@ -90,11 +98,11 @@ class ConsoleReport:
         self._timings, self._left = [], left
 
     def sync(self) -> str:
-        """There is nothing to bring to the disk."""
+        """Do nothing: no file is written."""
         return ""
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
     def _tokens_left(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""The state before the first step: drawn from the seed, from `init_from`, or adapters on frozen parameters."""
+"""Initialize the training state: from the seed, from `init_from`, or as adapters on frozen parameters."""
 
 import dataclasses
 from pathlib import Path
@@ -23,7 +23,12 @@ from zaya_jax.weights.sources import Weights
 
 
 class FrozenBase(NamedTuple):
-    """What adapters are trained on, in no checkpoint of their run: `params` in the compute dtype, balancing biases."""
+    """The frozen model under adapters. It is never part of the run's checkpoints.
+
+    Attributes:
+      params: parameters by name, in the compute dtype.
+      balance: balancing biases by name, fp32.
+    """
 
     params: Arrays
     balance: Arrays
@@ -33,10 +38,10 @@ NO_BASE = FrozenBase({}, {})
 
 
 def open_init_from(config: Config) -> Weights | None:
-    """Open what `init_from` names; None where it names nothing.
+    """Open the weights that `init_from` names; None if it is null.
 
     Raises:
-      InputError: it cannot be opened, is of another architecture, or holds adapters.
+      InputError: they cannot be opened, have another architecture, or are adapters.
     """
     if config.init_from is None:
         return None
@@ -49,16 +54,16 @@ def open_init_from(config: Config) -> Weights | None:
 
 
 def initialize(program: PhaseProgram, weights: Weights | None = None, base: FrozenBase = NO_BASE) -> TrainState:
-    """The state before the first step, placed as the phase has it.
+    """Make the state before the first step, sharded for the first phase.
 
     Args:
-      program: of the phase that the run starts in.
-      weights: of `init_from`: parameters, balancing biases and, where it is there, the optimizer's state; everything
-        is drawn from the seed where None.
-      base: what adapters are trained on.
+      program: program of the phase that the run starts in.
+      weights: `init_from`: parameters, balancing biases and, if saved, the optimizer state. None to draw everything
+        from the seed.
+      base: the frozen model under adapters.
 
     Raises:
-      InputError: the optimizer's state does not fit, or the weights are damaged.
+      InputError: the optimizer state does not fit, or the weights are damaged.
     """
     config, abstract = program.config, program.abstract_state
     if weights is not None:
@@ -86,7 +91,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
 
 
 def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBase:
-    """What adapters are trained on, placed as in the phase; `NO_BASE` where all parameters are trained.
+    """Load the frozen model under adapters, sharded for the phase; `NO_BASE` without adapters.
 
     Raises:
       InputError: the weights are damaged.
@@ -102,16 +107,16 @@ def load_frozen_base(program: PhaseProgram, weights: Weights | None) -> FrozenBa
 
 
 def record_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Record in a run folder what its adapters are trained on; nothing without adapters. All processes call it."""
+    """Record the fingerprint of the frozen model in the run folder, if there are adapters. All processes call it."""
     if config.lora is None:
         return
-    digest = fingerprint({**base.params, **base.balance})  # a sum over the devices of all processes
+    digest = fingerprint({**base.params, **base.balance})  # sums over all devices, so every process must take part
     if is_primary():
         write_base_note(folder, config.init_from, digest)
 
 
 def check_base(folder: Path, config: Config, base: FrozenBase) -> None:
-    """Raise `InputError` unless `base` is what the run in `folder` started with."""
+    """Raise `InputError` if `base` is not the frozen model that the run in `folder` started with."""
     if config.lora is None:
         return
     before, now = read_base_fingerprint(folder), fingerprint({**base.params, **base.balance})

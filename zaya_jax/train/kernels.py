@@ -1,23 +1,23 @@
-"""The kernels that are used: selected, tried, and the same in all processes."""
+"""Select kernels, validate them on the devices, and make all processes agree on them."""
 
 from zaya_jax.config import Config
 from zaya_jax.ops.registry import KernelSelection, reject, rejections, validate_kernels
 from zaya_jax.parallel.multihost import all_gather, is_primary
 from zaya_jax.parallel.placement import device_kernels
 
-_PATIENCE = 600  # seconds that a process is waited for, while it compiles what it tries
+_PATIENCE = 600  # seconds to wait for another process, which compiles the kernels it validates
 
 
 def validated_kernels(config: Config) -> KernelSelection:
-    """Kernels where they can be had and are right on every process, as training, evaluation and benchmarks use them.
+    """Select the kernels that exist for the devices and give correct results in every process.
 
-    Process 0 says which, on a platform that has kernels.
+    Process 0 prints the selection, on platforms that have kernels.
 
     Args:
-      config: of the run.
+      config: configuration of the run.
 
     Raises:
-      TimeoutError: another process was not heard.
+      TimeoutError: another process did not answer.
     """
     dtype = config.train.compute_dtype
     while True:
@@ -26,7 +26,7 @@ def validated_kernels(config: Config) -> KernelSelection:
         processes = all_gather("kernels", rejections(target), _PATIENCE)
         for operation, kernel, reason in (rejection for process in processes for rejection in process):
             reject(target, operation, kernel, reason)
-        # Those of one process reject in the others what they had passed, and what takes its place has to be tried.
+        # A kernel that one process rejects is now rejected in all. Its replacement must be validated, too.
         if all({tuple(r[:2]) for r in process} == {tuple(r[:2]) for r in processes[0]} for process in processes):
             break
     if is_primary() and (selection.kernels or selection.reasons):

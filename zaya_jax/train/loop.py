@@ -1,4 +1,4 @@
-"""A whole run: open its folder and its data, initialize or resume, train, evaluate, save."""
+"""The training loop of a whole run: open folder and data, initialize or resume, train, evaluate, save."""
 
 import contextlib
 import dataclasses
@@ -53,16 +53,16 @@ from zaya_jax.weights.sources import Weights
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """What a finished run leaves in memory.
+    """The result of a finished run.
 
     Attributes:
-      config: of the run.
-      state: the last state, from which training could go on.
+      config: configuration of the run.
+      state: the final training state.
       run_dir: folder with `config.yaml`, `metrics.jsonl`, `timings.jsonl`, `checkpoints/` and `loss.png`.
       heldout: loss over the held-out batches of all sources, as in the last row of `metrics.jsonl`.
-      heldout_by_source: that of each source that holds text out.
-      prepared: the sources, their tokenizer, and what compressors need for the corpus' held-out text.
-      program: of the last phase.
+      heldout_by_source: the same for each source that has held-out text.
+      prepared: the sources, their tokenizer, and the compressor baselines of the corpus.
+      program: program of the last phase.
       base: the frozen parameters under adapters; {} without adapters.
     """
 
@@ -77,14 +77,14 @@ class TrainResult:
 
     @functools.cached_property
     def model(self) -> Zaya:
-        """The trained fp32 parameters, all of them on every device, with the positions of the last phase.
+        """The trained model in fp32, replicated on every device, with the RoPE settings of the last phase.
 
-        Adapters are merged, in the compute dtype, which they were trained in.
+        Adapters are merged in the compute dtype, in which they were trained.
         """
         return self._replicated({})
 
     def compute_model(self) -> Zaya:
-        """`model` with each parameter in the dtype that training and evaluation compute in."""
+        """Return `model` with each parameter in the dtype that training and evaluation compute in."""
         return self._replicated(self.program.placement.dtypes)
 
     def _replicated(self, dtypes: Mapping[str, Any]) -> Zaya:
@@ -96,12 +96,12 @@ class TrainResult:
 
 
 def run_training(config: Config) -> TrainResult:
-    """Train as configured, through all phases; resume where an earlier call was interrupted.
+    """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
 
     Raises:
-      InputError: the configuration, the corpus, or the run folder cannot be used; nothing is overwritten.
-      RunStopped: too many steps in a row were skipped, or nothing could be saved for too long.
-      Preempted: the process was asked to end (Ctrl-C, SIGTERM), and has saved.
+      InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
+      RunStopped: too many steps in a row were skipped, or saving failed for too long.
+      Preempted: Ctrl-C or SIGTERM ended the run after it saved.
     """
     programs = _checked_programs(config)
     with contextlib.ExitStack() as stack:
@@ -120,12 +120,13 @@ def run_training(config: Config) -> TrainResult:
         disk = DiskGuard(console.say)
         phase_ends = [end for _, end in phase_steps(config)]
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say))
-        # Tried not earlier, since that takes its time; nor later, when the state leaves less memory to try them in.
+        # Not earlier, since validation is slow and input errors should come first; not later, when the state takes
+        # memory.
         programs = programs.with_kernels(validated_kernels(config))
         state, first, base = _initialize_or_resume(config, programs, folder, prepared, batches, store)
         if is_primary():
             enter(track_status(folder))
-            enter(out_of_memory("Training", TRAINING_REMEDY))  # again, so that the status has its sentence
+            enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
         stack.callback(console.close)
@@ -141,14 +142,14 @@ def run_training(config: Config) -> TrainResult:
             preemption=preemption,
             draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
         )  # fmt: skip
-        del state, base  # of which the trainer gives up what a step or a phase replaces
+        del state, base  # so that the trainer can free what a step or a phase replaces
         trainer.run()
         return TrainResult(config, trainer.state, folder, heldout.total, heldout.losses, prepared, programs[-1],
                            trainer.base)  # fmt: skip
 
 
 def _checked_programs(config: Config) -> Programs:
-    """The programs of all phases; `InputError` where the configuration cannot be trained here."""
+    """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
@@ -163,15 +164,15 @@ def _checked_programs(config: Config) -> Programs:
 def _initialize_or_resume(
     config: Config, programs: Programs, folder: Path, prepared: Prepared, batches: TrainBatches, store: CheckpointStore
 ) -> tuple[TrainState, int, Arrays]:
-    """The state of the newest checkpoint, or a new one where there is none; `batches` at its position.
+    """Resume from the newest checkpoint, or initialize a new state, and set the position of `batches`.
 
     Returns:
-      The state, the steps done before those of this run folder, and the frozen parameters under adapters.
+      The state, the number of steps done before this run folder's first, and the frozen parameters under adapters.
     """
     program = programs[stage_at(config, first_step(config)).phase]
-    # What process 0 sees: other machines may see what it has written only later.
+    # Process 0 decides: a shared file system may show its files to other machines later.
     resuming = broadcast(has_checkpoint(folder / CHECKPOINTS))
-    # Adapters need it whenever they are trained; without them, it may be gone once there is a checkpoint.
+    # Adapters always need `init_from`. Without them it may be deleted once there is a checkpoint.
     weights = None if resuming and config.lora is None else open_init_from(config)
     base = load_frozen_base(program, weights)
     if resuming:
@@ -187,14 +188,24 @@ def _initialize_or_resume(
 
 
 def _claim(folder: Path, config: Config, prepared: Prepared, weights: Weights | None) -> None:
-    """Make the folder this run's, now that everything it starts from is known to be good."""
+    """Write the run's configuration and tokenizer into its folder, once all its inputs have been checked."""
     if is_primary():
         claim_run(folder, config)
         write_tokenizer(folder, config, prepared, weights)
 
 
 def open_sinks(folder: Path, step: int, first: int, disk: DiskGuard) -> list[MetricSink]:
-    """Where the rows go of a run that began after `first` steps and goes on after `step`: written by process 0."""
+    """Open the metric files of a run.
+
+    Args:
+      folder: the run folder.
+      step: the step that the run continues after; later rows are dropped.
+      first: steps done before this run folder's first.
+      disk: reports files that cannot be written.
+
+    Returns:
+      The sinks; none in processes other than the primary.
+    """
     if not is_primary():
         return []
     metrics = JsonlFile(folder / METRICS, step, first, disk, complete=True)

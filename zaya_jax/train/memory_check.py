@@ -1,4 +1,4 @@
-"""What cannot fit the memory of the devices is refused before compilation, where arithmetic can tell."""
+"""Reject configurations that cannot fit the devices' memory, before anything is compiled."""
 
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
@@ -10,12 +10,11 @@ from zaya_jax.train.program import Programs
 
 
 def check_memory(programs: Programs) -> None:
-    """Raise `InputError` where a phase cannot fit the devices of this process, whatever the compiler does.
+    """Raise `InputError` if a phase cannot fit the devices of this process, whatever the compiler does.
 
-    Compared with what a device has available is a lower bound of what is in use at the same time: training state with
-    all gradients, or with the residual stream that each group of layers keeps for the backward pass; and, during
-    evaluation, training state with the residual stream and its norm. Devices on the CPU share the memory of the host;
-    other processes on it are not counted.
+    The available memory is compared with three lower bounds: training state plus gradients; training state plus the
+    residual stream that each group of layers keeps for the backward pass; and, in evaluation, training state plus the
+    residual stream and its norm. CPU devices share the memory of the host.
     """
     available = available_memory()
     if available is not None:

@@ -1,4 +1,4 @@
-"""Out of memory in one sentence: what was requested, what a device has, and which keys to change."""
+"""Turn out-of-memory errors into a message with the memory requested and available, and the keys to change."""
 
 import contextlib
 import re
@@ -16,16 +16,16 @@ _REQUESTED = re.compile(r"allocat\w*(?: request for)?\s+([\d.]+) ?(bytes|[KMGT]?
 
 
 def check_compiled(compiled: Any, phase: str) -> None:
-    """Raise `RunStopped` where the compiled step of `phase` allocates more than a device has, before it does.
+    """Raise `RunStopped` if the compiled step of `phase` needs more memory than a device has available.
 
-    State and batch, the arguments of the step, are allocated already.
+    The arguments of the step, state and batch, are already allocated.
     """
     needs, available = compiled.memory_analysis(), available_memory()
     if needs is None or available is None:
         return
     new = needs.temp_size_in_bytes + max(0, needs.output_size_in_bytes - needs.alias_size_in_bytes)
     if jax.devices()[0].platform != "cpu":
-        new += needs.argument_size_in_bytes  # the limit of another device counts what is there
+        new += needs.argument_size_in_bytes  # a GPU's limit is its total memory, not what is free
     if new > available:
         raise RunStopped(f"A step of {phase} needs {gigabytes(new)} of memory per device, but only "
                          f"{gigabytes(available)} is available. {TRAINING_REMEDY}.")  # fmt: skip
@@ -33,11 +33,11 @@ def check_compiled(compiled: Any, phase: str) -> None:
 
 @contextlib.contextmanager
 def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
-    """Turn an allocation that fails inside the block into `RunStopped`, with what was requested and what there is.
+    """Turn a failed allocation inside the block into `RunStopped`, with the memory requested and available.
 
     Args:
-      activity: what needed the memory, the subject of the sentence.
-      remedy: which keys to change, as an imperative.
+      activity: subject of the message, such as "The evaluation".
+      remedy: which keys to change, as an imperative sentence without the full stop.
     """
     try:
         yield
@@ -55,10 +55,10 @@ def out_of_memory(activity: str, remedy: str) -> Iterator[None]:
 
 
 def available_memory() -> int | None:
-    """Bytes that the first device of this process may allocate; None where it does not say.
+    """Return the bytes that the first device of this process may allocate; None if it does not report them.
 
-    A GPU reports the limit of its allocator. Devices on the CPU share what the host, and the control groups that this
-    process is in, leave.
+    A GPU reports the limit of its allocator. CPU devices share the free memory of the host, within the limits of the
+    process' control groups.
     """
     device = jax.local_devices()[0]
     if device.platform != "cpu":
@@ -68,18 +68,18 @@ def available_memory() -> int | None:
 
 
 def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each limit of this process (cgroup v2) leaves; caches, which the kernel gives up, do not count."""
+    """Return the bytes left under each cgroup v2 limit of this process; reclaimable caches do not count as used."""
     left = []
     with contextlib.suppress(OSError):
         inside = next((line[3:] for line in own.read_text().splitlines() if line.startswith("0::")), "/").strip("/")
         for folder in (root / inside, *(root / inside).parents):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                limit = int((folder / "memory.max").read_text())  # the word `max` where there is no limit
+                limit = int((folder / "memory.max").read_text())  # without a limit, the word `max`: a ValueError
                 used = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 left += [max(0, limit - int(used["anon"]))] if folder.is_relative_to(root) else []
     return left
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes, for messages."""
+    """Format a number of bytes in GB, for messages."""
     return f"{count / 1e9:.3g} GB" if count < 1e12 else f"{count / 1e9:,.0f} GB"

@@ -1,4 +1,4 @@
-"""`loss.png`: what a run looked like."""
+"""Plot a run as `loss.png`."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ _NAMED_LAYERS = 8  # of more, only the first and the last are in the legend
 
 
 def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, float] | None = None) -> None:
-    """Draw training and held-out loss, and the expert-load entropy of each layer, over the steps of a run.
+    """Plot training and held-out loss, and the expert-load entropy of each layer, against the step.
 
     Args:
       rows: of `metrics.jsonl`.
@@ -54,5 +54,5 @@ def plot_run(rows: list[dict[str, Any]], path: Path, compressors: Mapping[str, f
 
 
 def _numbers(values: Iterable[float | None]) -> list[float]:
-    """What `metrics.jsonl` holds as null was not finite, and leaves a gap."""
+    """Replace None, which stands for a value that was not finite, by NaN, which leaves a gap in the line."""
     return [math.nan if value is None else value for value in values]

@@ -1,4 +1,4 @@
-"""The program of a phase: what is trained, where it lies, and the functions that are compiled; built once for a run."""
+"""The program of a phase: shapes, shardings, optimizer and step functions, built once for the whole phase."""
 
 import dataclasses
 import functools
@@ -31,17 +31,17 @@ _TYPES = {"tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "pos
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PhaseProgram:
-    """All that is fixed over a phase. Nothing is allocated, and nothing is compiled before it is asked for.
+    """Everything that is fixed during a phase. It allocates nothing, and compiles only on request.
 
     Attributes:
-      config: of the run.
-      placement: mesh, sharding and operations.
-      model: shapes alone, with the positions of the phase.
-      remat: what the backward pass computes again.
-      roles: role of every parameter there is, by name.
-      trained: shape of each parameter that the loss moves: all of the model's, or adapters that stand beside them.
-      optimizer: moves the trained parameters.
-      balancer: moves the balancing biases.
+      config: configuration of the run.
+      placement: mesh, shardings and operations.
+      model: abstract model, with the RoPE settings of the phase.
+      remat: rematerialisation policy of the backward pass.
+      roles: role of each parameter, adapters included, by name.
+      trained: shape of each parameter that the optimizer updates, by name: those of the model, or of its adapters.
+      optimizer: updates the trained parameters.
+      balancer: updates the balancing biases.
     """
 
     config: Config
@@ -55,12 +55,12 @@ class PhaseProgram:
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of the state."""
+        """Shapes, dtypes and shardings of the training state."""
         return self.placement.abstract(jax.eval_shape(lambda: init_state(self)))
 
     @functools.cached_property
     def abstract_base(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Those of each parameter under adapters, in its compute dtype; {} where all parameters are trained."""
+        """Shapes, compute dtypes and shardings of the frozen parameters under adapters; {} without adapters."""
         if self.config.lora is None:
             return {}
         dtypes = compute_dtypes(self.roles, self.config.train.compute_dtype)
@@ -70,25 +70,25 @@ class PhaseProgram:
 
     @functools.cached_property
     def train_step(self) -> Callable[..., Any]:
-        """`step.make_train_step`."""
+        """The training step, see `step.make_train_step`."""
         return make_train_step(self)
 
     @functools.cached_property
     def evaluation_step(self) -> Callable[..., dict[str, jax.Array]]:
-        """`step.make_evaluation_step`."""
+        """The evaluation step, see `step.make_evaluation_step`."""
         return make_evaluation_step(self)
 
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
-        """Micro-batches, sequences of a micro-batch on all devices together, and tokens of a sequence."""
+        """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
         micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
         sequences = stage.sequences if micro is None else micro * batch_shards(self.placement.mesh)
         return stage.sequences // sequences, sequences, stage.context
 
     def trace(self, stage: BatchStage) -> jax.stages.Traced:
-        """(state, batch, base) → (state, metrics), traced for a stage; the state is donated.
+        """Trace the training step (state, batch, base) → (state, metrics) of a stage; the state is donated.
 
-        The batch's leaves are of `batch_shape`, and everything is placed as the placement says. `base` is {} without
-        adapters.
+        The batch's leaves have the shape `batch_shape`, and all arguments the shardings of the placement. `base` is {}
+        without adapters.
         """
         mesh, shape, state = self.placement.mesh, self.batch_shape(stage), self.abstract_state
         types = _TYPES | ({"sources": np.int16} if len(self.config.data.source_names) > 1 else {})
@@ -99,23 +99,24 @@ class PhaseProgram:
         return step.trace(state, batch, self.abstract_base)
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:
-        """`trace`, compiled for the devices of the mesh."""
+        """Compile the training step of a stage for the devices of the mesh."""
         return self.trace(stage).lower().compile()
 
 
 class Programs:
-    """The programs of all phases of a run; those of the same model, layout and rematerialisation share one."""
+    """The programs of all phases of a run. Phases with the same model, layout and remat share one."""
 
     def __init__(self, config: Config, kernels: KernelSelection, devices: Sequence[Any] | int | None = None) -> None:
         """Build the programs.
 
         Args:
-          config: of the run.
-          kernels: implementations of the operations, for the kind of device that there is.
-          devices: of the mesh, those of this job where None; or how many there would be, to trace without them.
+          config: configuration of the run.
+          kernels: implementations of the operations for these devices.
+          devices: devices of the mesh; None for all of this job, or a number to trace for that many without having
+            them.
 
         Raises:
-          InputError: the axes of a phase's layout do not make up the devices.
+          InputError: the product of a phase's mesh axes is not the number of devices.
         """
         self.config, self.kernels, self._devices = config, kernels, devices
         programs: dict[Any, PhaseProgram] = {}
@@ -129,15 +130,15 @@ class Programs:
             self._phases.append(programs[key])
 
     def __getitem__(self, phase: int) -> PhaseProgram:
-        """The program of a phase, by its place in `config.phases`."""
+        """Return the program of a phase, by its index in `config.phases`."""
         return self._phases[phase]
 
     def with_kernels(self, kernels: KernelSelection) -> "Programs":
-        """The same programs by other implementations of the operations."""
+        """Return the programs with other implementations of the operations."""
         return self if kernels == self.kernels else Programs(self.config, kernels, self._devices)
 
     def check(self) -> None:
-        """Raise `InputError` where a layout cannot be here, or a stage's batch does not split evenly over it."""
+        """Raise `InputError` if the devices do not support a layout, or it does not divide a stage's batch evenly."""
         config = self.config
         for phase in config.phases:
             parallel, cpu = config.parallel_for(phase), self.kernels.target.platform == "cpu"
@@ -151,7 +152,7 @@ class Programs:
 
 
 def make_programs(config: Config, devices: Sequence[Any] | None = None) -> Programs:
-    """The programs of a run on `devices`, those of this job where None, by the kernels that take its shapes."""
+    """Make the programs of a run on `devices` (None for all of this job), with the kernels that support its shapes."""
     return Programs(config, device_kernels(config.model, config.train.compute_dtype), devices)
 
 

@@ -1,4 +1,4 @@
-"""The end of a run: the held-out loss beside general compressors, and a sample; printed, and kept in `summary.json`."""
+"""The report at the end of a run: held-out loss next to general-purpose compressors, and a sample of text."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ from zaya_jax.train.memory_errors import out_of_memory
 
 
 def report(config: Config, result: TrainResult) -> str:
-    """Write `summary.json` into the run folder; the same in a few lines for a person."""
+    """Write `summary.json` into the run folder, and return its contents as a few lines of text."""
     results = summary(config, result)
     path, lines = result.run_dir / SUMMARY, []
     if is_primary():
@@ -29,7 +29,7 @@ def report(config: Config, result: TrainResult) -> str:
             lines.append(f"Warning: could not write {path}: {error.strerror}. Rerun the command to write it.")
     for name, held in results["heldout_by_source"].items():
         of_all = whole = ""
-        if held["bytes"] != held["all_bytes"]:  # compressors have read all of it
+        if held["bytes"] != held["all_bytes"]:  # the model read a part, the compressors everything
             of_all, whole = f" of {held['all_bytes']:,}", f" (over all {held['all_bytes']:,} bytes)"
         rows = {"this model": f"{held['bits_per_byte']:.3f} bits/byte"}
         rows |= {name: f"{bits:.3f} bits/byte{whole}" for name, bits in results["baselines"].items()}
@@ -51,14 +51,16 @@ def report(config: Config, result: TrainResult) -> str:
 
 
 def summary(config: Config, result: TrainResult) -> dict[str, Any]:
-    """What is known of a run once it is finished.
+    """Summarise a finished run as a dict for JSON.
 
     Returns:
-      A dict for JSON. `heldout`, and `heldout_by_source` for each source: loss (`nats_per_token`, over `tokens`), and
-      for a source also `bits_per_byte`, the `bytes` and `documents` that its evaluated batches cover, and those of all
-      its held-out text (`all_bytes`, `all_documents`). `sources_without_heldout`: names of those that a phase reads.
-      `baselines`: bits per byte that compressors need for all held-out text of the corpus, see
-      `data.baselines.compressor_baselines`. `samples`: each a `prompt` and its `continuation`.
+      `steps`: number of steps.
+      `heldout`: loss over all sources (`nats_per_token`, over `tokens`).
+      `heldout_by_source`: the same for each source, with `bits_per_byte`, the `bytes` and `documents` that were
+      evaluated, and those of all its held-out text (`all_bytes`, `all_documents`).
+      `sources_without_heldout`: names of sources without held-out documents.
+      `baselines`: bits per byte that compressors need for all held-out text, see `data.baselines`.
+      `samples`: list of `prompt` and `continuation`.
     """
     texts = {name: heldout_text(config, result.prepared, name, config.evaluation.batches)
              for name in result.prepared.sources}  # fmt: skip
@@ -83,12 +85,12 @@ def _heldout(loss: HeldoutLoss, text: HeldoutText) -> dict[str, Any]:
 
 @out_of_memory("The continuation", "Set sample.tokens to 0: it needs all parameters on each device")
 def continuation(config: Config, result: TrainResult) -> str:
-    """What the model writes after the configured prompt."""
+    """Generate the continuation of the configured prompt."""
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
     key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
-    # By the kernels that all processes agreed on, and so in the dtype that they were tried in.
+    # With the kernels that all processes agreed on, and so in the dtype in which they were validated.
     (tokens,) = generate_text(result.compute_model(), [prompt], min(sample.tokens, room), key=key,
                               temperature=sample.temperature, stop_token=tokenizer.eot,
                               placement=result.program.placement.replicated)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Resuming: what a checkpoint says of its run, and the state of a run read from one."""
+"""Resume a run from a checkpoint: the metadata that is saved, the checks, and the state that is restored."""
 
 import dataclasses
 from typing import Any
@@ -29,21 +29,21 @@ from zaya_jax.train.spikes import resize
 from zaya_jax.train.state import TrainState
 from zaya_jax.weights.sources import PARAMETERS_ONLY, model_config
 
-# What a position in the data is counted by, beside phases and batches.
+# Besides phases and batches, the position in the data depends on these keys.
 _POSITION_KEYS = ("seed", "start_phase")
 
 
 def checkpoint_metadata(
     config: Config, step: int, data: dict[str, Any], heldout_loss: float | None, first: int
 ) -> dict[str, Any]:
-    """What a checkpoint after `step` steps says of itself; JSON.
+    """Make the metadata of a checkpoint, as a dict for JSON.
 
     Args:
-      config: of the run.
-      step: steps done.
+      config: configuration of the run.
+      step: number of steps done.
       data: position in the data.
-      heldout_loss: nats/token after the step, where it was evaluated.
-      first: steps done before those of this run folder.
+      heldout_loss: nats/token after the step; None if it was not evaluated.
+      first: number of steps done before this run folder's first.
     """
     stage = stage_at(config, step - 1)
     return {
@@ -61,13 +61,13 @@ def checkpoint_metadata(
 
 
 def resume(config: Config, programs: Programs, store: CheckpointStore, batches: TrainBatches) -> tuple[TrainState, int]:
-    """The state of the newest intact checkpoint of the run, and `batches` at its position.
+    """Restore the newest intact checkpoint of the run, and set the position of `batches`.
 
     Returns:
-      The state, and the steps done before those of this run folder.
+      The state, and the number of steps done before this run folder's first.
 
     Raises:
-      InputError: the run cannot resume as `config` says; nothing is written.
+      InputError: the run cannot resume with `config`; nothing is written.
       RunStopped: no checkpoint is intact.
     """
 
@@ -93,10 +93,10 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
 
 
 def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> TrainState:
-    """The complete state of the run `resume_from`, for a new run folder, and `batches` at its position.
+    """Restore the full state of the run `resume_from` for a new run folder, and set the position of `batches`.
 
     Raises:
-      InputError: there is no such state, or it does not fit `config`.
+      InputError: there is no such checkpoint, or it does not fit `config`.
     """
     name, folder = f"resume_from={config.resume_from}", checkpoint_folder(config.resume_from or "", "resume_from")
 
@@ -128,7 +128,10 @@ def resume_from(config: Config, programs: Programs, batches: TrainBatches) -> Tr
 
 
 def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
-    """That of the next step's phase, with the saved history of losses: `train.spike.window` may have been another."""
+    """Return the abstract state of the next step's phase, with a loss history of the size that was saved.
+
+    `train.spike.window` may differ from the saved one; `_resize_history` adapts the history after loading.
+    """
     abstract = programs[stage_at(programs.config, manifest.step).phase].abstract_state
     window = manifest.leaves.get("recent.values", {"shape": abstract.recent.values.shape})["shape"][1]
     losses = jax.ShapeDtypeStruct((2, window), jnp.float32, sharding=abstract.recent.values.sharding)
@@ -137,7 +140,7 @@ def _abstract_state(programs: Programs, manifest: Manifest) -> TrainState:
 
 
 def _resize_history(config: Config, state: TrainState) -> TrainState:
-    """`state` with a history of losses of the configured window."""
+    """Return `state` with its loss history resized to `train.spike.window`."""
     history, window = state.recent, max(config.train.spike.window, 1)
     if history.skipped is not None and history.values.shape[1] == window:
         return state

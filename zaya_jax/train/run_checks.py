@@ -1,4 +1,4 @@
-"""Whether a run may start from weights, or resume with another configuration, which must agree on the steps done."""
+"""Check that weights fit a configuration, and that a changed configuration does not alter steps already done."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,14 +14,21 @@ from zaya_jax.errors import InputError
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.multihost import is_primary
 
-# What of the architecture no parameter depends on: a longer context starts from the state of a shorter one.
+# Architecture keys that no parameter depends on, so that a longer context can start from a shorter one's state.
 _FREE_SIZES = ("max_positions", "rope_base", "sliding_rope_base", "init_std")
-# What the optimizer's state is shaped by, beside the architecture.
+# Besides the architecture, the optimizer state depends on these keys.
 OPTIMIZER_KEYS = ("optimizer.matrices", "optimizer.muon.momentum_form", "optimizer.balance.rule")
 
 
 def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice: str) -> None:
-    """Raise `InputError` where `what`, of the architecture `theirs`, does not have the parameters of `ours`."""
+    """Raise `InputError` if two architectures have different parameters.
+
+    Args:
+      theirs: architecture of the weights.
+      ours: architecture of this configuration.
+      what: names the weights, as the subject of the message.
+      advice: what to do, as an imperative sentence without the full stop.
+    """
     wanted, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
         if value != wanted[key]:
@@ -30,7 +37,7 @@ def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
-    """The keys that parameters depend on; a pattern in full, and no window where no layer slides."""
+    """Return the keys that parameters depend on, with the layer pattern in full, and no window if no layer slides."""
     window = model.sliding_window if "sliding" in model.period else None
     pattern = model.period * model.num_groups
     keys = to_dict(dataclasses.replace(model, layer_pattern=pattern, sliding_window=window))
@@ -38,7 +45,7 @@ def _comparable(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_values(config: Config, other: dict[str, Any], what: str, keys: Sequence[str], advice: str) -> None:
-    """Raise `InputError` where one of `keys` differs in `other`, the configuration that `what` was made with."""
+    """Raise `InputError` if one of `keys` differs in `other`, the configuration that `what` was made with."""
     here = to_dict(config)
     for key in keys:
         theirs, ours = _value(other, key), _value(here, key)
@@ -54,13 +61,13 @@ def _value(tree: Any, key: str) -> Any:
 
 
 def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: int) -> None:
-    """Print a warning where `what` was trained with another base of the rotary embedding than a phase has.
+    """Print a warning if weights were trained with another RoPE base than a phase uses.
 
     Args:
-      config: of the run.
-      theirs: the architecture of `what`, with the positions it was trained with.
-      what: names it.
-      phase: of `config`, which its parameters go into.
+      config: configuration of the run.
+      theirs: architecture of the weights, with the RoPE bases they were trained with.
+      what: names the weights, as the subject of the message.
+      phase: index of the phase that starts from them.
     """
     own = config.phases[phase]
     ours = config.model_for(own)
@@ -75,13 +82,13 @@ def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: 
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
-    """Raise `InputError` where `new` has other batches or rates than `old` in the first `step` steps.
+    """Raise `InputError` if `new` has other batches or learning rates than `old` in the first `step` steps.
 
     Args:
-      old: of the run so far.
-      new: to resume with. A phase may be as long as it likes once what is done fits into it.
-      step: steps done.
-      rates: whether learning rates must have been the same, too.
+      old: configuration of the run so far.
+      new: configuration to resume with. A phase may change its length, as long as the steps done fit into it.
+      step: number of steps done.
+      rates: whether to check the learning rates, too.
     """
     phases_started = sum(first < step for first, _ in phase_steps(old))
     for index, phase in enumerate(old.phases[:phases_started]):
@@ -111,7 +118,7 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
 
 
 def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> None:
-    """Raise `InputError` where the learning rate of a step that is done would have been another."""
+    """Raise `InputError` if the new schedule gives a step already done another learning rate."""
     spans, new_spans = schedule_spans(old)[:phases_started], schedule_spans(new)[:phases_started]
     if spans == new_spans or not (differing := np.flatnonzero(_factors(old, step) != _factors(new, step))).size:
         return
@@ -132,18 +139,21 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
 
 
 def _factors(config: Config, steps: int) -> np.ndarray:
-    """The learning-rate factor of each of the first `steps` steps."""
+    """Return the learning-rate factor of each of the first `steps` steps, fp32 [steps]."""
     return jax.device_get(jax.jit(jax.vmap(learning_rate_factor(config)))(np.arange(steps, dtype=np.int32)))
 
 
 def _steps_done(config: Config, step: int) -> list[tuple[int, ...]]:
-    """Phase, first step, end, context and sequences of each stage in the first `step` steps."""
+    """Return (phase, first step, end, context, sequences) of each stage in the first `step` steps."""
     return [(stage.phase, stage.first_step, min(stage.end, step), stage.context, stage.sequences)
             for stage in stages(config) if stage.first_step < step]  # fmt: skip
 
 
 def _fixed_settings(phase: PhaseConfig) -> dict[str, Any]:
-    """What of a phase may not change once it is begun; that lengths and rates fit is seen from the steps themselves."""
+    """Return the settings of a phase that may not change once it has started.
+
+    Its length and schedule are checked through the steps done.
+    """
     free = ("parallel", "remat", "tokens", "schedule")
     settings = {key: value for key, value in to_dict(phase).items() if key not in free}
     if settings["batch"] is not None:

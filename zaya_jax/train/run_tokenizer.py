@@ -1,4 +1,4 @@
-"""The tokenizer of a run's data, as `RUN_DIR/tokenizer/` holds it."""
+"""Write the tokenizer of a run's data to `RUN_DIR/tokenizer/`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,16 +11,21 @@ from zaya_jax.run import tokenizer as files
 from zaya_jax.weights.load import tokenizer_folder
 from zaya_jax.weights.sources import Weights
 
-# Training writes out whole conversations, so the built-in template has no place for an answer to come.
+# Training renders complete conversations, so the built-in template has no generation prompt.
 _PROMPT = "{% if add_generation_prompt %}\n<|im_start|>assistant\n{% endif %}\n"
 _END_OF_TURN = "<|im_end|>"  # of the built-in template
 
 
 def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: Weights | None = None,
                     say: Callable[[str], object] = print) -> None:  # fmt: skip
-    """Write the files that the run folder lacks, see `zaya_jax.run.tokenizer.write_tokenizer_files`.
+    """Write the tokenizer files that are missing in the run folder, see `run.tokenizer.write_tokenizer_files`.
 
-    `weights` are those of `init_from`, where the run has opened them.
+    Args:
+      folder: the run folder.
+      config: configuration of the run.
+      prepared: the run's data sources and their tokenizer.
+      weights: the weights of `init_from`, if the run has opened them.
+      say: prints a warning.
     """
     source = next(iter(prepared.sources.values()))
     manifest, template = source.manifest, _chat_template(config, prepared)
@@ -35,7 +40,7 @@ def write_tokenizer(folder: Path, config: Config, prepared: Prepared, weights: W
 
 
 def _init_folder(config: Config) -> Path | None:
-    """Where the tokenizer of `init_from` lies, if it is still there: a run that resumes does not need it any more."""
+    """Return the folder of `init_from`'s tokenizer; None if it is gone, since resuming does not need it."""
     try:
         return None if config.init_from is None else tokenizer_folder(config.init_from)
     except InputError:
@@ -43,7 +48,7 @@ def _init_folder(config: Config) -> Path | None:
 
 
 def _chat_template(config: Config, prepared: Prepared) -> str | None:
-    """The template of the last phase that reads conversations; None where none does."""
+    """Return the chat template of the last phase that reads conversations; None if no phase does."""
     chats = {name for name, source in prepared.sources.items() if source.manifest.kind == "chat"}
     phases = [phase for phase in config.phases if chats.intersection(phase.mixture or prepared.sources)]
     if not phases:

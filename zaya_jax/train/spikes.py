@@ -1,4 +1,4 @@
-"""Steps that are passed over: a loss or gradient that is not finite, or far above those of the steps before."""
+"""Decide which steps to skip: those with a loss or gradient norm that is not finite, or that is a spike."""
 
 from typing import Any, NamedTuple
 
@@ -7,23 +7,23 @@ import jax.numpy as jnp
 
 from zaya_jax.config import SpikeConfig
 
-REASONS = ("", "not finite", "loss spike", "gradient spike")  # by their number in the metrics
+REASONS = ("", "not finite", "loss spike", "gradient spike")  # indexed by the metric `skip`
 
-_FEWEST = 16  # steps to compare with (or the whole window, where that is shorter)
-# Least deviations that count as one: without them, values that hardly move would make a spike of a ripple.
-_LEAST_LOSS = 0.01  # of the median
+_FEWEST = 16  # accepted steps before spikes are detected (or the whole window, if it is shorter)
+# Lower bounds of the deviation. Without them, a tiny change after a flat stretch would count as a spike.
+_LEAST_LOSS = 0.01  # relative to the median
 _LEAST_LOG_NORM = 0.1
-_NONE = -1.0  # no loss is below 0
+_NONE = -1.0  # marks an empty place; a loss is never negative
 
 
 class LossHistory(NamedTuple):
-    """Loss (nats/token) and logarithm of the gradient norm of the last steps of the phase.
+    """Loss (nats/token, row 0) and log gradient norm (row 1) of the last steps of the phase.
 
     Attributes:
-      values: fp32 [2, window], of accepted steps; 0 where there is none yet.
-      accepted: int32, accepted steps of the phase.
-      skipped: fp32 [2, window], of the steps skipped in a row just now, the newest last; -1 where there is none, or
-        where one was not finite. None in checkpoints of versions that did not keep it.
+      values: fp32 [2, window], a ring buffer of accepted steps; 0 where empty.
+      accepted: int32, number of accepted steps in the phase.
+      skipped: fp32 [2, window], the current run of skipped steps, newest last; -1 where empty or not finite. None in
+        checkpoints of versions that did not save it.
     """
 
     values: jax.Array
@@ -32,19 +32,19 @@ class LossHistory(NamedTuple):
 
 
 def empty_history(config: SpikeConfig) -> LossHistory:
-    """Before the first step."""
-    kept = max(config.window, 1)  # a checkpoint holds no empty array
+    """Return the history before the first step."""
+    kept = max(config.window, 1)  # checkpoints do not support empty arrays
     return LossHistory(jnp.zeros((2, kept), jnp.float32), jnp.zeros((), jnp.int32), _no_skipped(kept))
 
 
 def classify_step(config: SpikeConfig, history: LossHistory, loss: jax.Array, norm: jax.Array) -> jax.Array:
-    """Why a step is passed over, int32 index of `REASONS`; 0 where it counts.
+    """Return why to skip a step, as an int32 index of `REASONS`; 0 to accept it.
 
     Args:
       config: window and threshold.
-      history: of the steps before.
+      history: loss and gradient norm of earlier steps.
       loss: fp32, nats/token.
-      norm: fp32, of the gradient before clipping.
+      norm: fp32, gradient norm before clipping.
     """
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     if not config.window:
@@ -56,17 +56,17 @@ def classify_step(config: SpikeConfig, history: LossHistory, loss: jax.Array, no
 
 
 def append_step(history: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
-    """`history` with an accepted step's values in place of the oldest."""
+    """Return `history` with an accepted step in place of the oldest."""
     kept = history.values.shape[1]
     values = history.values.at[:, history.accepted % kept].set(_values(loss, norm))
     return LossHistory(values, history.accepted + 1, _no_skipped(kept))
 
 
 def append_skipped(config: SpikeConfig, history: LossHistory, loss: jax.Array, norm: jax.Array) -> LossHistory:
-    """`history` after a skipped step.
+    """Return `history` after a skipped step.
 
-    Once `window` steps in a row were skipped, all of them finite and none a spike among them, the loss has settled at
-    another level: they become the history that the next step is compared with.
+    If the last `window` steps were all skipped, all are finite and none is a spike among the others, the loss has
+    settled at a new level: these steps become the history that the next step is compared with.
     """
     newest = _values(loss, norm)
     newest = jnp.where(jnp.isfinite(newest).all(), newest, _NONE)
@@ -82,7 +82,7 @@ def append_skipped(config: SpikeConfig, history: LossHistory, loss: jax.Array, n
 
 
 def reset_history(history: LossHistory, new_phase: jax.Array) -> LossHistory:
-    """Nothing where a phase begins, whose data and rates are others."""
+    """Return an empty history if `new_phase` is true, since data and learning rates change; else `history`."""
     return LossHistory(
         jnp.where(new_phase, 0.0, history.values),
         jnp.where(new_phase, 0, history.accepted),
@@ -91,7 +91,7 @@ def reset_history(history: LossHistory, new_phase: jax.Array) -> LossHistory:
 
 
 def resize(config: SpikeConfig, history: LossHistory) -> LossHistory:
-    """`history` of a checkpoint, where the window may have been another, with the newest steps that fit `config`."""
+    """Return the `history` of a checkpoint with another window, cut or padded to the newest steps that fit `config`."""
     before, kept = history.values.shape[1], max(config.window, 1)
     skipped = _no_skipped(before) if history.skipped is None else history.skipped
     if before == kept:
@@ -113,7 +113,10 @@ def _no_skipped(window: int) -> jax.Array:
 
 
 def _limit(config: SpikeConfig, steps: jax.Array) -> jax.Array:
-    """Above which a loss and a log norm are spikes, fp32 [2], beside those of `steps` [2, n]; NaN is no step."""
+    """Return the limits of loss and log norm, fp32 [2], above which they are spikes.
+
+    Median plus `threshold` times the deviation of `steps` [2, n], where NaN marks an empty place.
+    """
     median = jnp.nanmedian(steps, axis=1)
     deviation = 1.4826 * jnp.nanmedian(jnp.abs(steps - median[:, None]), axis=1)
     floor = jnp.stack([_LEAST_LOSS * jnp.abs(median[0]), jnp.full_like(median[1], _LEAST_LOG_NORM)])

@@ -1,4 +1,4 @@
-"""Everything a run is, between two steps."""
+"""The training state: everything that changes from step to step."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """State of training, a pytree.
+    """The training state, a pytree.
 
     Attributes:
-      params: fp32 master weights by name, of all parameters or of adapters alone; the loss moves them.
-      balance: fp32 balancing biases by name; the load moves them.
-      opt_state: of `params`.
-      balance_state: of `balance`.
-      step: int32, steps done, skipped ones included.
-      skipped: int32, steps skipped in a row just now.
-      recent: what the last steps that were not skipped had, to tell a spike by.
-      rng: key of whatever is drawn at random beside data and initialisation.
+      params: fp32 master weights by name, of all parameters or of the adapters only.
+      balance: fp32 balancing biases by name, updated from the expert load instead of the loss.
+      opt_state: optimizer state of `params`.
+      balance_state: optimizer state of `balance`.
+      step: int32, number of steps done, skipped ones included.
+      skipped: int32, number of steps skipped in a row up to now.
+      recent: loss and gradient norm of recent steps, to detect spikes.
+      rng: random key for everything other than data and initialization.
     """
 
     params: Arrays
@@ -45,7 +45,7 @@ class TrainState:
 
 
 def init_state(program: "PhaseProgram") -> TrainState:
-    """The state before the first step, drawn from `seed`; traceable."""
+    """Draw the state before the first step from `seed`; traceable."""
     config = program.config
     key = jax.random.split(jax.random.key(config.seed))[0]
     model, dtype = Zaya(config.model, key), accumulation_dtype(config.train.compute_dtype)
@@ -61,7 +61,7 @@ def init_state(program: "PhaseProgram") -> TrainState:
 
 
 def init_counters(config: Config) -> dict[str, Any]:
-    """What of the state is not learned, before the first step; traceable."""
+    """Return the fields of the initial state that are not learned, by name; traceable."""
     return {
         "step": jnp.asarray(first_step(config), jnp.int32),
         "skipped": jnp.zeros((), jnp.int32),

@@ -23,7 +23,7 @@ from zaya_jax.train.state import TrainState
 if TYPE_CHECKING:
     from zaya_jax.train.program import PhaseProgram
 
-# tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; of several sources also
+# tokens, targets, segment_ids, positions: int32 [.., b, s]; loss_mask: bool [.., b, s]; with several sources also
 # sources: int16 [.., b, s], index in `data.sources`.
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -32,16 +32,17 @@ Metrics = dict[str, jax.Array]
 def make_local_loss(
     program: "PhaseProgram",
 ) -> Callable[[Arrays, Arrays, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
-    """(compute copy of params, balance, batch) → the summed loss in nats, and it with what is counted beside it.
+    """Make the loss function of one device: (compute copy, balancing biases, batch) → (summed loss, sums).
 
-    The compute copy is `parallel.gradient.compute_copy`, with adapters that of all parameters and of adapters.
+    The compute copy is the result of `parallel.gradient.compute_copy`, with frozen parameters and adapters together.
+    The loss is summed over tokens, in nats; `sums` holds it and the counts that the metrics need.
     """
     config, ops, lora = program.config, program.placement.ops, program.config.lora
 
     def local_loss(params: Arrays, balance: Arrays, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         values = params if lora is None else adapted(params, lora.scale)
         model = with_values(program.model, {**values, **balance})
-        # Lookup and head both take the fp32 embedding: each sums a gradient over all tokens, which bf16 cannot hold.
+        # Lookup and head both take the fp32 embedding: their gradients are sums over all tokens, too long for bf16.
         out = model(batch["tokens"], batch["segment_ids"], batch["positions"], ops=ops, remat=program.remat,
                     dtype=config.train.compute_dtype)  # fmt: skip
         weights = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(config.train.compute_dtype))
@@ -52,7 +53,7 @@ def make_local_loss(
         loss, loss_t = losses
         sums = {"loss": loss, "tokens": weights.sum(), "counts": out.stats.expert_counts_le}
         if "sources" in batch:
-            # Not a scatter, whose order of summation is not fixed on GPUs.
+            # A scatter would not be deterministic on GPUs.
             is_source_nt = batch["sources"].reshape(-1) == jnp.arange(len(config.data.source_names))[:, None]
             sums["source_loss"] = jnp.where(is_source_nt, loss_t, 0.0).sum(1)
             sums["source_tokens"] = jnp.where(is_source_nt, weights, 0.0).sum(1)
@@ -62,18 +63,22 @@ def make_local_loss(
 
 
 def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, Metrics]]:
-    """The function (state, batch, base) → (state, metrics) of a phase.
+    """Make the training step (state, batch, base) → (state, metrics) of a phase.
 
-    `base` are the parameters of the model that adapters are of, by name and in the compute dtype; without adapters it
-    is left out, or empty. The batch's leaves are [micro-batches, sequences, context]. A step that is skipped, for a
-    loss or gradient that is not finite or is a spike (`spikes.classify_step`), changes nothing but the counters.
+    The batch's leaves are [micro-batches, sequences, context]. `base` holds the frozen parameters under adapters, by
+    name and in the compute dtype; omit it without adapters. A skipped step (`spikes.classify_step`) changes only the
+    counters.
 
-    Metrics are fp32: `loss` (nats/token), `grad_norm` (before clipping), `learning_rate` (the matrices' base rate),
-    `tokens` (that the loss counts), and of the experts, [l] each: `load_entropy` (1 is uniform), `max_load`
-    (over the mean), `skip_rate`, `bias_range`; `skipped` counts the steps skipped in a row, `skip` says why
-    (index of `spikes.REASONS`). Also `expert_counts` int32 [l, experts and skip] (tokens), `grad_norm_by_role` (before
-    clipping) and `update_norm_by_role` (of what the step adds to the parameters), and of several sources `source_loss`
-    (summed, in nats) and `source_tokens`, [n] each, in the order of `data.sources`.
+    Metrics are fp32 scalars unless noted:
+      `loss`: nats/token.
+      `tokens`: number of tokens in the loss.
+      `grad_norm`: before clipping; `grad_norm_by_role` the same for each role.
+      `update_norm_by_role`: norm of the change of the parameters.
+      `learning_rate`: base rate of the matrices.
+      `skip`: why the step was skipped, index of `spikes.REASONS`; `skipped`: number of steps skipped in a row.
+      `expert_counts`: int32 [l, e + 1], tokens of each expert, skip last.
+      `load_entropy`: [l], 1 is uniform; `max_load`: [l], relative to the mean; `skip_rate`, `bias_range`: [l].
+      `source_loss` (summed, nats), `source_tokens`: [n] in the order of `data.sources`, with several sources only.
     """
     config, placement = program.config, program.placement
     gradient = placement.gradient(make_local_loss(program))
@@ -92,7 +97,7 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
         recent = reset_history(state.recent, (state.step == firsts).any())
         skip = classify_step(spike, recent, loss, norm)
         rate = rate_at(state.step)
-        # Both reach the pass that reads the gradients, and the state is kept there: one more would read all of it.
+        # Scaling and skipping happen inside the optimizer's own pass: a separate pass would read all state again.
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=placement.on_matrices,
             ops=placement.ops,
@@ -127,9 +132,9 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
 
 
 def make_evaluation_step(program: "PhaseProgram") -> Callable[..., dict[str, jax.Array]]:
-    """(params, balance, batch with leaves [sequences, context], frozen) → summed `loss` in nats and count of `tokens`.
+    """Make the evaluation step (params, balance, batch, frozen) → `loss` (summed, nats) and number of `tokens`.
 
-    `frozen` is the `base` of `make_train_step`.
+    The batch's leaves are [sequences, context]; `frozen` is the `base` of `make_train_step`.
     """
     local_loss = make_local_loss(program)
 
@@ -141,12 +146,12 @@ def make_evaluation_step(program: "PhaseProgram") -> Callable[..., dict[str, jax
 
 
 def _squares(tree: Any) -> dict[str, jax.Array]:
-    """The squared norm of each leaf of a flat dict, in the order of its names."""
+    """Return the squared norm of each leaf of a flat dict, sorted by name."""
     return {name: jnp.square(tree[name]).sum() for name in sorted(tree)}
 
 
 def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dict[str, jax.Array]:
-    """Of squared norms by leaf, the norm over all leaves of each role."""
+    """Return the norm over all leaves of each role, from squared norms by leaf."""
     totals: dict[str, Any] = {}
     for name, square in squares.items():
         role = program.roles[name]
@@ -155,7 +160,7 @@ def _norm_by_role(squares: dict[str, jax.Array], program: "PhaseProgram") -> dic
 
 
 def _split_by_stack(values_le: jax.Array, balance: Arrays, config: Config) -> Arrays:
-    """Rows of all layers, dealt out to the stacks of balancing biases: layer g·p + i is row g of stack i."""
+    """Split rows of all layers into the stacks of balancing biases: layer g·p + i is row g of stack i."""
     grouped = values_le.reshape(config.model.num_groups, len(config.model.period), -1)
     return {name: grouped[:, layer_position(name)] for name in balance}
 

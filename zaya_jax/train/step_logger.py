@@ -1,4 +1,4 @@
-"""What is recorded of each step: a row of metrics and a row of timings, for every sink."""
+"""Log each step: one row of metrics and one of timings, to every sink."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,32 @@ from zaya_jax.run.metrics import MetricSink
 from zaya_jax.train.spikes import REASONS
 from zaya_jax.train.throughput import throughput
 
-# Metrics that only the rows of every `train.log_every` steps have: they are many numbers.
+# Large metrics, which are logged every `train.log_every` steps only.
 _DETAILS = ("expert_counts", "grad_norm_by_role", "update_norm_by_role", "loss_by_source")
 
 
 class StepLogger:
-    """Records the steps of a run, each once, in order."""
+    """Logs the steps of a run, each once, in order."""
 
     def __init__(self, config: Config, sinks: Sequence[MetricSink]) -> None:
-        """Write rows of the run of `config` to `sinks`."""
+        """Log the run of `config` to `sinks`."""
         self._config, self._sinks = config, sinks
         self._devices = jax.devices()[0].device_kind, jax.device_count()
-        self._running: tuple[int, Any, float] | None = None  # a step, its metrics, and how long it waited for data
-        self._done: tuple[int, dict[str, Any], float, float] | None = None  # a step that is done, and its seconds
+        self._running: tuple[int, Any, float] | None = None  # step, metrics on the device, seconds of data wait
+        self._done: tuple[int, dict[str, Any], float, float] | None = None  # step, metrics, seconds, data wait
         self._since = time.monotonic()
 
     def restart_clock(self) -> None:
-        """Leave what happened since the last step (compilation, evaluation, saving) out of the next one's time."""
+        """Exclude the time since the last step (compilation, evaluation, saving) from the next step's."""
         self._since = time.monotonic()
 
     def start_step(self, step: int, metrics: Any, data_wait: float) -> None:
-        """Take note that `step` runs; the one before is recorded now, which waits for it alone."""
+        """Record the previous step, waiting for it, and remember that `step` now runs on the devices."""
         self.record()
         self._running = (step, metrics, data_wait)
 
     def wait(self) -> None:
-        """Wait for the last step that was begun, so that what follows does not count as its time."""
+        """Wait for the last step that was started, so that later work does not count as its time."""
         if self._running is None:
             return
         (step, metrics, data_wait), self._running = self._running, None
@@ -48,7 +48,7 @@ class StepLogger:
         self._done, self._since = (step, values, now - self._since, data_wait), now
 
     def record(self, scores: Mapping[str, Any] = MappingProxyType({})) -> None:
-        """Record the last step that was begun, with the `scores` of the model after it; waits for the step.
+        """Wait for the last step that was started, and record it with the `scores` of the model after it.
 
         Raises:
           RunStopped: too many steps in a row were skipped.
@@ -76,11 +76,11 @@ class StepLogger:
             )
 
     def sync(self) -> str:
-        """Bring all rows to the disk; a sentence where that fails."""
+        """Flush all rows to disk; return a sentence if that fails, else ''."""
         return next(filter(None, [sink.sync() for sink in self._sinks]), "")
 
     def _by_source(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """`metrics` with the training loss of each source that the step read, in nats/token."""
+        """Return `metrics` with `loss_by_source`, in nats/token, of each source that the step read."""
         names = self._config.data.source_names
         others = {name: value for name, value in metrics.items() if name not in ("source_loss", "source_tokens")}
         if len(names) == 1:

@@ -1,4 +1,4 @@
-"""How fast a step was: tokens/s, FLOP/s and the share of the devices' peak."""
+"""The speed of a step: tokens/s, FLOP/s and MFU (model FLOPs utilization)."""
 
 from typing import Any
 
@@ -11,18 +11,18 @@ from zaya_jax.model.arithmetic import training_flops_per_token
 def throughput(
     config: Config, step: int, tokens: float, seconds: float, device_kind: str, devices: int
 ) -> dict[str, Any]:
-    """What the timings of a step have beside its seconds.
+    """Compute the speed of a step.
 
     Args:
-      config: of the run.
-      step: counted from 1; its context sets the FLOPs of a token.
-      tokens: that the loss counts.
-      seconds: of the step.
-      device_kind: the runtime's name of the devices.
-      devices: their number.
+      config: configuration of the run.
+      step: the step, counted from 1; its context determines the FLOPs per token.
+      tokens: number of tokens in the loss.
+      seconds: duration of the step.
+      device_kind: the runtime's name for the devices.
+      devices: number of devices.
 
     Returns:
-      `tokens_per_second`, `flops_per_second` (head and attention counted, recomputation not) and `mfu`, None where the
+      `tokens_per_second`; `flops_per_second`, with head and attention, without recomputation; and `mfu`, None if the
       peak of the devices is not known.
     """
     speed, context = tokens / max(seconds, 1e-9), stage_at(config, step - 1).context

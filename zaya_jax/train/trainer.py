@@ -1,4 +1,4 @@
-"""The trainer: steps through the stages of a run, evaluates, saves."""
+"""The trainer: runs the steps of all stages, evaluates and saves."""
 
 import dataclasses
 import time
@@ -28,31 +28,31 @@ LOSS_PLOT = "loss.png"
 
 
 class _Stage(NamedTuple):
-    """What the steps of a stage share."""
+    """What all steps of a stage share."""
 
-    end: int  # the first step that is not its
+    end: int  # the first step after the stage
     train_step: Callable[..., Any]
     micro_batches: int
 
 
 @dataclasses.dataclass
 class Trainer:
-    """A run in training: `run` does all of it; `step`, `evaluate` and `save` can be called in any order.
+    """Trains a run: `run` does everything; `step`, `evaluate` and `save` can also be called in any order.
 
     Attributes:
-      compiled: the programs and compiled steps of the run.
-      state: after the last step.
+      compiled: programs and compiled steps of the run.
+      state: training state after the last step.
       base: the frozen parameters under adapters; {} without adapters.
-      first_step: steps done before those of this run folder.
-      batches: one a step, at the position of `state`.
+      first_step: number of steps done before this run folder's first.
+      batches: yields one batch a step, from the position of `state`.
       evaluators: score the model every `evaluation.every` steps and at the end of each phase.
-      logger: records each step.
-      store: of checkpoints.
-      disk: guards the files of the run folder.
-      preemption: tells whether the run was asked to end.
-      draw: draws the run so far as the picture of this path.
-      steps_done: up to `state`.
-      scores: of all evaluators, for `state`; {} where it has not been evaluated.
+      logger: logs each step.
+      store: the checkpoint store.
+      disk: reports files of the run folder that cannot be written.
+      preemption: tells whether a signal asked the run to end.
+      draw: plots the run to a path.
+      steps_done: number of steps done.
+      scores: of all evaluators for `state`; {} if it has not been evaluated.
     """
 
     compiled: CompiledSteps
@@ -70,7 +70,7 @@ class Trainer:
     scores: dict[str, Any] = dataclasses.field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Nothing is trained yet."""
+        """Enter the phase of the next step."""
         self._programs = self.compiled.programs
         self._config = self._programs.config
         self._folder = run_folder(self._config)
@@ -83,20 +83,20 @@ class Trainer:
         """Train until the last phase is done, evaluated and saved.
 
         Raises:
-          RunStopped: too many steps in a row were skipped, or nothing could be saved for too long.
-          Preempted: the run was asked to end, and has saved.
+          RunStopped: too many steps in a row were skipped, or saving failed for too long.
+          Preempted: a signal ended the run after it saved.
         """
         self._record_changes()
         self._write_phase_ends()
         while self.steps_done < total_steps(self._config):
             self.step()
             self._after_step()
-        if not self.scores:  # an earlier call has done the last step
+        if not self.scores:  # if the run resumed after its last step
             self.evaluate()
         self._wait_until_saved()
 
     def step(self) -> None:
-        """Train one step, which may be the first of a stage; its metrics are read while the next one runs."""
+        """Start one step, and log the one before it; enters the next stage if the last one is done."""
         stage = self._stage
         if stage is None or self.steps_done == stage.end:
             stage = self._enter_stage()
@@ -111,9 +111,9 @@ class Trainer:
         self.logger.start_step(self.steps_done, metrics, data_wait)
 
     def evaluate(self) -> dict[str, Any]:
-        """Let every evaluator score the model, and record the last step with its scores."""
-        self.logger.wait()  # the evaluation is not a part of the step's time
-        jax.block_until_ready(self.state)  # what fails in a step is not taken for a failure of the evaluation
+        """Score the model with every evaluator, and log the last step with the scores."""
+        self.logger.wait()  # so that the evaluation does not count as the step's time
+        jax.block_until_ready(self.state)  # so that an error in the step is not blamed on the evaluation
         loss_sums = self.compiled.evaluation(self._phase)
         model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums)
         with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
@@ -123,14 +123,14 @@ class Trainer:
         return self.scores
 
     def save(self) -> None:
-        """Start saving; one save is in flight at a time."""
+        """Start saving a checkpoint in the background; one save is in flight at a time."""
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
         metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step)
         self.store.save(self.steps_done, self.state, metadata, self._sync)
 
     def _enter_stage(self) -> _Stage:
-        """Compile the next step's stage, and lay out what it takes."""
+        """Compile the step of the next stage, and enter its phase."""
         stage = stage_at(self._config, self.steps_done)
         train_step = self.compiled.step(stage)
         self._enter_phase(stage.phase)
@@ -140,19 +140,19 @@ class Trainer:
         return self._stage
 
     def _enter_phase(self, phase: int) -> None:
-        """Lay out state and base as the phase does, whose layout may be another than that of the last one."""
+        """Reshard state and base for the phase, whose layout may differ from the last one's."""
         self._phase, self._placement = phase, self._programs[phase].placement
         place = self._placement.shardings
         self.state = jax.device_put(self.state, place(self.state))
-        self.base = jax.device_put(self.base, place(self.base))  # after it, so that only one is there twice at a time
+        self.base = jax.device_put(self.base, place(self.base))  # separately, to hold one copy at a time
 
     def _after_step(self) -> None:
-        """Evaluate, save and end where it is time to."""
+        """Evaluate, save or end the run if one of them is due."""
         phase_ends = self.steps_done in self._phase_ends
         evaluates = phase_ends or self.steps_done % self._config.evaluation.every == 0
         if evaluates:
             self.evaluate()
-            self._draw()  # before the save: what a restart takes for done has its picture
+            self._draw()  # before the save, so that the plot is never behind the checkpoint
         saves = phase_ends or self._save_is_due()
         ends = self.preemption.reached()
         if saves or ends:
@@ -160,38 +160,38 @@ class Trainer:
         if ends:
             raise self._preempted(f"step {self.steps_done}", self.store.wait())
         if phase_ends:
-            self.store.wait()  # before it is named
+            self.store.wait()  # before `phases.json` names it
             self._write_phase_ends()
         if evaluates or saves:
             self.logger.restart_clock()
 
     def _save_is_due(self) -> bool:
-        """Whether it is time for a checkpoint, or for another try after a save that failed."""
+        """Whether a checkpoint is due, or a retry after a failed save."""
         every, retry_every = self._config.checkpoint.every, self._config.train.log_every
         if self.steps_done % every == 0 and not self.store.backing_off():
             return True
         return self.steps_done % retry_every == 0 and self.store.due()
 
     def _next_batch(self) -> Batch:
-        """The next batch; where a process that reads is lost, the run ends, saved if that can be."""
+        """Return the next batch; if a data worker was lost, save if possible and end the run."""
         try:
             return next(self.batches)
         except WorkerLost as error:
-            # Other processes do not know, and saving takes all.
+            # Saving needs all processes, and the others do not know of the loss.
             saved = self.steps_done > 0 and jax.process_count() == 1
             if saved:
                 self.save()
                 saved = self.store.wait()
-            if self.preemption.signalled:  # as all processes of the group were
+            if self.preemption.signalled:  # Ctrl-C signals the whole process group, workers included
                 raise self._preempted(f"step {self.steps_done}", saved) from error
             after = f" Step {self.steps_done} is saved. Rerun the command to resume from it." if saved else ""
             raise RunStopped(f"{error}{after}") from error
 
     def _wait_until_saved(self) -> None:
-        """Wait until the last checkpoint is saved, and everything that could not be written before."""
+        """Wait until the last checkpoint is saved, and write what could not be written before."""
         if not self.store.finish(self.save, self.preemption.reached):
             raise self._preempted("the last step", saved=False)
-        self._write_phase_ends()  # of which the last may have been saved just now
+        self._write_phase_ends()  # the last one may have been saved just now
         path = self._folder / LOSS_PLOT
         if self.disk.problem(path) or not path.exists():
             self._draw()
@@ -202,9 +202,12 @@ class Trainer:
         return Preempted(f"Stopped by {stop.name} after {after}, which {outcome}.", stop.status)
 
     def _sync(self) -> str:
-        """In process 0, before each save: a sentence where a row or a change of settings cannot be written.
+        """Flush rows and changed settings to disk; called in process 0 before each save.
 
-        No checkpoint is newer than its rows, or than the record of the settings it was made with.
+        A checkpoint must never be newer than its rows, or than the record of its settings.
+
+        Returns:
+          A sentence if something cannot be written, else ''.
         """
         if self.disk.problem(self._folder / CONFIG):
             self._record_changes()
@@ -212,13 +215,13 @@ class Trainer:
         return self.disk.problem(self._folder / CONFIG) or rows
 
     def _write(self, name: str, action: Callable[[], None]) -> None:
-        """Write a file of the run folder, in process 0."""
+        """Call `action`, which writes the file `name` of the run folder, in process 0 only."""
         if is_primary():
             with self.disk.writing(self._folder / name):
                 action()
 
     def _record_changes(self) -> None:
-        """Record which settings changed where this process took the run over."""
+        """Record the settings that changed at the step where this process resumed."""
         self._write(CONFIG, lambda: record_changes(self._folder, self._config, self._resumed_at))
 
     def _write_phase_ends(self) -> None:

@@ -16,7 +16,7 @@ TINY = load_config("configs/tiny.yaml", ["train.batch.tokens=8192", "train.batch
 
 @pytest.mark.parametrize(("context", "total"), [(4096, 8.74e9), (32768, 15.8e9), (131072, 40.0e9)])
 def test_operations_a_token_are_those_published(context, total):
-    """zaya1.md §1.1."""
+    """docs/reference.md §1.1."""
     flops = model_flops(RELEASED.model, context)
     assert sum(flops.values()) == pytest.approx(total, rel=0.01)
     assert sum(flops.values()) == pytest.approx(training_flops_per_token(RELEASED.model, context), rel=1e-12)
@@ -28,7 +28,7 @@ def test_the_estimate_of_the_released_model():
     estimate = estimate_phase(simulated_programs(RELEASED, 1024), 0, HARDWARE["mi300x"])
     assert estimate.axes == {"data": 1024, "fsdp": 1, "expert": 1, "context": 1}
     assert (estimate.tokens, estimate.sequences, estimate.micro_batches) == (16_777_216, 1, 4)
-    assert round(estimate.flops["newton_schulz"] / 1e12, 2) == 444.42  # zaya1.md §3.1
+    assert round(estimate.flops["newton_schulz"] / 1e12, 2) == 444.42  # docs/reference.md §3.1
     model = sum(estimate.flops.values()) - estimate.flops["newton_schulz"]
     assert model == pytest.approx(16_777_216 * 8.74e9, rel=0.01)
     assert estimate.bounds["compute"] == sum(estimate.flops.values()) / 1024 / 1307e12

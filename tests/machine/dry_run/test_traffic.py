@@ -125,7 +125,7 @@ def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():
 
 
 def test_latent_keys_and_values_take_a_kibibyte_a_token_and_layer():
-    """zaya1.md §4.1: gathered in the forward pass, again, and scattered in the backward pass."""
+    """docs/reference.md §4.1: gathered in the forward pass, again, and scattered in the backward pass."""
     assert by_what(3)["keys and values"] == 3 * 1024 * 40 * (131072 // 8) * 7
 
 
