@@ -50,7 +50,7 @@ def test_collectives_are_compared_with_numpy():
     assert "skipped" in check_collectives()  # one device
     result = on_devices(8, "tests.machine.test_machine:collectives", False)
     assert result == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
-    assert "ppermute of float32, ppermute of" in on_devices(4, "tests.machine.test_machine:collectives", True)["failed"]
+    assert "ppermute in float32, ppermute in" in on_devices(4, "tests.machine.test_machine:collectives", True)["failed"]
 
 
 def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):

@@ -75,7 +75,7 @@ def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(two_parts,
     assert written["parts"]["good"]["figure"] == 1
     assert written["size"] == "small"
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("These parts failed: bad. ")
+    assert last.startswith("Failed: bad. ")
     assert "benchmarks/smoke_amd_some_thing.json" in last
 
 

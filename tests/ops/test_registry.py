@@ -110,8 +110,8 @@ def test_a_kernel_that_is_right_is_kept_and_tried_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("run", "reason"), [
-    (wrong, r"it is 0\.1 off, but may be 0\.001"),
-    (failing, "it fails with RuntimeError: out of shared memory"),
+    (wrong, r"its error is 0\.1, above the tolerance 0\.001"),
+    (failing, "it failed with RuntimeError: out of shared memory"),
     (wrong_where_large, "its error on arrays above 4 GiB is "),
 ])  # fmt: skip
 def test_a_kernel_that_fails_is_rejected_in_the_process_and_the_next_one_takes_its_place(monkeypatch, run, reason):
@@ -171,7 +171,7 @@ def test_an_operation_that_rounds_is_within_its_tolerance():
 def test_an_operation_that_is_wrong_fails_with_a_sentence(monkeypatch):
     target = operation(monkeypatch, wrong).target
     found = check_operations(target, SMALL, ["float32"], ["momentum"])
-    assert found["failed"] == "momentum by wrong in float32 is 0.1 off, but may be 0.001."
+    assert found["failed"] == "momentum by wrong in float32 has error 0.1, tolerance 0.001."
 
 
 @pytest.mark.soak

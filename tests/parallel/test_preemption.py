@@ -46,9 +46,7 @@ def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(cap
         assert signal.set_wakeup_fd(-1) == -1
     finally:
         signal.signal(number, before)
-    assert capfd.readouterr().err == (
-        f"{name}: saving after the current step, then ending. Another {name} ends at once.\n"
-    )
+    assert capfd.readouterr().err == (f"{name}: saving after this step, then exiting. Another {name} exits at once.\n")
 
 
 def test_in_another_thread_the_signal_is_left_alone():

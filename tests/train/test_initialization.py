@@ -161,7 +161,7 @@ def test_a_run_knows_its_base_by_what_it_holds(tmp_path):
     record_base(tmp_path, TUNED, first)
     assert json.loads((tmp_path / "base.json").read_text())["init_from"] == "a run"
     check_base(tmp_path, TUNED, first)
-    with pytest.raises(InputError, match=r"init_from=a run .* Choose another run_dir"):
+    with pytest.raises(InputError, match=r"init_from=a run .* choose another run_dir"):
         check_base(tmp_path, TUNED, second)
     for text in ("", "{}", "[]", "{"):
         (tmp_path / "base.json").write_text(text)

@@ -37,7 +37,7 @@ def test_what_is_used_is_said_once(capsys, monkeypatch):
 def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     """And what takes its place is tried before all are of one mind."""
     rounds = []
-    other = ["momentum", "pallas", "it is 2 off, but may be 0.001."]
+    other = ["momentum", "pallas", "its error is 2, above the tolerance 0.001."]
 
     def all_gather(topic, value, seconds):
         rounds.append(value)

@@ -400,7 +400,7 @@ def test_batches_that_the_devices_do_not_divide_are_refused_before_a_folder_is_m
     monkeypatch.setattr(loop, "make_programs", simulated)
     with pytest.raises(InputError, match=f"^{key}") as caught:
         run_training(config)
-    assert "multiple of 4, the number of parts" in str(caught.value)
+    assert "4 data-parallel shards" in str(caught.value)
     assert not Path(config.run_dir).exists()
 
 

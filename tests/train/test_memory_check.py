@@ -25,16 +25,16 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
     stored = sum(x.nbytes for x in leaves(state).values())
     least = stored + sum(x.nbytes for x in leaves(state.params).values())
     said = refusal(monkeypatch, {"evaluation.batch_size": 1}, least - 1)
-    assert said.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory on a device, for parameters,")
+    assert said.startswith(f"phases.train needs at least {least / 1e9:.3g} GB of memory per device for parameters,")
     monkeypatch.setattr(memory_check, "available_memory", lambda: least)
     check_memory(make_programs(changed(CONFIG, {"evaluation.batch_size": 1})))
 
 
 @pytest.mark.parametrize(("changes", "remedy"), [
     ({"evaluation.batch_size": 10**6}, "Lower evaluation.batch_size (1,000,000)."),
-    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch, the sequences"),
+    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch, the number of sequences"),
     ({"phases": (PhaseConfig(2**26), PhaseConfig(2**26, "wide", batch=changed(CONFIG.train.batch, {
-        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the sequences"),
+        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the number of sequences"),
     ({"init_from": "x", "lora": LoraConfig(2, 1.0), "evaluation.batch_size": 10**6},
      "Lower evaluation.batch_size (1,000,000)."),
 ])  # fmt: skip

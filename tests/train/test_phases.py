@@ -178,14 +178,14 @@ def test_phases_to_come_may_change(begun):
         (
             1,
             {"schedule": ScheduleConfig()},
-            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 768,",
+            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 768\.",
         ),
         (1, {"batch": None}, r"^phases\.two\.batch was "),
-        (2, {"schedule": None}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,792,"),
+        (2, {"schedule": None}, r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,792\."),
         (
             1,
             {"tokens": 768},
-            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,536, .*resume_from",
+            r"^phases\.one: the cosine schedule spanned 1,280 tokens and now spans 1,536\..*resume_from",
         ),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finish
     )
     assert lines[1].split() == ["this", "model", f"{result.heldout.bits_per_byte(text.text_bytes):.3f}", "bits/byte"]
     for line, (name, value) in zip(lines[2:6], result.prepared.baselines.items(), strict=True):
-        assert " ".join(line.split()) == f"{name} {value:.3f} bits/byte (all {text.all_bytes:,} bytes)"
+        assert " ".join(line.split()) == f"{name} {value:.3f} bits/byte (over all {text.all_bytes:,} bytes)"
     assert lines[6] == "Continuation of 'the model':"
     assert lines[-1] == f"Run folder: {result.run_dir}"
     kept = json.loads((result.run_dir / "summary.json").read_text())

@@ -99,7 +99,9 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
 
     said({}, r"^resume_from=.* is at step 14, but this configuration ends after step 14\. Raise phases\.train\.tokens")
     longer = of_steps(base, 16).phases
-    said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: model\.num_experts is 4")
+    said(
+        {"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: its model\.num_experts is 4"
+    )
     said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed=0, but this configuration has 3")
     said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule='adamw'")
     said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position is in other data")
@@ -156,7 +158,7 @@ def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):
         run_training(change(base, {"init_from": config.run_dir, "model.rope_base": 5.0e5}))
     out = capsys.readouterr().out
     assert (
-        f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, and model.rope_base is 500000"
+        f"Warning: init_from ({config.run_dir}) was trained with a RoPE base of 10000, but model.rope_base is 500000"
         in out
     )
     with pytest.raises(InputError):
@@ -174,5 +176,5 @@ def test_each_base_is_compared_with_that_of_the_phase(capsys):
     assert capsys.readouterr().out == ""
     warn_about_positions(change(config, {"model.sliding_rope_base": 4.0}), theirs, "X", 0)
     full, sliding = capsys.readouterr().out.splitlines()
-    assert full.startswith("Warning: X was trained with a RoPE base of 7, and model.rope_base is 10000 here")
-    assert sliding.startswith("Warning: X was trained with a RoPE base of 3, and model.sliding_rope_base is 4 here")
+    assert full.startswith("Warning: X was trained with a RoPE base of 7, but model.rope_base is 10000")
+    assert sliding.startswith("Warning: X was trained with a RoPE base of 3, but model.sliding_rope_base is 4")

@@ -2,7 +2,7 @@
 
 Process 0 has a connection to every other process. The operating system closes the connections of a process that ends,
 which reports its loss at once; heartbeats detect a process that hangs, or whose machine or link is down. A process that
-must end sends its message, process 0 forwards it, and all processes end with it. jax has heartbeats of its own, but they
+must end sends its message, process 0 forwards it, and all processes end with it. jax also has heartbeats, but they
 end a process with a C++ stack trace, so their timeout is longer.
 """
 
