@@ -58,7 +58,8 @@ def test_configuration_keys_exist():
 def test_files_exist(page: str):
     """Files of the repository that a page names by their path, and `make` targets."""
     names = re.findall(r"`([^`\n]+)`", FENCED.sub("", PAGES[page]))
-    paths = [name for name in names if re.fullmatch(r"(zaya_jax|tests|configs|pallas_kernels|launch)/[a-z0-9_./-]+", name)]
+    folders = r"(zaya_jax|tests|configs|pallas_kernels|launch)/[a-z0-9_./-]+"
+    paths = [name for name in names if re.fullmatch(folders, name)]
     assert [path for path in paths if not (ROOT / path).exists()] == []
     targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert {name.split()[1] for name in names if re.match(r"make [a-z]", name)} <= set(targets)
