@@ -319,7 +319,7 @@ def test_machine_code(gpu, dtype, c, window):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtype": jnp.float16}, "all of bfloat16 or all of float32"),
+        ({"dtype": jnp.float16}, "all arrays in bfloat16 or all in float32"),
         ({"c": 24}, "heads of"),
         ({"k": 3}, "do not fit keys"),
         ({"t": 0}, "at least one"),

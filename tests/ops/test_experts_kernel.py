@@ -199,7 +199,7 @@ def refused(h=(8, 4), expert=(8,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 
         ({"gate_up": (2, 4, 6)}, r"\[e, d, 2f\].*not \(2, 4, 6\)"),
         ({"down": (2, 6, 5)}, r"\[e, f, d\].*\(2, 6, 5\)"),
         ({"expert": (7,)}, "Each of 8 tokens has a class"),
-        ({"weight": (8, 1)}, "Each of 8 tokens has a class and a weight"),
+        ({"weight": (8, 1)}, "Class and weight of 8 tokens"),
     ],
 )
 def test_refusals(given, message):

@@ -116,7 +116,7 @@ def test_a_kernel_that_is_right_is_kept_and_tried_once(monkeypatch):
 ])  # fmt: skip
 def test_a_kernel_that_fails_is_rejected_in_the_process_and_the_next_one_takes_its_place(monkeypatch, run, reason):
     selection = operation(monkeypatch, run, right)
-    with pytest.warns(UserWarning, match=f"{run.__name__} kernel of momentum .* any: {reason}"):
+    with pytest.warns(UserWarning, match=f"{run.__name__} kernel for momentum .* any: {reason}"):
         found = validate_kernels(selection, SMALL, "float32", large=2**12)
     assert found.chosen == {"momentum": "right"}
     assert select_kernels(EMULATED, EXAMPLE, "bfloat16").chosen == {"momentum": "right"}
@@ -126,7 +126,7 @@ def test_a_kernel_that_fails_is_rejected_in_the_process_and_the_next_one_takes_i
 
 def test_with_no_kernel_left_the_reference_is_used(monkeypatch):
     selection = operation(monkeypatch, wrong)
-    with pytest.warns(UserWarning, match="wrong kernel of momentum"):
+    with pytest.warns(UserWarning, match="wrong kernel for momentum"):
         found = validate_kernels(selection, SMALL, "float32")
     assert found.implementation("momentum")(2) == 2
     assert "No wrong kernel for momentum: its error is 0.1, above the tolerance" in str(found)

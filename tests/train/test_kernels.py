@@ -33,7 +33,7 @@ def test_what_is_used_is_said_once(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{selection}\n"
 
 
-@pytest.mark.filterwarnings("ignore:The pallas kernel of momentum")
+@pytest.mark.filterwarnings("ignore:The pallas kernel for momentum")
 def test_what_is_wrong_on_one_process_is_left_out_on_all(monkeypatch, capsys):
     """And what takes its place is tried before all are of one mind."""
     rounds = []

@@ -32,9 +32,9 @@ def test_the_parameters_gradients_and_state_of_a_run_are_counted(monkeypatch):
 
 @pytest.mark.parametrize(("changes", "remedy"), [
     ({"evaluation.batch_size": 10**6}, "Lower evaluation.batch_size (1,000,000)."),
-    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch"),
+    ({"train.batch.tokens": 2**26, "train.batch.micro_batch": None}, "Lower train.batch.micro_batch, the number"),
     ({"phases": (PhaseConfig(2**26), PhaseConfig(2**26, "wide", batch=changed(CONFIG.train.batch, {
-        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the number of sequences"),
+        "tokens": 2**26, "micro_batch": None})))}, "Lower phases.wide.batch.micro_batch, the number"),
     ({"init_from": "x", "lora": LoraConfig(2, 1.0), "evaluation.batch_size": 10**6},
      "Lower evaluation.batch_size (1,000,000)."),
 ])  # fmt: skip

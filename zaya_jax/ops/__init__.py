@@ -1,7 +1,7 @@
-"""Operations with more than one implementation, and the record through which the model reaches them.
+"""Operations with several implementations, and the record `Ops` through which the model calls them.
 
-`Ops` is the one seam between the model and everything that changes how it runs: kernels (`ops.registry`) and
-parallelism put other callables into it. Those of `LOCAL` are the references, and do nothing collective.
+`Ops` is the only interface between the model and whatever changes how it runs: kernels (`ops.registry`) and parallelism
+replace its callables. `LOCAL` has the references, without collectives.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ def _same(x: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Ops:
-    """What the model calls.
+    """The operations that the model and the optimizer call.
 
     Attributes:
       attention: `ops.attention.attention`.
@@ -37,9 +37,9 @@ class Ops:
       experts: `ops.experts.dispatch_experts`.
       momentum: `ops.momentum.step_momentum`.
       orthogonalize: `ops.orthogonalize.orthogonalize`.
-      halo: rows of the convolution and of the delayed value before this piece of the sequence.
-      key_segments: from the documents of this piece of the sequence to those of the keys that attention is given.
-      gather_layer: from a layer's parameters as stored to those it computes with.
+      halo: returns the rows before this device's piece of the sequence, for convolutions and the delayed value.
+      key_segments: maps the documents of this device's queries to those of the keys it attends to.
+      gather_layer: maps a layer's parameters as stored to the ones it computes with.
     """
 
     attention: Callable[..., jax.Array] = attention

@@ -1,9 +1,8 @@
 """Causal grouped-query attention over packed sequences.
 
-The reference goes by blocks of keys (`ops.blockwise`). Of the kernels one is for a forward pass, one splits the keys
-for the few queries of a decode, and two are for the gradient. Where a gradient is asked for, the forward pass is that
-of the first; it is not run again if output and logarithms of sums, named `MATMUL_OUTPUT`, are kept. Sums and
-statistics are in fp32.
+The reference processes blocks of keys (`ops.blockwise`). There is one kernel for the forward pass, one that splits the
+keys for the few queries of a decode step, and two for the gradient. Rematerialization does not rerun the forward kernel
+if its output and log-sum-exp, named `MATMUL_OUTPUT`, are saved. Sums and statistics are in fp32.
 """
 
 import functools
@@ -30,24 +29,23 @@ def attention(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, *, query_segments_bs: jax.Array | None = None,
     key_segments_bt: jax.Array | None = None, query_offset: jax.Array | int = 0, window: int | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Attention of every query to the keys before it in its own document (docs/reference.md §1.3).
+    """Causal attention of every query to the keys of its document (docs/reference.md §1.3).
 
     Args:
       q_bshc: queries, float; the scale 1/√c is applied here.
-      k_btkc: keys, of which h / k queries share one.
+      k_btkc: keys; each key head is shared by h / k query heads.
       v_btkc: values.
-      query_segments_bs: int32 document of each query; 0 is padding, which attends to nothing.
-      key_segments_bt: int32 document of each key. Both or neither are given; without them all
-        tokens of a row are one document.
-      query_offset: index among the keys of the first query; key j is visible to query i when
-        j <= query_offset + i.
-      window: where given, only the last `window` keys are visible, the query's own included.
+      query_segments_bs: int32 document of each query; 0 is padding, which attends to nothing. None, with
+        `key_segments_bt`, for one document per row.
+      key_segments_bt: int32 document of each key.
+      query_offset: index of the first query among the keys; query i sees key j if j <= query_offset + i.
+      window: number of keys that a query sees, its own included; None for all.
 
     Returns:
       [b, s, h, c] in the dtype of the queries; softmax and sums are in fp32. Rows of padding are 0.
     """
     if (query_segments_bs is None) != (key_segments_bt is None):
-        raise ValueError("Segments of queries and of keys are given together or not at all.")
+        raise ValueError("Pass both query_segments_bs and key_segments_bt, or neither.")
     if query_segments_bs is None or key_segments_bt is None:
         query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
         key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
@@ -57,9 +55,10 @@ def attention(
 
 
 class PartialAttention(NamedTuple):
-    """Attention to a part of the keys: `o_bshc`, and `lse_bsh`, the logarithm of the sum of the scores' exponentials.
+    """Attention to a part of the keys: the output `o_bshc`, and the log-sum-exp of the scores, `lse_bsh`.
 
-    Both in the dtype of sums; `FLOOR` and 0 for a query that sees none of the keys. `combine` makes one of two.
+    Both are fp32 (float64 for float64 inputs). A query that sees no key has output 0 and log-sum-exp `FLOOR`.
+    `combine` merges two parts.
     """
 
     o_bshc: jax.Array
@@ -70,9 +69,9 @@ def partial_attention(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
     query_offset: jax.Array | int, window: int | None,
 ) -> PartialAttention:  # fmt: skip
-    """`attention` to some of the keys; not differentiable, for those who join the parts' gradients themselves.
+    """Compute `attention` to some of the keys; not differentiable, see `partial_attention_gradient`.
 
-    `query_offset` may be negative, where the keys come after the queries.
+    `query_offset` is negative if the keys come after the queries.
     """
     blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
     o, lse = forward(blocks, q, k, v, q_seg, k_seg, jnp.asarray(query_offset, jnp.int32))
@@ -83,9 +82,9 @@ def partial_attention_gradient(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array, key_segments_bt: jax.Array,
     query_offset: jax.Array | int, window: int | None, whole: PartialAttention, do_bshc: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """What some of the keys give to the gradients of q, k and v, in the dtype of sums.
+    """Compute the contribution of some of the keys to the gradients of q, k and v, in fp32.
 
-    The arguments are those of `partial_attention`, then attention to all keys and the gradient of its output.
+    The arguments are those of `partial_attention`, then the attention to all keys and the gradient of its output.
     """
     blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
     o, lse, do = (fold_queries(x, k.shape[1], q.shape[3]) for x in (whole.o_bshc, whole.lse_bsh[..., None], do_bshc))
@@ -96,7 +95,7 @@ def partial_attention_gradient(
 
 
 def combine(first: PartialAttention, second: PartialAttention) -> PartialAttention:
-    """Attention to the keys of both parts."""
+    """Merge the attention to two disjoint parts of the keys."""
     lse = jnp.logaddexp(first.lse_bsh, second.lse_bsh)
     o = sum(part.o_bshc * jnp.exp(part.lse_bsh - lse)[..., None] for part in (first, second))
     return PartialAttention(jnp.asarray(o), lse)
@@ -113,13 +112,13 @@ def _unsupported(
         return why
     b, s, h, c = q.shape
     if c not in HEAD_SIZES:
-        return f"The kernels of attention take heads of {HEAD_SIZES} channels, not {c}."
+        return f"The attention kernels support heads of {', '.join(map(str, HEAD_SIZES))} channels, not {c}."
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (b, c) or h % k.shape[2]:
         return f"Queries {q.shape} do not fit keys {k.shape} and values {v.shape}."
     if not (s and k.shape[1]):
-        return "The kernels of attention take at least one query and one key."
+        return "The attention kernels need at least one query and one key."
     if (query_segments_bs is None) != (key_segments_bt is None):
-        return "Segments of queries and of keys are given together or not at all."
+        return "Pass both query_segments_bs and key_segments_bt, or neither."
     if query_segments_bs is None or key_segments_bt is None:
         return ""
     fits = (query_segments_bs.shape, key_segments_bt.shape) == (q.shape[:2], k.shape[:2])
@@ -159,7 +158,7 @@ class _Static(NamedTuple):
 
 
 def _integers(queries: jax.Array | None, keys: jax.Array | None, offset: jax.Array | int) -> tuple[Any, jax.Array]:
-    """Segments, or None, and offset, as kernels take them."""
+    """Convert segments (or None) and offset to int32."""
     segments = None if queries is None or keys is None else (queries.astype(jnp.int32), keys.astype(jnp.int32))
     return segments, jnp.asarray(offset, jnp.int32)
 
@@ -220,7 +219,7 @@ def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
 
 
 def _heads(model: ModelConfig) -> tuple[Input, Input]:
-    """Of queries and of keys."""
+    """Return the shapes of queries and keys."""
     heads = (model.num_query_heads, model.num_kv_heads)
     queries, keys = (Input((2, ROWS, number, model.head_dim)) for number in heads)
     return queries, keys

@@ -1,7 +1,7 @@
-"""The reference of attention: one pass over blocks of keys with an online softmax, forward and backward.
+"""The reference implementation of attention: blocks of keys with an online softmax, forward and backward.
 
-Memory is linear in the sequence: no array of the size queries × keys exists. Blocks that causality or the window hides
-are not visited. Arrays are folded: whole blocks, heads before the sequence and queries with their key head.
+Memory is linear in the sequence length. Blocks that causality or the window hides are skipped. Arrays are folded: padded to
+whole blocks, with heads before the sequence and query heads grouped by key head.
 """
 
 import functools
@@ -15,8 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.precision import accumulation_dtype
 
-# Added to the score of a key that is not visible. The maximum of a row starts above it, and far below every
-# real score, so that a row without a visible key gives 0 and not NaN.
+# HIDDEN is added to the scores of hidden keys. The running maximum starts at FLOOR, which is above it and far below
+# every real score, so that a row without visible keys gives 0 and not NaN.
 HIDDEN = -1e30
 FLOOR = -1e20
 QUERY_BLOCK = 128
@@ -25,7 +25,7 @@ KEY_BLOCK = 256
 
 def fold(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments_bs: jax.Array,
          key_segments_bt: jax.Array, window: int | None) -> tuple[Any, ...]:  # fmt: skip
-    """Whole blocks, heads before the sequence and queries with their key head."""
+    """Pad to whole blocks, move heads before the sequence, and group query heads by key head."""
     s, t, num_kv = q_bshc.shape[1], k_btkc.shape[1], k_btkc.shape[2]
     q_block, k_block = min(QUERY_BLOCK, s), min(KEY_BLOCK, t)
     s_pad, t_pad = -s % q_block, -t % k_block
@@ -38,14 +38,14 @@ def fold(q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, query_segments
 
 
 def fold_queries(x_bshc: jax.Array, num_kv: int, length: int) -> jax.Array:
-    """[b, s, h, c] as [b, k, h / k, length, c], padded with zeros."""
+    """Reshape [b, s, h, c] to [b, k, h / k, length, c], padded with zeros."""
     b, s, h, c = x_bshc.shape
     x_bkgsc = x_bshc.reshape(b, s, num_kv, h // num_kv, c).transpose(0, 2, 3, 1, 4)
     return jnp.pad(x_bkgsc, ((0, 0), (0, 0), (0, 0), (0, length - s), (0, 0)))
 
 
 def unfold(x_bkgsc: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `fold_queries`: an array of `shape`."""
+    """Undo `fold_queries`; returns an array of `shape`."""
     return x_bkgsc[:, :, :, : shape[1]].transpose(0, 3, 1, 2, 4).reshape(shape)
 
 
@@ -55,12 +55,12 @@ Blocks = tuple[int, int, int | None, int, int]  # query block, key block, window
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def blockwise(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
               offset: jax.Array) -> jax.Array:  # fmt: skip
-    """Attention of folded arrays, in the dtype of the queries."""
+    """Compute attention on folded arrays, in the dtype of the queries."""
     return forward(blocks, q, k, v, q_seg, k_seg, offset)[0].astype(q.dtype)
 
 
 def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The key blocks [low, high) of which a query of the block starting at `first_query` may see a key."""
+    """Return the key blocks [low, high) that queries of the block starting at `first_query` may see."""
     q_block, k_block, window, _, t = blocks
     high = jnp.minimum((first_query + q_block + k_block - 1) // k_block, -(-t // k_block))
     low = jnp.zeros_like(high) if window is None else jnp.maximum(first_query - window + 1, 0) // k_block
@@ -69,10 +69,10 @@ def _key_range(blocks: Blocks, first_query: jax.Array) -> tuple[jax.Array, jax.A
 
 def _mask(blocks: Blocks, q_seg: jax.Array, k_seg: jax.Array, first_query: jax.Array, index: jax.Array,
           keys_first: bool = False) -> jax.Array:  # fmt: skip
-    """0 where a query sees a key of key block `index`, HIDDEN elsewhere: fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
+    """Mask key block `index`: 0 where a query sees a key, else HIDDEN, fp32 [b, 1, 1, x, y] or [b, 1, y, 1, x].
 
-    Loops over key blocks carry the mask of the next block, which materializes it once; computed where it is used,
-    the compiler would fuse it into every consumer and recompute it element by element.
+    Loops over key blocks carry the mask of the next block, so that it is materialized once. Computed in place, the
+    compiler would fuse it into every consumer and recompute it for each element.
     """
     q_block, k_block, window, _, _ = blocks
     query = first_query + jnp.arange(q_block)
@@ -95,7 +95,7 @@ def _slice(x: jax.Array, start: jax.Array, size: int, axis: int) -> jax.Array:
 
 def forward(blocks: Blocks, q: jax.Array, k: jax.Array, v: jax.Array, q_seg: jax.Array, k_seg: jax.Array,
             offset: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The output, and the logarithm of each query's sum of exponentials, both in the dtype of sums."""
+    """Return the output, and the log-sum-exp of each query, both in fp32 (float64 for float64 inputs)."""
     q_block, k_block, _, _, _ = blocks
     b, kv, g, s, c = q.shape
     scale, sums = c**-0.5, accumulation_dtype(q.dtype)
@@ -151,7 +151,7 @@ def _backward_rule(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[Any, ...]
 
 
 def backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of queries, keys and values, in the dtype of sums; `saved` is what `_forward_rule` keeps."""
+    """Return the gradients of queries, keys and values, in fp32; `saved` are the residuals of `_forward_rule`."""
     q_block, k_block, _, _, _ = blocks
     q, k, v, q_seg, k_seg, offset, o, lse = saved
     b, kv, g, s, c = q.shape
@@ -172,7 +172,7 @@ def backward(blocks: Blocks, saved: Any, do: jax.Array) -> tuple[jax.Array, jax.
             dq, dk, dv, hidden = state
             start = j * k_block
             k_blk, v_blk = _slice(k, start, k_block, 2), _slice(v, start, k_block, 2)
-            # Scores stand keys first and dq channels first, so that no product transposes a square of scores.
+            # Scores with keys first, and dq with channels first, so that no matmul transposes a block of scores.
             scores = jnp.einsum("bkyc,bkgxc->bkygx", k_blk, q_blk, preferred_element_type=sums)
             p = jnp.exp(scores + hidden - lse_blk)
             dp = jnp.einsum("bkyc,bkgxc->bkygx", v_blk, do_blk, preferred_element_type=sums)

@@ -1,11 +1,11 @@
-"""The mixing half of CCA: from packed projections to attention-ready queries, keys and values.
+"""The mixing step of CCA: from packed projections to the queries, keys and values of attention.
 
-Both convolutions run along the sequence on the `n = h + k` heads of queries and keys, with no nonlinearity
-between. Seen from a token, everything before the start of its document is u = 0, so the depthwise
-intermediate there is its bias (docs/reference.md §1.3); packing is exact.
+Two convolutions run along the sequence over the `n = h + k` heads of queries and keys, without a nonlinearity between
+them. For each token, inputs before the start of its document count as 0, so that the depthwise output there is its bias
+(docs/reference.md §1.3), and packed documents give exactly the results of separate ones.
 
-One kernel does it, and another its gradient, for which nothing is kept but the arguments. The rotary tables have none:
-they are made of positions.
+There is one kernel for the forward pass and one for the gradient, which saves only the arguments. RoPE tables get no
+gradient, since they depend on positions only.
 """
 
 import functools
@@ -22,14 +22,18 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
 
-_MOST_ROWS = 8  # of the halo: half of the smallest tile, which more would read again and again
+_MOST_ROWS = 8  # of the halo: half of the smallest tile; more would be read repeatedly
 
 
 class MixWeights(NamedTuple):
     """Parameters of the mix.
 
-    `depthwise_wnc` is [k0, n, c]: tap w acts on the token k0 − 1 − w back. `grouped_wncc` is [k1, n, c, c],
-    taps likewise, channels in then out. Biases are [n, c]; `temperature_k` scales the keys.
+    Attributes:
+      depthwise_wnc: [k0, n, c]; tap w acts on the token k0 − 1 − w back.
+      depthwise_bias_nc: [n, c].
+      grouped_wncc: [k1, n, c in, c out], with taps in the same order.
+      grouped_bias_nc: [n, c].
+      temperature_k: [k], scales the keys.
     """
 
     depthwise_wnc: jax.Array
@@ -40,10 +44,12 @@ class MixWeights(NamedTuple):
 
 
 class Halo(NamedTuple):
-    """What stands before the first token of this piece of the sequence.
+    """The rows before the first token of this device's piece of the sequence.
 
-    `u_bwnc` holds the last k0 + k1 − 2 rows of the packed query and key projections, `delayed_b1x` the last
-    row of the delayed value projection, `segments_bw` and their documents (0 where there is none).
+    Attributes:
+      u_bwnc: the last k0 + k1 − 2 rows of the packed query and key projections.
+      segments_bw: int32 documents of these rows; 0 where there is none.
+      delayed_b1x: the last row of the delayed value projection.
     """
 
     u_bwnc: jax.Array
@@ -52,9 +58,9 @@ class Halo(NamedTuple):
 
 
 def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
-    """The halo where the sequence is whole: zeros, of no document."""
+    """Return the halo of a sequence that is not split: zeros that belong to no document."""
     b = u_bsnc.shape[0]
-    # At least one row of segments, since the value shift looks one token back whatever the kernels.
+    # At least one row of segments, since the value shift always looks one token back.
     return Halo(
         jnp.zeros((b, rows, *u_bsnc.shape[2:]), u_bsnc.dtype),
         jnp.zeros((b, max(rows, 1)), segments_bs.dtype),
@@ -66,22 +72,22 @@ def cca_mix(
     u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
     rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift.
+    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift.
 
     Args:
       u_bsnc: query heads, then key heads, before the convolutions.
-      current_bsx: first half of the value channels (x = k·c / 2), of this token.
-      delayed_bsx: second half, which the next token will use.
-      halo: the rows before the first.
+      current_bsx: first half of the value channels (x = k·c / 2), from this token.
+      delayed_bsx: second half of the value channels, which the next token uses.
+      halo: the rows before the first token.
       segments_bs: int32 document of each token.
       rotary: cos and sin, [b, s, rotated channels / 2] each, fp32.
       weights: the parameters.
-      delayed_start_x: what stands for the delayed value at the start of a document; zero where None.
+      delayed_start_x: delayed value at the start of a document; None for zero.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
     """
-    # Heads stand before the sequence from here on, as both the grouped convolution and attention want them.
+    # Heads before the sequence from here on, the layout of the grouped convolution and of attention.
     num_kv = weights.temperature_k.shape[0]
     num_query = u_bsnc.shape[2] - num_kv
     u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
@@ -96,7 +102,7 @@ def cca_mix(
 
 
 def _qk_mean(q_bhsc: jax.Array, k_bksc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Half of each query with its key, and the mean of those a key head serves; fp32."""
+    """Return the mean of each query and its key, and the mean of these over each key head's queries; fp32."""
     b, h, s, c = q_bhsc.shape
     num_kv = k_bksc.shape[1]
     q = q_bhsc.astype(accumulation_dtype(q_bhsc.dtype)).reshape(b, num_kv, h // num_kv, s, c)
@@ -109,10 +115,10 @@ def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: Mi
     b, _, s, _ = u_bnsc.shape
     dtype, sums = u_bnsc.dtype, accumulation_dtype(u_bnsc.dtype)
     u = jnp.concatenate([halo.u_bwnc.astype(dtype).transpose(0, 2, 1, 3), u_bnsc], 2)
-    rows_before = taps0 + taps1 - 2  # the halo's segments hold one row more where this is none
+    rows_before = taps0 + taps1 - 2  # if 0, the halo's segments still have one row
     segments = jnp.concatenate([halo.segments_bw, segments_bs], 1)[:, -(s + rows_before) :]
     bias_n1c = weights.depthwise_bias_nc.astype(sums)[:, None]
-    length = s + taps1 - 1  # the intermediate is needed from taps1 − 1 rows before the first token on
+    length = s + taps1 - 1  # the intermediate starts taps1 − 1 rows before the first token
     own = segments[:, taps0 - 1 :]
     y = bias_n1c
     for tap in range(taps0):
@@ -123,8 +129,8 @@ def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: Mi
     for tap in range(taps1):
         same = own[:, tap : tap + s] == segments_bs
         rows.append(jnp.where(same[:, None, :, None], y[:, :, tap : tap + s], bias_n1c).astype(dtype))
-    # One product over taps and channels together: its inner dimension is taps1 · c instead of c. The kernel is
-    # repeated along the batch, so that both sides have the same batch dimensions and nothing is transposed.
+    # One matmul over taps and channels together, with inner dimension taps1 · c instead of c. The kernel is repeated
+    # along the batch, so that both operands have the same batch dimensions and nothing is transposed.
     kernel_nxc = jnp.concatenate(list(weights.grouped_wncc.astype(dtype)), axis=1)
     kernel_bnxc = jnp.broadcast_to(kernel_nxc, (b, *kernel_nxc.shape))
     z = jnp.einsum("bnsx,bnxc->bnsc", jnp.concatenate(rows, -1), kernel_bnxc)
@@ -132,12 +138,12 @@ def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: Mi
 
 
 def _unit(x: jax.Array) -> jax.Array:
-    """Each head scaled to the norm √c; ε inside the root keeps a zero head, and its gradient, finite."""
+    """Scale each head to norm √c; ε inside the root keeps a zero head and its gradient finite."""
     return x * (jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-12) * x.shape[-1] ** 0.5)
 
 
 def rotate(x_bnsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding on the first 2·cos.shape[-1] channels of each head, halves paired (docs/reference.md §1.3)."""
+    """Apply RoPE to the first 2·cos.shape[-1] channels of each head, rotate-half style (docs/reference.md §1.3)."""
     half = cos.shape[-1]
     first, second, rest = jnp.split(x_bnsc, [half, 2 * half], axis=-1)
     cos, sin = cos[:, None], sin[:, None]
@@ -160,7 +166,7 @@ def _unsupported(
     if why := other_dtypes("the mix", u, current, delayed):
         return why
     c, pairs = u.shape[3], rotary[0].shape[2]
-    # Ranges of channels are sides of products, which tensor cores do by 16; interpreted, any power of two does.
+    # Channel ranges are matmul dimensions, which tensor cores need in multiples of 16; emulation needs powers of two.
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
     if any(size & (size - 1) for size in (c, pairs, rest)) or c < 16 or pairs < least or 0 < rest < least:
@@ -181,7 +187,7 @@ def _kernel(
     dtype = u_bsnc.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
     u_before = halo.u_bwnc.astype(dtype)
-    if rows == 0:  # a kernel takes no empty array; nothing reads this one
+    if rows == 0:  # kernels do not support empty arrays; this one is not read
         u_before = jnp.zeros((u_bsnc.shape[0], 1, *u_bsnc.shape[2:]), dtype)
     start = jnp.zeros(delayed_bsx.shape[2:], dtype) if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
@@ -199,7 +205,7 @@ def _mix(architecture: str, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Arr
 
 
 def _rounded(x: MixArrays) -> MixArrays:
-    """Products take both sides in one dtype, that of the projections."""
+    """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
     return x._replace(grouped_wncc=x.grouped_wncc.astype(x.u_bsnc.dtype))
 
 
@@ -209,7 +215,7 @@ def _mix_forward(architecture: str, x: MixArrays) -> tuple[tuple[jax.Array, jax.
 
 def _mix_backward(architecture: str, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
     gradients = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)._asdict()
-    # None is zero: of documents, and of the rotary tables, whose gradient nobody asks for.
+    # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
     parts = {name: None if name not in gradients else gradients[name].astype(part.dtype)
              for name, part in x._asdict().items()}  # fmt: skip
     return (MixArrays(**parts),)  # pyright: ignore[reportArgumentType]
@@ -233,8 +239,8 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
         return mix(u, current, delayed, halo, segments, tables, parameters, None)
 
     half = Input((2, ROWS, k * c // 2))
-    # The temperatures stand behind the last bias: gradients of a few numbers, whose addends may cancel, are to be
-    # exact compared with those of many.
+    # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
+    # relative error would be large.
     weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n + 1, c)))
     return {"cca_mix": Check(run, (Input((2, ROWS, n, c)), half, half, *weights), 3)}
 

@@ -1,10 +1,9 @@
-"""Dropless top-1 dispatch: sort tokens by expert, grouped SwiGLU, put them back (docs/reference.md §1.4, §1.5).
+"""Dropless top-1 dispatch: sort tokens by expert, apply a grouped SwiGLU, undo the sort (docs/reference.md §1.4, §1.5).
 
-The kernels take two launches forward and four backward. Tokens are read from and written to where they stand, so that
-none is moved between launches, and what is elementwise is done in the launch of a product: the weight of a token behind
-the second product, SwiGLU behind the first, SwiGLU's gradient behind the gradient of the second. What the backward
-wants of the forward, the sorted rows' gate and up [t, 2f], is named `MATMUL_OUTPUT`: where it is kept, the backward
-multiplies nothing again.
+The kernels take two launches forward and four backward. They gather and scatter tokens in place of separate
+permutations, and fuse elementwise work into the matmuls: SwiGLU into the first, the token's weight into the second, and
+SwiGLU's gradient into the gradient of the second. The backward pass needs the sorted gate and up projections [t, 2f],
+named `MATMUL_OUTPUT`: if rematerialization saves them, no matmul is recomputed.
 """
 
 import functools
@@ -27,15 +26,15 @@ def dispatch_experts(
     h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array,
     **products: Any,
 ) -> jax.Array:  # fmt: skip
-    """Each token through the SwiGLU of its expert, times its weight.
+    """Apply to each token the SwiGLU of its expert, times its weight.
 
     Args:
       h_td: tokens.
-      expert_t: int32 class of each token; values from e on (skip, padding) get zero and cost nothing.
+      expert_t: int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
       weight_t: fp32 factor of each token's output.
       gate_up_edf: [e, d, 2f], gate then up.
       down_efd: [e, f, d].
-      products: implementations of the operations of `grouped_matmul`, by their names.
+      products: implementations of the operations of `grouped_matmul`, by name.
 
     Returns:
       [t, d] in the dtype of `h_td`.
@@ -50,7 +49,7 @@ def dispatch_experts(
 
 
 def _sort(expert_t: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
-    """The stable order of tokens by class, and how many each expert has."""
+    """Return the stable sort order of tokens by class, and the number of tokens of each expert."""
     sizes_e = jnp.zeros(experts + 1, jnp.int32).at[expert_t].add(1)[:experts]
     return jnp.argsort(expert_t, stable=True), sizes_e
 
@@ -62,7 +61,7 @@ def _swiglu(gate_up: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def permute(x_td: jax.Array, order: jax.Array, inverse: jax.Array) -> jax.Array:
-    """`x_td[order]`; the gradient is a gather by `inverse`, not the scatter autodiff would make."""
+    """Return `x_td[order]`; its gradient is a gather by `inverse`, instead of the scatter that autodiff would use."""
     return jnp.take(x_td, order, axis=0, unique_indices=True, mode="clip")
 
 
@@ -89,10 +88,10 @@ def _unsupported(
         return why
     (t, d), (e, f, _) = h.shape, down.shape
     if gate_up.shape != (e, d, 2 * f) or down.shape[2] != d:
-        return (f"Experts take matrices [e, d, 2f] and [e, f, d], not {gate_up.shape} and {down.shape}, "
+        return (f"The experts kernels need matrices [e, d, 2f] and [e, f, d], not {gate_up.shape} and {down.shape}, "
                 f"for tokens {h.shape}.")  # fmt: skip
     if expert.shape != (t,) or weight.shape != (t,):
-        return f"Each of {t} tokens has a class and a weight; {expert.shape} and {weight.shape} came."
+        return f"Class and weight of {t} tokens must have shape {(t,)}, not {expert.shape} and {weight.shape}."
     return ""
 
 
@@ -101,7 +100,7 @@ def _kernel(
     down_efd: jax.Array,
 ) -> jax.Array:  # fmt: skip
     order, sizes_e = _sort(expert_t, down_efd.shape[0])
-    order = checkpoint_name(order, MATMUL_OUTPUT)  # 4 bytes a token, for a sort less
+    order = checkpoint_name(order, MATMUL_OUTPUT)  # saves a sort for 4 bytes per token
     out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
     return checkpoint_name(out_td, MATMUL_OUTPUT)
 

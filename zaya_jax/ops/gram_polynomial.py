@@ -1,4 +1,4 @@
-"""A polynomial of Gram matrices: of symmetric products, of which kernels do only one half (docs/reference.md §3.2)."""
+"""A polynomial of Gram matrices; the kernels compute only half of each symmetric matmul (docs/reference.md §3.2)."""
 
 import math
 from typing import Any
@@ -13,19 +13,19 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 
 def gram_polynomial(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.Array) -> jax.Array:
-    """bG + cG², where G = s²XXᵀ; it is not differentiated.
+    """Compute bG + cG² with G = s²XXᵀ; not differentiable.
 
     Args:
-      x_xpq: matrices in the last two axes, any axes before.
-      b: scalar, in the dtype that sums are to have.
-      c: likewise.
-      scale_x: s of each matrix, in the dtype of sums.
+      x_xpq: matrices in the last two axes, after any batch axes.
+      b: scalar, in the accumulation dtype.
+      c: scalar, in the accumulation dtype.
+      scale_x: s of each matrix, in the accumulation dtype.
 
     Returns:
-      [x, p, p] in the dtype of `x_xpq`, by kernels exactly symmetric. G is rounded to that dtype before it is
-      squared, and only there.
+      [x, p, p] in the dtype of `x_xpq`; exactly symmetric with kernels. G is rounded to that dtype before it is
+      squared.
     """
-    # The square of a scale may be out of the range of sums.
+    # Two multiplications, since the square of a scale may overflow.
     scale_x11 = scale_x[..., None, None]
     gram_xpp = product(x_xpq, jnp.swapaxes(x_xpq, -1, -2), b.dtype) * scale_x11 * scale_x11
     low = gram_xpp.astype(x_xpq.dtype)
@@ -33,8 +33,8 @@ def gram_polynomial(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.A
 
 
 def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> jax.Array:
-    """Of stacks of matrices of one dtype; the result is as its sums are."""
-    # Some GPUs would round fp32 operands to TF32; those in bf16 are exact whatever the precision.
+    """Multiply stacks of matrices of one dtype; the result has the accumulation dtype `sums`."""
+    # Some GPUs would round fp32 operands to TF32; bf16 operands are exact at any precision.
     precision = jax.lax.Precision.HIGHEST if left.dtype != jnp.bfloat16 else None
     return jnp.matmul(left, right, precision=precision, preferred_element_type=sums)
 
@@ -42,7 +42,7 @@ def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> ja
 def _unsupported(_architecture: str, x: jax.Array, b: jax.Array, _c: jax.Array, _scale: jax.Array) -> str:
     if x.dtype in DTYPES and b.dtype == jnp.float32:
         return ""
-    return ("Kernels of symmetric products take bfloat16 or float32 and sum in float32, but this one is of "
+    return ("The gram_polynomial kernels support bfloat16 or float32 with sums in float32, not "
             f"{x.dtype} with sums in {b.dtype}.")  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def _kernel(architecture: str, x_xpq: jax.Array, b: jax.Array, c: jax.Array, sca
 def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(gram_polynomial: Any, x: jax.Array) -> jax.Array:
         sums = accumulation_dtype(x.dtype)
-        scale = jnp.full(x.shape[:1], (x.shape[1] * x.shape[2]) ** -0.5, sums)  # as Newton–Schulz begins
+        scale = jnp.full(x.shape[:1], (x.shape[1] * x.shape[2]) ** -0.5, sums)  # as in the first Newton–Schulz step
         return gram_polynomial(x, jnp.asarray(-4.775, sums), jnp.asarray(2.0315, sums), scale)
 
     matrix = Input((2, model.hidden_size, 2 * model.expert_size))

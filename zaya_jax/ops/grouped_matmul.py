@@ -1,9 +1,8 @@
-"""Products of sorted rows with the matrix of their group, dropless, for any split into groups.
+"""Grouped matmul: rows sorted by group times the matrix of their group, dropless for any group sizes.
 
-Rows stand sorted by group; group e owns `sizes_e[e]` of them, and rows past the sum of the sizes (the skip class,
-padding) are ignored and yield zeros. The product and each of its gradients are separate operations, each with its
-kernel. The references loop over blocks of rows and do only the work there is: `jax.lax.ragged_dot`
-multiplies every row with every expert, on a CPU always and on GPUs usually.
+Group e has `sizes_e[e]` consecutive rows. Rows past the sum of the sizes (skip, padding) are ignored and give zeros.
+The product and its two gradients are separate operations, each with its own kernel. The references loop over blocks of
+rows to do only the necessary work; `jax.lax.ragged_dot` multiplies every row by every matrix on CPUs and on most GPUs.
 """
 
 import functools
@@ -24,12 +23,12 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def grouped_product(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    """`x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
+    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
 
     Args:
       x_tp: rows sorted by group, float.
-      w_epq: one matrix a group.
-      sizes_e: int32 rows of each group; their sum is at most t.
+      w_epq: one matrix for each group.
+      sizes_e: int32 number of rows of each group; the sum is at most t.
 
     Returns:
       [t, q] in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
@@ -38,12 +37,12 @@ def grouped_product(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> ja
 
 
 def grouped_product_transposed(x_tq: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    """`x_tq[rows of e] @ w_epq[e].T` for every group e, [t, p], as `grouped_product`."""
+    """Compute `x_tq[rows of e] @ w_epq[e].T` for every group e, [t, p]; otherwise like `grouped_product`."""
     return _blocks_times_matrix(x_tq, w_epq, sizes_e, transpose=True)
 
 
 def grouped_outer(x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    """`x_tp[rows of e].T @ y_tq[rows of e]` for every group e, [e, p, q] in the dtype of `x_tp`, sums in fp32."""
+    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, [e, p, q] in the dtype of `x_tp`, fp32 sums."""
     return _sum_of_outer_products(x_tp, y_tq, sizes_e).astype(x_tp.dtype)
 
 
@@ -51,7 +50,7 @@ def grouped_matmul(
     x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
     grouped_product_transposed: Product = grouped_product_transposed, grouped_outer: Product = grouped_outer,
 ) -> jax.Array:  # fmt: skip
-    """`grouped_product`, whose gradients are those of the other two; takes the implementations of all three."""
+    """Differentiable `grouped_product`; takes the implementations of the product and of its two gradients."""
     return _grouped_matmul((grouped_product, grouped_product_transposed, grouped_outer), x_tp, w_epq, sizes_e)
 
 
@@ -97,7 +96,7 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
 
 @jax.jit
 def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    x_pt = x_tp.T  # once and for all groups, or each block's product would transpose its own
+    x_pt = x_tp.T  # transposed once here instead of in each block's matmul
 
     def one_group(_: None, group: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
         def one_block(dw: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
@@ -113,10 +112,10 @@ def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Arr
 
 def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], carry: jax.Array, start: jax.Array,
                  size: jax.Array, rows: int) -> jax.Array:  # fmt: skip
-    """`body(carry, first row of a block, which of its rows are the group's)` over the rows of a group.
+    """Call `body(carry, first row of a block, mask of the group's rows)` over the rows of a group.
 
-    Blocks of the largest size, then one of the smallest that holds what is left: a product has a fixed price,
-    so that few blocks are cheap, and a row too many has its own.
+    It uses blocks of the largest size, then the smallest block that holds the rest: each matmul has a fixed cost, and
+    each superfluous row, too.
     """
     blocks = [block for block in ROW_BLOCKS if block <= rows] or [rows]
     whole = size // blocks[-1]
@@ -126,7 +125,7 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
         base, count = (0, whole + needed) if block == blocks[-1] else (whole * blocks[-1], needed)
 
         def one(index: jax.Array, carry: jax.Array, base: Any = base, block: int = block) -> jax.Array:
-            # A block past the end of all rows is moved back; what it covers again is not its own.
+            # A block past the last row is moved back; the mask excludes rows of the block before.
             wanted = start + base + index * block
             first = jnp.minimum(wanted, rows - block)
             row = first + jnp.arange(block)
@@ -140,12 +139,12 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 
 
 def _unsupported(inner: int, _architecture: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> str:
-    """`inner` is the axis of the matrices that is summed over."""
+    """Return why the kernel does not support the arguments, or ''; `inner` is the contracted axis of the matrices."""
     if why := other_dtypes("grouped products", x, w):
         return why
     if x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
-    return ("A grouped product takes rows [t, p], matrices [e, p, q] and sizes [e], "
+    return ("The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], "
             f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
 
 
@@ -165,19 +164,19 @@ def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: 
 
 
 def split(groups: int, rows: int) -> np.ndarray:
-    """int32 [groups]: three tenths of the rows to the first, none to the last of several, a tenth to no group."""
+    """Split rows into groups for a check: 30 % to the first, none to the last, 10 % to no group; int32 [groups]."""
     shares = [0.3, *[0.6 / max(groups - 2, 1)] * (groups - 2), 0.0][:groups]
     return (np.array(shares) * rows).astype(np.int32)
 
 
 def _inputs(model: ModelConfig) -> tuple[Input, Input, Input]:
-    """Rows of tokens, rows of gate and up, matrices between."""
+    """Return rows of width d, rows of width 2f, and the matrices between them."""
     d, f = model.hidden_size, 2 * model.expert_size
     return Input((ROWS, d)), Input((ROWS, f)), Input((min(model.num_experts, 4), d, f), d**-0.5)
 
 
 def _operation(reference: Product, arrays: tuple[int, int], kernel: Kernel) -> Operation:
-    """One of the three; `arrays` are those of `_inputs` that its check takes."""
+    """Make one of the three operations; `arrays` are the indices of `_inputs` that its check takes."""
     name: str = reference.__name__  # pyright: ignore[reportFunctionMemberAccess]
 
     def checks(model: ModelConfig, _training: bool) -> dict[str, Check]:

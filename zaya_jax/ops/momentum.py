@@ -13,26 +13,26 @@ from zaya_jax.ops.precision import accumulation_dtype
 
 Scalar = jax.Array | float | bool
 Pair = tuple[jax.Array, jax.Array]
-# How a leaf is moved wherever it lies: (name, its gradient and momentum, numbers, what is done to each element, what is
-# done to whole matrices) → the new momentum and the matrices, placed as the leaf.
+# OnMatrices updates a leaf however it is sharded: (name, (gradient, momentum), numbers, elementwise function, function
+# of whole matrices) → (new momentum, result), sharded like the leaf.
 Local = Callable[[jax.Array, jax.Array, jax.Array], Pair]  # numbers, gradient, momentum → new momentum, direction
-OfMatrices = Callable[[jax.Array], jax.Array]  # [stack, p, q] → the same shape, each matrix on its own
+OfMatrices = Callable[[jax.Array], jax.Array]  # [stack, p, q] → the same shape, each matrix separately
 OnMatrices = Callable[[str, Pair, jax.Array, Local, OfMatrices], Pair]
 
 
 def momentum_numbers(
     coefficients: tuple[Scalar, Scalar, Scalar, Scalar], factor: Scalar, skip: Scalar, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """The numbers that `step_momentum` takes.
+    """Pack the scalars that `step_momentum` takes.
 
     Args:
       coefficients: a, b, c, d.
-      factor: of the gradient.
-      skip: whether momentum is to stay as it is.
-      dtype: of the momentum.
+      factor: factor of the gradient.
+      skip: whether the momentum must stay unchanged.
+      dtype: dtype of the momentum.
 
     Returns:
-      [6]: factor, 1 or 0 for `skip`, coefficients.
+      [6] in `dtype`: factor, `skip` as 1 or 0, coefficients.
     """
     return jnp.stack([jnp.asarray(number, dtype) for number in (factor, skip, *coefficients)])
 
@@ -40,16 +40,18 @@ def momentum_numbers(
 def step_momentum(
     gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, jax.Array]:
-    """a·m + b·g, where g is the gradient times a factor, and c of it + d·g; it is not differentiated.
+    """Compute the new momentum m' = a·m + b·g and the direction c·m' + d·g; not differentiable.
+
+    g is the gradient times the factor in `numbers`.
 
     Args:
-      gradient: of any shape.
+      gradient: any shape.
       momentum: m, of the same shape, at least fp32.
-      numbers: of `momentum_numbers`, in the dtype of `momentum`.
-      dtype: of the second result.
+      numbers: result of `momentum_numbers`, in the dtype of `momentum`.
+      dtype: dtype of the direction.
 
     Returns:
-      The new momentum, or where the step is skipped m, bit for bit; and the direction, which says nothing then.
+      The new momentum, or m bitwise unchanged if the step is skipped; and the direction, undefined if it is.
     """
     factor, skip, a, b, c, d = numbers
     scaled = factor * gradient.astype(momentum.dtype)
@@ -62,8 +64,8 @@ def _unsupported(
 ) -> str:
     if gradient.dtype in DTYPES and jnp.dtype(dtype) in DTYPES and momentum.dtype == jnp.float32:
         return ""
-    return ("The kernel of momentum takes gradients and gives directions in bfloat16 or float32, with momentum in "
-            f"float32, but these are {gradient.dtype} and {jnp.dtype(dtype)}, with momentum in {momentum.dtype}."
+    return ("The momentum kernel supports gradients and directions in bfloat16 or float32, with momentum in float32, "
+            f"not {gradient.dtype} and {jnp.dtype(dtype)}, with momentum in {momentum.dtype}."
             )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def _kernel(
 
 def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(momentum: Any, gradient: jax.Array, old: jax.Array) -> Any:
-        """A step, and one that is skipped for a gradient that is not finite; in the dtypes of training."""
+        """Run one step, and one that is skipped because of a NaN gradient, in the dtypes of training."""
         exact = accumulation_dtype(old.dtype)
 
         def step(gradient: jax.Array, *, skip: bool) -> tuple[jax.Array, jax.Array]:

@@ -1,3 +1,3 @@
-"""Names of intermediate values, by which a rematerialisation policy can keep them."""
+"""Names of intermediate values, by which a rematerialization policy can save them."""
 
-MATMUL_OUTPUT = "product"  # what is dear to compute again: results of matrix products and of attention
+MATMUL_OUTPUT = "product"  # expensive to recompute: results of matmuls and of attention

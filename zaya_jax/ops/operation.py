@@ -1,4 +1,4 @@
-"""What an operation is: a reference, kernels in order of preference, and the checks that each of them has to pass."""
+"""The definition of an operation: a reference, kernels in order of preference, and checks that kernels must pass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,23 +11,23 @@ import numpy as np
 from pallas_kernels.tiles import PLATFORMS
 from zaya_jax.config import ModelConfig
 
-# The norm of the difference over the norm of the exact result, of outputs and gradients, the largest: a few
-# roundings of a dtype whose own relative error is at most 6e-8, or 4e-3. TF32 products, 5e-4, pass as fp32.
+# Largest relative error (norm of the difference / norm of the exact result) over outputs and gradients. It allows a few
+# roundings of the dtype, whose relative error is 6e-8 (fp32) or 4e-3 (bf16); TF32 matmuls, 5e-4, pass as fp32.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 3e-2}
-DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that kernels do
-ROWS = 384  # tokens of a check: several tiles of every kernel, the last of them ragged
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))  # that kernels support
+ROWS = 384  # tokens in a check: several tiles of every kernel, the last one partial
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """An implementation of an operation that only some devices have.
+    """An implementation of an operation for some platforms.
 
     Attributes:
       name: unique among the kernels of its operation.
       run: takes the architecture (`pallas_kernels.tiles.tile`), then the arguments of the reference.
-      supports: takes the same, looks at shapes, dtypes and static arguments (window, with or without segments) alone,
-        and returns the reason why `run` cannot do them, a sentence; '' where it can.
-      platforms: which have it.
+      supports: takes the same arguments, and returns '' if `run` supports their shapes, dtypes and static values, else
+        a sentence that says why not.
+      platforms: platforms that have it.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Kernel:
 
 
 class Input(NamedTuple):
-    """An array of a check: normal numbers of this shape, standard deviation and mean."""
+    """An array of a check: normally distributed, with this shape, standard deviation and mean."""
 
     shape: tuple[int, ...]
     scale: float = 1.0
@@ -49,11 +49,11 @@ class Check(NamedTuple):
 
     Attributes:
       run: takes an implementation of the operation, then the arrays, and returns its outputs.
-      inputs: of the arrays. They are rounded to the dtype that is checked before either side gets them.
-      rows: the number of leading arrays that `run` also takes with each element of their first axis repeated. Outputs
-        are then repeated likewise; without a gradient some may be sums over that axis, that many times as large.
-      gradient: whether the gradient of each array is checked as well.
-      tolerance: by dtype.
+      inputs: descriptions of the arrays, which are rounded to the checked dtype for both sides.
+      rows: number of leading arrays whose rows can be repeated, to make them large. Outputs must then be repeated, too;
+        without a gradient, an output may instead be a sum over rows, which grows by the number of repeats.
+      gradient: whether to check the gradient of each array, too.
+      tolerance: largest relative error, by dtype.
     """
 
     run: Callable[..., Any]
@@ -68,12 +68,11 @@ class Operation:
     """An operation of the model or the optimizer.
 
     Attributes:
-      name: as `registry.OPERATIONS` has it; of what the model calls that of the field of `Ops`.
-      reference: plain JAX for any device and dtype, which says what is right.
-      checks: from a model, whose widths its arrays have, and whether it is trained, or only run forward, to checks by
-        name; none where the operation is not used.
+      name: key in `registry.OPERATIONS`, and the field of `Ops` if the model calls it directly.
+      reference: plain JAX for any device and dtype; defines the correct result.
+      checks: (model, whether it is trained) → checks by name, at the model's widths; {} if it is not used.
       kernels: in order of preference.
-      uses: other operations that the reference takes as keyword arguments of their names.
+      uses: other operations that the reference takes as keyword arguments of the same names.
     """
 
     name: str
@@ -83,24 +82,28 @@ class Operation:
     uses: tuple[str, ...] = ()
 
     def kernels_for(self, platform: str) -> list[Kernel]:
-        """Those that the platform has, in order of preference."""
+        """Return the kernels for a platform, in order of preference."""
         return [kernel for kernel in self.kernels if platform in kernel.platforms]
 
     def kernel(self, name: str) -> Kernel:
-        """The kernel of that name."""
+        """Return a kernel by name."""
         return next(kernel for kernel in self.kernels if kernel.name == name)
 
 
 def other_dtypes(what: str, *arrays: jax.Array) -> str:
-    """Why a kernel of `what` does not take the arrays together; '' where all are bf16, or all fp32."""
+    """Return '' if all arrays are bf16 or all are fp32, else a sentence that says why a kernel needs that."""
     dtypes = [jnp.dtype(array.dtype) for array in arrays]
     if dtypes[0] in DTYPES and len({*dtypes}) == 1:
         return ""
-    return f"The kernels of {what} take all of bfloat16 or all of float32, not {', '.join(x.name for x in dtypes)}."
+    names = ", ".join(x.name for x in dtypes)
+    return f"The kernels for {what} need all arrays in bfloat16 or all in float32, not {names}."
 
 
 def documents(rows: int) -> jax.Array:
-    """int32 [rows, ROWS]: two documents and padding in the first half of the rows; each other row is one document."""
+    """Make documents for a check, int32 [rows, ROWS].
+
+    Rows of the first half have two documents and padding, rows of the second half one document.
+    """
     segments = np.ones((2, ROWS), np.int32)
     segments[0, 100:350], segments[0, 350:] = 2, 0
     return jnp.repeat(jnp.asarray(segments), rows // 2, axis=0)

@@ -1,4 +1,4 @@
-"""Newton–Schulz: the nearest matrix with orthonormal rows, by products alone (docs/reference.md §3.1)."""
+"""Newton–Schulz iteration: approximately orthogonalize matrices with matmuls only (docs/reference.md §3.1)."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ SMALLEST_NORM = 1e-7
 
 
 def _shrunk(triple: Triple, factor: float) -> Triple:
-    """The quintic `triple` of x / factor."""
+    """Return the coefficients of the quintic `triple` applied to x / factor."""
     a, b, c = triple
     return a / factor, b / factor**3, c / factor**5
 
@@ -34,8 +34,8 @@ _POLAR_EXPRESS: tuple[Triple, ...] = (
 )
 _SAFETY = 1.01
 
-# The paper divides its triples but the last by the safety factor, and the norm's quotient as well, which is the
-# first triple divided once more. Unshrunk, the sequence diverges from 1.001 on, where bf16 may round a σ of 1.
+# The paper divides all triples but the last by the safety factor, and also the initial x, which is the same as dividing
+# the first triple twice. Without it, the sequence diverges for σ > 1.001, to which bf16 may round a σ of 1.
 COEFFICIENTS: dict[Coefficients, tuple[Triple, ...]] = {
     "standard": ((3.4445, -4.7750, 2.0315),),
     "dion": (
@@ -57,12 +57,12 @@ def orthogonalize(
     m_xpq: jax.Array, *, steps: int, dtype: jax.typing.DTypeLike, coefficients: Coefficients = "standard",
     gram_polynomial: Callable[..., jax.Array] = gram_polynomial,
 ) -> jax.Array:  # fmt: skip
-    """UVᵀ of each matrix's singular value decomposition UΣVᵀ, approximately.
+    """Approximate UVᵀ of each matrix's singular value decomposition UΣVᵀ.
 
-    After five steps singular values lie within the band below if they were at least 0.003 of the matrix's
-    Frobenius norm (a 2,048 × 2,048 matrix with all of them equal has 0.022). Smaller ones end between 0 and
-    the band's upper end. For fp32 this is the polynomial's range; for bf16 it is measured, over 46,000
-    matrices of up to 128 × 128, and has its low end where rounding the matrix makes a small value smaller.
+    After five steps, singular values of at least 0.003 times the Frobenius norm are in the range below (for comparison:
+    2,048 equal singular values are 0.022 each). Smaller ones end between 0 and the upper bound. The fp32 range is that
+    of the polynomial. The bf16 range was measured on 46,000 matrices of up to 128 × 128; its lower bound comes from
+    rounding the matrix, which can shrink small singular values.
 
     ================  ==================  ====================
     coefficients      fp32 iterates       bf16 iterates
@@ -73,25 +73,25 @@ def orthogonalize(
     ================  ==================  ====================
 
     Args:
-      m_xpq: matrices in the last two axes, any axes before. In the dtype of the iterates, and not taller
-        than wide, they are read as they are; norms are taken into the first step, and no normalised copy is written.
-      steps: of the quintic iteration X ← aX + (bA + cA²)X, A = XXᵀ, at least 1. Fewer than a sequence has
-        triples take its first, more repeat its last.
-      dtype: of the iterates; sums are in fp32 whatever it is.
+      m_xpq: matrices in the last two axes, after any batch axes. No normalized copy is written: the first step applies
+        the norm. A copy is only needed for another dtype than `dtype`, or for matrices that are taller than wide.
+      steps: number of iterations X ← aX + (bA + cA²)X with A = XXᵀ, at least 1. Fewer steps than the sequence has
+        triples use the first ones; more repeat the last one.
+      dtype: dtype of the iterates; sums are always in fp32.
       coefficients: 'standard' is one triple for every step (Jordan's Muon, docs/reference.md §3.1); 'dion' is five
-        (Dion, arXiv 2504.05295, as Optax has them); 'polar_express' is eight (arXiv 2505.16932,
-        algorithm 1, with its safety factor of 1.01 on the triples but the last, and on the norm).
-      gram_polynomial: the implementation of that operation.
+        (Dion, arXiv 2504.05295, as in Optax); 'polar_express' is eight (arXiv 2505.16932, algorithm 1, with its
+        safety factor of 1.01).
+      gram_polynomial: implementation of that operation.
 
     Returns:
-      fp32, of the same shape. It does not depend on a matrix's scale, unless its norm is under 1e-7: from there
-      the result goes to 0 with it. A norm whose square is beyond fp32 (1.8e19) gives what is not finite.
+      fp32, of the same shape. The scale of a matrix does not matter, unless its norm is below 1e-7, where the result
+      goes to 0 with it, or above 1.8e19, whose square overflows fp32.
 
     Raises:
-      ValueError: there are no two axes, or no steps.
+      ValueError: `m_xpq` has fewer than two axes, or `steps` is below 1.
     """
     if m_xpq.ndim < 2 or steps < 1:
-        raise ValueError(f"Newton–Schulz takes matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
+        raise ValueError(f"Newton–Schulz needs matrices and at least 1 step, not shape {m_xpq.shape}, {steps} steps")
     sums = accumulation_dtype(m_xpq.dtype)
     triples = COEFFICIENTS[coefficients]
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
@@ -104,7 +104,7 @@ def orthogonalize(
 
     p, q = m_xpq.shape[-2:]
     x = m_xpq.astype(dtype)
-    if p > q:  # the Gram matrix is taken of the shorter side
+    if p > q:  # so that the Gram matrix is that of the shorter side
         x = jnp.swapaxes(x, -1, -2)
     norm_x = jnp.linalg.norm(x.astype(sums), axis=(-2, -1))
     (x, _), _ = jax.lax.scan(step, (x, 1 / jnp.maximum(norm_x, SMALLEST_NORM)), table)
@@ -116,7 +116,7 @@ def _checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(orthogonalize: Callable[..., jax.Array], m: jax.Array) -> jax.Array:
         return orthogonalize(m, steps=5, dtype=m.dtype)
 
-    # A rounding of a small singular value grows by up to 3.4 in each of the five steps.
+    # Rounding errors of small singular values grow by up to 3.4 in each of the five steps.
     tolerance = {"float32": 1e-3, "bfloat16": 1e-1}
     matrix = Input((2, model.hidden_size, 2 * model.expert_size))
     return {"orthogonalize": Check(run, (matrix,), 1, gradient=False, tolerance=tolerance)} if training else {}

@@ -1,7 +1,8 @@
-"""All operations, and which implementation of each is used: the first that the device has, takes the shapes, is right.
+"""The registry of operations, and the selection of their implementations.
 
-A kernel that fails its trial is rejected in the whole process: training, evaluation, generation and benchmarks select
-from what is left.
+For each operation it selects the first kernel that the device has, that supports the shapes, and that gives correct
+results. A kernel that fails validation is rejected for the whole process, in training, evaluation, generation and
+benchmarks; then the next kernel, or the reference, is used.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from zaya_jax.ops.residual_norm import RESIDUAL_NORM
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
 from zaya_jax.ops.target import Target
 
-# Those that others use stand behind them.
+# Operations come before those that they use.
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
@@ -39,7 +40,7 @@ OPERATIONS: dict[str, Operation] = {
 }  # fmt: skip
 
 _rejected: dict[tuple[Target, str, str], str] = {}  # (target, operation, kernel) → why
-_passed: dict[tuple[Any, ...], bool] = {}  # what was tried → whether large arrays were too
+_passed: dict[tuple[Any, ...], bool] = {}  # what was validated → whether on large arrays, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,9 +49,9 @@ class KernelSelection:
 
     Attributes:
       target: the kind of device.
-      chosen: the name of the kernel, by operation; the others are done by their references.
-      reasons: why a preferred kernel is not used, a sentence by operation and kernel.
-      untried: operations whose kernel was not tried on arrays beyond 4 GiB.
+      chosen: name of the kernel, by operation; other operations use their references.
+      reasons: a sentence why a preferred kernel is not used, by operation and kernel.
+      untried: operations whose kernel was not checked on arrays above 4 GiB.
     """
 
     target: Target
@@ -60,11 +61,11 @@ class KernelSelection:
 
     @functools.cached_property
     def ops(self) -> Ops:
-        """The record of implementations that the model and the optimizer call."""
+        """The implementations that the model and the optimizer call."""
         return Ops(**{name: self.implementation(name) for name in OPERATIONS.keys() & _FIELDS})
 
     def implementation(self, name: str) -> Callable[..., Any]:
-        """The function that does an operation."""
+        """Return the implementation of an operation."""
         operation = OPERATIONS[name]
         if name in self.chosen:
             return _bound(operation.kernel(self.chosen[name]), self.target)
@@ -72,17 +73,17 @@ class KernelSelection:
         return functools.partial(operation.reference, **used) if used else operation.reference
 
     def without(self, names: Collection[str]) -> "KernelSelection":
-        """The same with the references of the named operations."""
+        """Return the selection with references for the named operations."""
         return dataclasses.replace(self, chosen={name: k for name, k in self.chosen.items() if name not in names})
 
     @property
     def kernels(self) -> dict[str, str]:
-        """`chosen`, without the parts of operations that have a kernel as a whole."""
+        """`chosen`, without operations that only a replaced reference would use."""
         whole = {part for name in self.chosen for part in OPERATIONS[name].uses}
         return {name: kernel for name, kernel in self.chosen.items() if name not in whole}
 
     def __str__(self) -> str:
-        """One line for a person."""
+        """Describe the selection in one line."""
         if self.target.platform not in PLATFORMS:
             return f"There are no kernels for {self.target.platform}: XLA runs all operations."
         said = [f"Kernels for {self.target.device_kind}: {', '.join(self.kernels) or 'none'}."]
@@ -96,18 +97,20 @@ _FIELDS = {field.name for field in dataclasses.fields(Ops)}
 
 
 def preferred_kernels(target: Target) -> KernelSelection:
-    """The first kernel of each operation that the platform has, whatever it supports and whether it is right."""
+    """Select the first kernel of each operation for the platform, without checking shapes or results."""
     kernels = {name: operation.kernels_for(target.platform) for name, operation in OPERATIONS.items()}
     return KernelSelection(target, {name: of_platform[0].name for name, of_platform in kernels.items() if of_platform})
 
 
 def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSelection:
-    """The first kernel of each operation that takes the shapes of `model` and is not rejected; nothing is compiled.
+    """Select the first kernel of each operation that supports the shapes of `model` and was not rejected.
+
+    Nothing is compiled.
 
     Args:
-      target: what is compiled for.
-      model: whose operations they are.
-      dtype: 'float32' or 'bfloat16'; in 'float64' everything is left to the references.
+      target: kind of device.
+      model: architecture, for the shapes.
+      dtype: 'float32' or 'bfloat16'; 'float64' always uses the references.
     """
     chosen: dict[str, str] = {}
     reasons: dict[tuple[str, str], str] = {}
@@ -122,7 +125,7 @@ def select_kernels(target: Target, model: ModelConfig, dtype: str) -> KernelSele
 
 
 def _unsupported(operation: Operation, kernel: Kernel, target: Target, model: ModelConfig, dtype: str) -> str:
-    """Why the kernel does not take what the checks of the operation give it; '' where it does."""
+    """Return why the kernel does not support the arguments of the operation's checks; '' if it does."""
     reasons = []
 
     def implementation(*arguments: Any, **options: Any) -> Any:
@@ -148,21 +151,24 @@ def _bound(kernel: Kernel, target: Target) -> Callable[..., Any]:
 def validate_kernels(
     selection: KernelSelection, model: ModelConfig, dtype: str, *, training: bool = True, large: int | None = None
 ) -> KernelSelection:
-    """Try each selected kernel once in the process, on this process's first device, at the widths of `model`.
+    """Check each selected kernel once in this process, on its first device, at the widths of `model`.
 
-    A kernel must agree with double precision, forward and backward, and with itself on arrays beyond 4 GiB where these
-    fit. One that does not, or does not compile or run, is rejected with a `UserWarning`, and the next of its operation
-    is tried.
+    A kernel must agree with the reference in double precision, forward and backward, and with itself on arrays above
+    4 GiB, if they fit. A kernel that does not, or that fails to compile or run, is rejected with a `UserWarning`, and
+    the operation's next kernel is checked.
 
     Args:
-      selection: of `select_kernels`.
-      model: whose operations they are.
-      dtype: of `select_kernels`.
-      training: whether gradients and the optimizer's operations are tried too.
-      large: bytes of the large arrays; `selfcheck.LARGE` on a GPU and none emulated where None.
+      selection: result of `select_kernels`.
+      model: architecture, for the widths.
+      dtype: the same as in `select_kernels`.
+      training: whether to check gradients and the optimizer's operations, too.
+      large: bytes of the large arrays, 0 for none; None for `selfcheck.LARGE` on GPUs and 0 in emulation.
+
+    Returns:
+      The selection of kernels that passed.
 
     Raises:
-      InputError: JAX_PLATFORMS leaves out the CPU, in whose double precision kernels are checked.
+      InputError: JAX_PLATFORMS excludes the CPU, which computes the reference.
     """
     if selection.kernels:
         host_cpu()
@@ -189,7 +195,7 @@ def validate_kernels(
 def _try(
     selection: KernelSelection, name: str, model: ModelConfig, dtype: str, training: bool, large: int
 ) -> tuple[str, bool]:
-    """Why the chosen kernel of an operation is not right, '' where it is; and whether large arrays were tried."""
+    """Check one kernel; returns why it is wrong ('' if it is not), and whether it was checked on large arrays."""
     operation, implementation, fits = OPERATIONS[name], selection.implementation(name), True
     try:
         for check in operation.checks(model, training).values():
@@ -200,13 +206,13 @@ def _try(
             for where, error in errors.items():
                 if not error <= check.tolerance[dtype]:  # written so that NaN fails
                     return f"its error{where} is {error:.2g}, above the tolerance {check.tolerance[dtype]:g}.", fits
-    except Exception as problem:  # the compiler's, the driver's: whatever it is, the reference remains
+    except Exception as problem:  # of compiler or driver: whatever it is, the reference still works
         return f"it failed with {type(problem).__name__}: {' '.join(str(problem).split())[:300]}", fits
     return "", fits
 
 
 def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
-    """Leave a kernel out of all later selections of this process, with a `UserWarning`."""
+    """Exclude a kernel from all later selections in this process, with a `UserWarning`."""
     if (target, operation, kernel) not in _rejected:
         _rejected[target, operation, kernel] = reason
         warnings.warn(f"The {kernel} kernel for {operation} will not be used on this {target.device_kind}: {reason}",
@@ -214,7 +220,7 @@ def reject(target: Target, operation: str, kernel: str, reason: str) -> None:
 
 
 def rejections(target: Target) -> list[list[str]]:
-    """[operation, kernel, reason] of each kernel that this process has rejected."""
+    """Return [operation, kernel, reason] of each kernel that this process has rejected."""
     return [[*key[1:], reason] for key, reason in _rejected.items() if key[0] == target]
 
 
@@ -222,13 +228,17 @@ def check_operations(
     target: Target, model: ModelConfig, dtypes: Sequence[str] = ("float32", "bfloat16"),
     names: Collection[str] = OPERATIONS.keys(),
 ) -> dict[str, Any]:  # fmt: skip
-    """Compare every kernel of the operations that `target` has with double precision on the host.
+    """Compare all kernels for `target` with double precision on the host; without a kernel, compare the reference.
 
-    Where there is none, the reference is compared.
+    Args:
+      target: kind of device.
+      model: architecture, for the widths.
+      dtypes: dtypes to check.
+      names: operations to check.
 
     Returns:
-      `errors`, relative, by check, kernel and dtype, with the `tolerance` of each; and where one is above it `failed`,
-      a sentence.
+      `errors`: relative `error` and `tolerance` by check, kernel and dtype. `failed`: a sentence, if an error is above
+      its tolerance.
     """
     errors, wrong, preferred = {}, [], preferred_kernels(target)
     for operation in (OPERATIONS[name] for name in names):

@@ -1,8 +1,8 @@
-"""A sublayer's output merged into the stream, and the RMSNorm of the new stream for the next sublayer.
+"""Merge a sublayer's output into the residual stream, and apply the next sublayer's RMSNorm.
 
-The kernels make one pass over the rows forward and one backward. Nothing but the arguments is kept for the backward
-pass. They round where the reference rounds forward, and keep in fp32 what the reference rounds on the way back: the
-norm's share of the stream's gradient, and the terms of the parameters' gradients.
+The kernels make one pass over the rows forward and one backward, and save only the arguments. The forward pass rounds
+where the reference does. The backward pass keeps fp32 where the reference rounds: in the norm's contribution to the
+stream's gradient, and in the terms of the parameters' gradients.
 """
 
 import functools
@@ -28,7 +28,7 @@ class MergeVectors(NamedTuple):
 
 
 def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None) -> jax.Array:
-    """The new stream (o + b_o)·s_o + (x + b_x)·s_x, or o + x without vectors, in the stream's dtype."""
+    """Return the new residual stream (o + b_o)·s_o + (x + b_x)·s_x, or o + x without vectors, in the stream's dtype."""
     output_bsd = output_bsd.astype(stream_bsd.dtype)
     if vectors is None:
         return output_bsd + stream_bsd
@@ -41,18 +41,18 @@ def residual_norm(
     output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array, eps: float,
     dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The new stream of `merge` and its norm.
+    """Merge an output into the residual stream, and normalize the result.
 
     Args:
-      output_bsd: of the sublayer, any leading axes.
-      stream_bsd: fp32, or float64 throughout a run in double precision.
+      output_bsd: output of the sublayer, with any leading axes.
+      stream_bsd: residual stream, fp32 (float64 in double precision).
       vectors: scales and biases of both terms; None for a plain sum.
-      weight_d: of the norm.
+      weight_d: weight of the norm.
       eps: added to the mean square of a row.
-      dtype: of the norm; the stream is rounded to it first (`rms_norm`).
+      dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
 
     Returns:
-      The new stream in the stream's dtype and its norm in `dtype`, both of the stream's shape.
+      The new residual stream in the stream's dtype, and its norm in `dtype`, both of the stream's shape.
     """
     new_bsd = merge(output_bsd, stream_bsd, vectors)
     return new_bsd, rms_norm(new_bsd, weight_d, eps, dtype)
@@ -65,13 +65,13 @@ def _unsupported(
     width, parameters = stream.shape[-1] if stream.ndim else 0, (weight, *(vectors or ()))
     kinds = [jnp.dtype(kind) for kind in (output.dtype, dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
-        return (f"The residual-norm kernel does bfloat16 and float32 with a stream in float32, not {stream.dtype} with "
-                f"{', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
+        return (f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {stream.dtype} "
+                f"with {', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
     if output.shape != stream.shape or not 1 <= width <= WIDEST or stream.size == 0:
-        return (f"The residual-norm kernel does rows of 1 to {WIDEST} elements, at least one, of output and stream "
-                f"alike, not {output.shape} and {stream.shape}.")  # fmt: skip
+        return (f"The residual-norm kernel needs output and stream of the same shape, with at least one row of 1 to "
+                f"{WIDEST} elements, not {output.shape} and {stream.shape}.")  # fmt: skip
     if shapes := {x.shape for x in parameters} - {(width,)}:
-        return f"The residual-norm kernel wants vectors of shape {(width,)}, not {', '.join(map(str, shapes))}."
+        return f"The residual-norm kernel needs vectors of shape {(width,)}, not {', '.join(map(str, shapes))}."
     return ""
 
 

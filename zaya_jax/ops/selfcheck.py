@@ -1,4 +1,4 @@
-"""Self-checks of a device: an implementation of an operation against double precision on the host, and large arrays."""
+"""Check implementations of operations on a device: against double precision on the host, and on large arrays."""
 
 import contextlib
 import functools
@@ -14,8 +14,8 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.ops.operation import Check
 
-LARGE = 2**32  # bytes, beyond which kernels compute addresses in 64 bits
-MOST_TIMES = 2**14  # beyond which grids of some kernels have more programs along an axis than GPUs allow
+LARGE = 2**32  # bytes; above, kernels need 64-bit addresses
+MOST_TIMES = 2**14  # above, the grids of some kernels exceed the limit of GPUs
 Implementation = Callable[..., Any]
 # ZAYA1-8B's heads, at a smaller width.
 EXAMPLE = ModelConfig(vocab_size=256, hidden_size=512, num_layers=1, num_query_heads=8, num_kv_heads=2, head_dim=128,
@@ -23,13 +23,13 @@ EXAMPLE = ModelConfig(vocab_size=256, hidden_size=512, num_layers=1, num_query_h
 
 
 def compare(check: Check, dtype: str, implementation: Implementation, reference: Implementation) -> float:
-    """The largest relative error of the operation's outputs and gradients on this process's first device.
+    """Return the largest relative error of an operation's outputs and gradients on this process' first device.
 
     Args:
-      check: what is compared.
-      dtype: to compute in.
-      implementation: of the operation, on the device.
-      reference: of the operation, in double precision on the host's CPU.
+      check: how to call the operation.
+      dtype: dtype to compute in.
+      implementation: implementation to check, on the device.
+      reference: reference, in double precision on the host's CPU.
     """
     arrays = _draw(check, dtype)
     with _precise(dtype):
@@ -38,21 +38,21 @@ def compare(check: Check, dtype: str, implementation: Implementation, reference:
     with jax.enable_x64(True), jax.default_device(host_cpu()):
         exact = _flat(_program(check, reference)(_doubles(arrays), _doubles(cotangents)))
     errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(outputs, exact, strict=True)]
-    return float(np.max(errors))  # Python's own would drop NaN
+    return float(np.max(errors))  # Python's max could drop NaN
 
 
 def compare_large(check: Check, dtype: str, implementation: Implementation, least: int, memory: int) -> float | None:
-    """The largest relative difference between a problem and the same with its rows repeated, on the first device.
+    """Return the largest relative difference between results for an array and for the same with its rows repeated.
 
     Args:
-      check: what is compared.
-      dtype: to compute in.
-      implementation: of the operation.
-      least: bytes that arrays are to have at least.
-      memory: bytes that there are.
+      check: how to call the operation.
+      dtype: dtype to compute in.
+      implementation: implementation to check, on this process' first device.
+      least: smallest size of the large arrays, in bytes.
+      memory: available memory, in bytes.
 
     Returns:
-      As `compare`; None where the memory does not suffice, or rows would be repeated more than `MOST_TIMES`.
+      The difference; None if memory is too small, or rows would be repeated more than `MOST_TIMES`.
     """
     arrays, rows = _draw(check, dtype), check.rows
     times = least // max(x.nbytes for x in arrays[:rows]) + 1
@@ -73,17 +73,17 @@ def compare_large(check: Check, dtype: str, implementation: Implementation, leas
             return None
         try:
             return float(np.max(compiled(*operands)))
-        except jax.errors.JaxRuntimeError as error:  # the allocator knows of fragments, and the compiler does not
+        except jax.errors.JaxRuntimeError as error:  # fragmentation, which the compiler does not know
             if "Out of memory" not in str(error):
                 raise
             return None
 
 
 def host_cpu() -> Any:
-    """The CPU of this process's machine, as a device.
+    """Return the host's CPU as a jax device.
 
     Raises:
-      InputError: JAX_PLATFORMS leaves it out.
+      InputError: JAX_PLATFORMS excludes it.
     """
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -94,13 +94,13 @@ def host_cpu() -> Any:
 
 
 def free_memory() -> int:
-    """Bytes of this process's first device that nothing holds; as many as wanted where it does not count them."""
+    """Return the free memory of this process' first device in bytes; `sys.maxsize` if it does not report it."""
     stats = jax.local_devices()[0].memory_stats()
     return sys.maxsize if stats is None else stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _apart(large: jax.Array, small: jax.Array, times: int) -> jax.Array:
-    """How far `large` is from `small` with each row `times` over, or from that many times `small` if it is a sum."""
+    """Return the relative difference of `large` from `small` with repeated rows, or from `times` · `small` for sums."""
     expected = small.astype(jnp.float32)[:, None]
     if large.shape == small.shape:
         large, times = large.astype(jnp.float32) / times, 1
@@ -113,7 +113,7 @@ def _outputs(check: Check, implementation: Implementation, *arrays: jax.Array) -
 
 
 def _program(check: Check, implementation: Implementation) -> Callable[[Sequence[Any], Sequence[Any]], list[jax.Array]]:
-    """From arrays and the cotangents of the outputs to outputs, then gradients."""
+    """Compile (arrays, cotangents of the outputs) → outputs, then gradients."""
 
     def both(arrays: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> list[jax.Array]:
         run = functools.partial(_outputs, check, implementation)
@@ -133,13 +133,13 @@ def _draw(check: Check, dtype: str) -> list[np.ndarray]:
 
 
 def _cotangents(check: Check, implementation: Implementation, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Rounded as the arrays are, in the dtypes of the outputs."""
+    """Draw cotangents, rounded like the arrays, in the dtypes of the outputs."""
     rng, outputs = np.random.default_rng(1), jax.eval_shape(functools.partial(_outputs, check, implementation), *arrays)
     return [rng.standard_normal(x.shape, np.float32).astype(arrays[0].dtype).astype(x.dtype) for x in outputs]
 
 
 def _precise(dtype: str) -> contextlib.AbstractContextManager[Any]:
-    """Of fp32 some GPUs would otherwise make TF32."""
+    """Make fp32 matmuls exact, which some GPUs would do in TF32."""
     return jax.default_matmul_precision("highest") if dtype == "float32" else contextlib.nullcontext()
 
 

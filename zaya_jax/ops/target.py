@@ -1,4 +1,4 @@
-"""What the program is compiled for: a static value, known when it is traced."""
+"""The kind of device that a program is compiled for, known when it is traced."""
 
 import dataclasses
 from typing import Any
@@ -11,10 +11,10 @@ class Target:
     """A kind of device.
 
     Attributes:
-      platform: 'cpu', 'cuda' or 'rocm'; 'interpret' has every kernel emulated, on any device.
-      device_kind: the runtime's name of the device, e.g. 'NVIDIA H200', 'AMD Instinct MI300X'.
-      architecture: its instruction set, e.g. 'sm_90', 'gfx942', by which kernels choose their tiles; the platform where
-        it is not known.
+      platform: 'cpu', 'cuda' or 'rocm'; 'interpret' emulates all kernels on any device.
+      device_kind: the runtime's name for the device, e.g. 'NVIDIA H200', 'AMD Instinct MI300X'.
+      architecture: its instruction set, e.g. 'sm_90', 'gfx942', by which kernels choose tile sizes; the platform if it
+        is not known.
     """
 
     platform: str
@@ -22,12 +22,12 @@ class Target:
     architecture: str = ""
 
     def __post_init__(self) -> None:
-        """An architecture that is not known is the platform's."""
+        """Use the platform if the architecture is not known."""
         object.__setattr__(self, "architecture", self.architecture or self.platform)
 
 
 def target_of(device: Any) -> Target:
-    """What `device` is."""
+    """Return the target of a jax device."""
     if device.platform != "gpu":
         return Target(device.platform, device.device_kind)
     capability = str(getattr(device, "compute_capability", ""))
@@ -37,5 +37,5 @@ def target_of(device: Any) -> Target:
 
 
 def current_target() -> Target:
-    """The first device of this process: what is compiled for where nothing else is said."""
+    """Return the target of this process' first device, the default."""
     return target_of(jax.devices()[0])
