@@ -1,7 +1,7 @@
-# Everything runs in one virtual environment. A stamp file says what is installed in it; a stamp is written
-# only after pip has succeeded, and is out of date when pyproject.toml or constraints.txt is newer.
+# Everything runs in one virtual environment. Stamp files record what is installed in it. A stamp is written only after
+# pip succeeded, and is out of date if pyproject.toml or constraints.txt is newer.
 #
-#   make train PYTHON=python3.12 VENV=.venv312    another Python, in an environment of its own
+#   make train PYTHON=python3.12 VENV=.venv312    use another Python, in a separate environment
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,10 +11,10 @@ PYTEST_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check --no-input
 SPEC := pyproject.toml constraints.txt
-# The extra for this machine's GPU, by the files that the drivers make; empty where there is none.
+# The pip extra for this machine's GPU, detected from the drivers' device files; empty without a GPU.
 GPU := $(if $(wildcard /dev/kfd),rocm,$(if $(wildcard /dev/nvidia*),cuda))
 
-# An environment that was moved, or whose Python is gone, is built again.
+# Rebuild an environment that was moved, or whose Python is gone.
 ifneq ($(wildcard $(VENV)/.stamp-venv),)
 $(shell test "$$(cat $(VENV)/.stamp-venv)" = "$(abspath $(VENV))" && $(PY) -c '' 2>/dev/null || rm -f $(VENV)/.stamp-*)
 endif
@@ -25,14 +25,16 @@ endif
 .PHONY: help train test lint parity bench smoke-gpu soak clean
 
 help:
-	@echo "make train    train the tiny model on this machine (CONFIG=configs/... for another)"
-	@echo "make test     the tests"
-	@echo "make lint     ruff, basedpyright and the import contracts"
-	@echo "make parity   compare with transformers' PyTorch model (installs torch)"
-	@echo "make bench    time a step against transformers, data against Grain and datasets (installs them)"
-	@echo "make smoke-gpu  self-checks, 50 steps and their speed on this machine's GPUs, as one JSON to post"
-	@echo "make soak     the tests that take minutes"
-	@echo "make clean    remove environments and caches; runs/ is kept"
+	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
+	@echo "make test       run the tests"
+	@echo "make lint       run ruff, basedpyright and the import contracts"
+	@echo "make parity     compare with the PyTorch model of transformers (installs torch)"
+	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
+	@echo "make smoke-gpu  check this machine's GPUs, train 50 steps, and write one JSON to post"
+	@echo "make soak       run the slow tests, which take minutes each"
+	@echo "make clean      remove environments and caches, but keep runs/"
+	@echo
+	@echo "example: make train CONFIG=configs/recipe_tiny.yaml"
 
 train: $(VENV)/.stamp-run
 	$(PY) -m zaya_jax.main --config $(CONFIG)
@@ -54,7 +56,7 @@ bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench data
 
 smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
-	$(if $(GPU),,@echo "There is no GPU here (no /dev/kfd, no /dev/nvidia*): the smoke test runs on the CPU, at a small size.")
+	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): running the smoke test on the CPU, at a small size.")
 	$(PY) -m zaya_jax.machine smoke
 
 soak: $(VENV)/.stamp-test
@@ -68,32 +70,32 @@ clean:
 
 $(VENV)/.stamp-venv:
 	@$(PYTHON) --version >/dev/null 2>&1 || { \
-	  echo "There is no working '$(PYTHON)' here. Install Python 3.11 or newer, or name yours: make PYTHON=/path/to/python"; \
+	  echo "'$(PYTHON)' does not run. Install Python 3.11 or newer, or name another one: make PYTHON=/path/to/python"; \
 	  exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "zaya_jax needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
 	       "Name a newer one: make PYTHON=python3.12"; \
 	  exit 1; }
 	@test ! -e $(VENV) || test -f $(VENV)/pyvenv.cfg || { \
-	  echo "'$(VENV)' is in the way: it is not a Python environment. Remove it, or name another: make VENV=.venv2"; \
+	  echo "'$(VENV)' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
 	  exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv --clear $(VENV)
 	@echo "$(abspath $(VENV))" > $@
 
-# Each install brings what the smaller ones bring, so it stamps them too.
+# Each install includes the smaller ones, so it writes their stamps, too.
 $(VENV)/.stamp-run: $(VENV)/.stamp-venv $(SPEC)
-	@echo "Installing what running needs (a few minutes the first time)"
+	@echo "Installing the packages for training (a few minutes the first time)"
 	@$(PIP) install -qq -e . -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-test: $(VENV)/.stamp-venv $(SPEC)
-	@echo "Installing what the tests need (a few minutes the first time)"
+	@echo "Installing the packages for the tests (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[test,notebooks]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $@
 
 $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
-	@echo "Installing what development needs (a few minutes the first time)"
+	@echo "Installing the packages for development (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[dev]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
@@ -103,7 +105,7 @@ $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
-	@echo "Installing the peers of the benchmarks"
+	@echo "Installing the projects that the benchmarks compare with"
 	@$(PIP) install -qq -e '.[test,notebooks,parity,bench]' -c constraints.txt
 	@touch $@
 

@@ -4,7 +4,7 @@
 #     --security-opt seccomp=unconfined --ipc host --ulimit memlock=-1 -v "$PWD/runs:/zaya_jax/runs" \
 #     zaya-jax:rocm python -m zaya_jax.main --config configs/tiny.yaml
 #
-# The machine brings the amdgpu driver; the image brings ROCm 7's user space and Python 3.12.
+# The host needs the amdgpu driver; the image contains ROCm 7's user space and Python 3.12.
 FROM rocm/dev-ubuntu-24.04:7.2.4-complete
 
 RUN apt-get update \

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# A training job over plain ssh, one process a host: launch/ssh.sh HOST,HOST,... --config FILE [section.key=value ...]
+# A training job over plain ssh, one process per host: launch/ssh.sh HOST,HOST,... --config FILE [section.key=value ...]
 #
-# The first host is the coordinator. All hosts have this folder at the same path, and keys or an agent let ssh in without
-# asking. Where one process fails, or this script ends in any way, the processes of all hosts are ended.
+# The first host is the coordinator. All hosts need this folder at the same path, and ssh must work without a password. If
+# one process fails, or this script ends for any reason, the processes on all hosts are stopped.
 #
-#   PORT=8476  DIRECTORY=$PWD  PYTHON=.venv/bin/python    what else can be said, in the environment
+# Environment variables, with their defaults: PORT=8476  DIRECTORY=$PWD  PYTHON=.venv/bin/python
 set -euo pipefail
 if (($# < 2)); then
   echo "Usage: $0 HOST,HOST,... --config FILE [section.key=value ...]" >&2
@@ -15,8 +15,7 @@ shift
 command=("${PYTHON:-.venv/bin/python}" -m zaya_jax.main "$@" --coordinator "${hosts[0]#*@}:${PORT:-8476}"
   --processes "${#hosts[@]}")
 
-# What a host runs. Its standard input is open for as long as the launcher lives; then comes TERM, and KILL after 5 seconds
-# for a process that does not end.
+# What a host runs. Its standard input closes when the launcher ends; the process then gets TERM, and KILL after 5 seconds.
 # shellcheck disable=SC2016
 remote='cd "$1" || exit
 shift
@@ -31,12 +30,12 @@ status=$?
 kill $watch 2>/dev/null
 exit $status'
 
-# Each argument in single quotes, as any login shell reads it.
+# Put each argument in single quotes, which every login shell understands.
 quoted() { printf " '%s'" "${@//\'/\'\\\'\'}"; }
 
 pipes=$(mktemp -d)
 mkfifo "$pipes/alive"
-exec 9<>"$pipes/alive" # its other end is every ssh's standard input
+exec 9<>"$pipes/alive" # its other end is the standard input of every ssh
 stop() {
   exec 9>&-
   wait || true

@@ -143,5 +143,5 @@ def test_memory_is_linear_in_the_sequence(window):
 
 def test_segments_of_one_side_alone_are_refused():
     q, k = jnp.zeros((1, 4, 2, 8)), jnp.zeros((1, 4, 1, 8))
-    with pytest.raises(ValueError, match="together or not at all"):
+    with pytest.raises(ValueError, match="or neither"):
         attention(q, k, k, query_segments_bs=jnp.ones((1, 4), jnp.int32))

@@ -335,9 +335,9 @@ def test_what_the_kernels_cannot_do_is_refused(change, message):
 
 def test_segments_that_do_not_fit_are_refused():
     q, segments = jnp.zeros((1, 4, 2, 16)), jnp.ones((1, 4), jnp.int32)
-    with pytest.raises(ValueError, match="together or not at all"):
+    with pytest.raises(ValueError, match="or neither"):
         EMULATED(q, q, q, query_segments_bs=segments)
     with pytest.raises(ValueError, match=r"Segments .* do not fit"):
         kernel("partial_attention", "interpret")(q, q, q, segments, segments[:, :3], 0, None)
-    with pytest.raises(ValueError, match="all of float32"):
+    with pytest.raises(ValueError, match="all in float32"):
         EMULATED(q, q.astype(jnp.bfloat16), q)

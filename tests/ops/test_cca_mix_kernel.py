@@ -162,8 +162,8 @@ def test_compiles_widely(gpu, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "sizes", "words"), [
-    (jnp.float16, {}, "bfloat16 or all of float32"),
-    (jnp.bfloat16, {"c": 96}, "power of two of channels"),
+    (jnp.float16, {}, "in bfloat16 or all in float32"),
+    (jnp.bfloat16, {"c": 96}, "powers of two"),
     (jnp.bfloat16, {"pairs": 8}, "128 channels with 8 pairs"),
     (jnp.bfloat16, {"pairs": 0}, "with 0 pairs"),
     (jnp.bfloat16, {"k0": 8, "k1": 4}, "8 and 4 taps"),

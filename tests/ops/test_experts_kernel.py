@@ -194,11 +194,11 @@ def refused(h=(8, 4), expert=(8,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dtypes": ("float16",) * 3}, "all of float32, not float16"),
+        ({"dtypes": ("float16",) * 3}, "all in float32, not float16"),
         ({"dtypes": ("bfloat16", "bfloat16", "float32")}, "not bfloat16, bfloat16, float32"),
         ({"gate_up": (2, 4, 6)}, r"\[e, d, 2f\].*not \(2, 4, 6\)"),
         ({"down": (2, 6, 5)}, r"\[e, f, d\].*\(2, 6, 5\)"),
-        ({"expert": (7,)}, "Each of 8 tokens has a class"),
+        ({"expert": (7,)}, "Class and weight of 8 tokens"),
         ({"weight": (8, 1)}, "Class and weight of 8 tokens"),
     ],
 )

@@ -141,7 +141,7 @@ def test_machine_code(gpu, dtype):
 @pytest.mark.parametrize(
     ("x", "w", "sizes", "message"),
     [
-        (shape(8, 4, dtype=jnp.float16), shape(2, 4, 6, dtype=jnp.float16), 2, "all of float32, not float16"),
+        (shape(8, 4, dtype=jnp.float16), shape(2, 4, 6, dtype=jnp.float16), 2, "all in float32, not float16"),
         (shape(8, 4, dtype=jnp.float32), shape(2, 4, 6, dtype=jnp.bfloat16), 2, "not float32, bfloat16"),
         (shape(8, 4, dtype=jnp.float32), shape(2, 5, 6, dtype=jnp.float32), 2, r"rows \[t, p\].*not \(8, 4\)"),
         (shape(8, 4, dtype=jnp.float32), shape(2, 4, 6, dtype=jnp.float32), 3, r"sizes \[e\].*\(3,\)"),

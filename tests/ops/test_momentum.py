@@ -132,9 +132,9 @@ def test_nor_does_that_of_other_sizes(gpu, sizes):
 
 def test_other_dtypes_are_refused():
     x, half = jnp.ones((4, 4)), jnp.asarray(np.ones((4, 4), np.float16))  # not every CPU has a cast to it
-    with pytest.raises(ValueError, match="these are float16 and float32, with momentum in float32"):
+    with pytest.raises(ValueError, match="not float16 and float32, with momentum in float32"):
         step("interpret", jnp.float32, half, x, jnp.ones(6))
-    with pytest.raises(ValueError, match="these are float32 and float16, with momentum in float32"):
+    with pytest.raises(ValueError, match="not float32 and float16, with momentum in float32"):
         step("interpret", jnp.float16, x, x, jnp.ones(6))
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"float64 and float64, with momentum in float64\.$"):
         step("interpret", jnp.float64, *(jnp.ones((4, 4)),) * 2, jnp.ones(6))

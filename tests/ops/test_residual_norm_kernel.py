@@ -133,7 +133,7 @@ def test_it_is_one_kernel_forward_and_one_backward(platform, dtype, scaled):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"stream": shape(4, 8, dtype=BF16)}, "stream in float32, not bfloat16"),
+        ({"stream": shape(4, 8, dtype=BF16)}, "float32 stream, not bfloat16"),
         ({"output": shape(4, 8, dtype=jnp.float16)}, "float16"),
         ({"dtype": jnp.float16}, "float16"),
         ({"weight": shape(8, dtype=jnp.float16)}, "float16"),
@@ -141,9 +141,9 @@ def test_it_is_one_kernel_forward_and_one_backward(platform, dtype, scaled):
         ({"vectors": MergeVectors(*[shape(1, dtype=F32)] * 4)}, r"shape \(8,\), not \(1,\)"),
         ({"weight": shape(4, 8, dtype=F32)}, r"shape \(8,\), not \(4, 8\)"),
         ({"output": shape(1, 8, dtype=F32)}, r"\(1, 8\) and \(4, 8\)"),
-        ({"output": shape(4, 8193, dtype=F32), "stream": shape(4, 8193, dtype=F32)}, "1 to 8192 elements"),
+        ({"output": shape(4, 8193, dtype=F32), "stream": shape(4, 8193, dtype=F32)}, "8192 elements"),
         ({"output": shape(0, 8, dtype=F32), "stream": shape(0, 8, dtype=F32)}, "at least one"),
-        ({"output": shape(dtype=F32), "stream": shape(dtype=F32)}, "1 to 8192 elements"),
+        ({"output": shape(dtype=F32), "stream": shape(dtype=F32)}, "8192 elements"),
     ],
 )
 def test_what_it_cannot_do_it_refuses(change, said):
@@ -156,7 +156,7 @@ def test_what_it_cannot_do_it_refuses(change, said):
 
 
 def test_double_precision_is_refused():
-    with jax.enable_x64(True), pytest.raises(ValueError, match="float32, not float64"):
+    with jax.enable_x64(True), pytest.raises(ValueError, match="float32 stream, not float64"):
         kernel("residual_norm", "cuda")(jnp.ones((4, 8)), jnp.ones((4, 8)), None, jnp.ones(8), EPS, "float64")
 
 

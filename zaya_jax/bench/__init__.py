@@ -1,1 +1,1 @@
-"""Measurements against a named peer, on the same machine in the same run."""
+"""Benchmarks against other projects, on the same machine in the same run."""

@@ -1,4 +1,4 @@
-"""What the parts of ZAYA1 are worth: held-out loss with each of them taken away, at the same FLOPs."""
+"""Ablations: held-out loss with one part of ZAYA1 removed at a time, at equal FLOPs."""
 
 import statistics
 import tempfile
@@ -12,7 +12,7 @@ from zaya_jax.machine.result import describe_run
 
 
 def variants(model: ModelConfig) -> dict[str, ModelConfig]:
-    """The whole model, and it without each of three parts."""
+    """Return the whole model, and variants that replace or remove one of three parts, by name."""
     return {
         "zaya1": model,
         "gqa": replace(model, attention="gqa"),
@@ -22,16 +22,16 @@ def variants(model: ModelConfig) -> dict[str, ModelConfig]:
 
 
 def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
-    """Train each variant with the FLOPs that `steps` steps of the whole model take, on three seeds.
+    """Train each variant with the FLOPs of `steps` steps of the whole model, with three seeds.
 
     Args:
-      steps: of the whole model.
-      png: a plot of the curves.
+      steps: training steps of the whole model.
+      png: file for a plot of the curves; None for no plot.
     """
     from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
     result = describe_run(
-        "held-out loss at equal FLOPs, each part of ZAYA1 taken away in turn",
+        "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time",
         f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus for the whole model",
         "the whole model", PACKAGES,
     )  # fmt: skip
@@ -64,5 +64,5 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
 
 
 def evaluation_interval(steps: int) -> int:
-    """The divisor of `steps` nearest to ten, so that the last step is evaluated."""
+    """Return the divisor of `steps` closest to 10, so that the last step is evaluated."""
     return min((n for n in range(1, steps + 1) if steps % n == 0), key=lambda n: abs(n - 10))

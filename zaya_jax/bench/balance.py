@@ -1,4 +1,4 @@
-"""Rules that move the balancing bias: steps until the load is even, from a crowded start and after a switch of data."""
+"""Compare balancing rules: steps until the expert load is even, from an uneven start and after the data changes."""
 
 import sysconfig
 import tempfile
@@ -14,25 +14,25 @@ from zaya_jax.machine.result import describe_run
 
 EVEN = 0.98  # normalised entropy of the load, mean over layers
 ROUTER_OFFSET = 3.0  # added to the logits of two experts: e³ times the others' probability
-_BATCH = 4096  # tokens a step: an even load of half as many would hardly look even
-_ROUTER = 0.1  # the router's part of Muon's rate: at these sizes it would outrun any bias
+_BATCH = 4096  # tokens a step; with half as many, noise would hide an even load
+_ROUTER = 0.1  # the router's multiplier of Muon's learning rate; at 1, this small model's router outruns any bias
 _HELD = 3  # steps in a row that must be even
 RATES = (0.003, 0.01, 0.03, 0.1)
 
 
 class StepsUntilEven(NamedTuple):
-    """Steps until the load was even, counted from the start and from the switch; None where it never was."""
+    """Steps until the load was even, from the start and from the change of data; None if it never was."""
 
     start: int | None
     switch: int | None
 
 
 def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
-    """Tune the rate of each rule on one seed, then compare the rules on three.
+    """Tune the learning rate of each rule on one seed, then compare the rules on three seeds.
 
     Args:
-      steps: before the switch, and after it.
-      png: a plot of the load's entropy over the steps.
+      steps: number of steps before the change of data, and again after it.
+      png: file for a plot of the load entropy over the steps; None for no plot.
     """
     result = describe_run(
         f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
@@ -60,7 +60,7 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
     result["results"] = {
         rule: {
             "rate": rate if rule != "none" else None,
-            "interior": min(RATES) < rate < max(RATES),  # the best of the rates tried is not at their edge
+            "interior": min(RATES) < rate < max(RATES),  # whether the best rate is not at the edge of the grid
             **{what: [getattr(steps_until_even(curves[rule, rate, seed], steps), what) for seed in SEEDS]
                for what in StepsUntilEven._fields},
             "heldout_loss": [round(curves[rule, rate, seed].final, 4) for seed in SEEDS],
@@ -79,12 +79,12 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
 
 
 def steps_until_even(curve: Curve, switch: int) -> StepsUntilEven:
-    """From the start, and from the switch of data after `switch` steps."""
+    """Count the steps until the load is even, from the start and from the change of data after `switch` steps."""
     return StepsUntilEven(even_after(curve.entropy[:switch]), even_after(curve.entropy[switch:]))
 
 
 def even_after(entropy: Sequence[float]) -> int | None:
-    """Steps until the entropy is high, to the first of the steps in a row that have it; None where it never is."""
+    """Return the first of the `_HELD` steps in a row with an even load, from 1; None if there are none."""
     for step in range(len(entropy) - _HELD + 1):
         if min(entropy[step : step + _HELD]) >= EVEN:
             return step + 1
@@ -96,7 +96,7 @@ def _total_steps(until_even: StepsUntilEven, steps: int) -> int:
 
 
 def _prepare(folder: Path) -> dict[str, Path]:
-    """Two sources of the standard library that have little in common, with one tokenizer."""
+    """Prepare two dissimilar sources from the standard library, with one tokenizer."""
     from zaya_jax.data.prepare import PrepareSettings, prepare
     from zaya_jax.data.tokenizer import train_tokenizer
 

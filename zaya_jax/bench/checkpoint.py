@@ -1,4 +1,4 @@
-"""Saving and restoring over several processes, against gathering on one and pickling, and against Orbax as it comes."""
+"""Time saving and restoring in several processes, against gather-and-pickle and against Orbax with its defaults."""
 
 import functools
 import itertools
@@ -30,16 +30,16 @@ PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
 def bench_checkpoint(
     sizes: Sequence[float], processes: Sequence[int], repeats: int, png: str | None, folder: str | None
 ) -> dict[str, Any]:
-    """Measure each size on each number of processes, and print a table.
+    """Measure each size with each number of processes, and print a table.
 
-    Every way makes its files durable (fsync, rename, fsync of the folder), and what it restores is compared bitwise.
+    Every method makes its files durable (fsync, rename, fsync of the folder); restored arrays are compared bitwise.
 
     Args:
-      sizes: of the state, GiB.
-      processes: of a job, each with one CPU device.
-      repeats: timed saves of each way, in turn, after one to warm up.
-      png: a plot of the commit time over the number of processes, for the largest state.
-      folder: on the disk that is measured; the system's folder for temporary files where None.
+      sizes: sizes of the state, in GiB.
+      processes: numbers of processes, each with one CPU device.
+      repeats: number of timed saves of each method, in turn, after one warm-up save.
+      png: file for a plot of times against the number of processes, for the largest state; None for no plot.
+      folder: folder on the disk to measure; None for the system temporary folder.
 
     Raises:
       InputError: `folder` is not a folder.
@@ -65,7 +65,7 @@ def bench_checkpoint(
 
 
 def describe_disk(folder: Path) -> dict[str, Any]:
-    """What is measured on: the file system, its free space, and the speed of one durable file of 256 MiB."""
+    """Describe a disk: file system, free space, and the speed of writing one durable file of 256 MiB."""
     block = os.urandom(2**20)
     start = time.perf_counter()
     with (folder / "speed").open("wb") as file:
@@ -82,7 +82,7 @@ def describe_disk(folder: Path) -> dict[str, Any]:
 
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
-    """What the processes of one job measured, a row a way and turn."""
+    """Run one job; returns what its processes measured, one row for each method and turn."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     work = folder / f"{processes}_{size}"
@@ -98,7 +98,7 @@ def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[
 
 
 def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians with the least and the most of each figure, and ratios of medians to the peer's."""
+    """Return median, minimum and maximum of each figure, and ratios of medians to the peer's."""
     ways: dict[str, dict[str, Any]] = {}
     for row in rows:
         for key in _FIGURES:
@@ -121,7 +121,7 @@ def summary(size: float, processes: int, rows: list[dict[str, Any]]) -> dict[str
 
 
 def interval(numerators: list[float], denominators: list[float]) -> tuple[float, float]:
-    """The 95 % bootstrap interval of the ratio of two medians."""
+    """Return the 95 % bootstrap interval of the ratio of two medians."""
     drawn = random.Random(0)
 
     def median(values: list[float]) -> float:
@@ -132,12 +132,12 @@ def interval(numerators: list[float], denominators: list[float]) -> tuple[float,
 
 
 def print_table(job: dict[str, Any]) -> None:
-    """Print what was measured of one job."""
+    """Print the figures of one job as a table."""
     low, high = job["stall_interval"]
-    print(f"{job['gib']:g} GiB, {job['processes']} processes: stalls {job['stall_ratio']:.1f}× shorter "
-          f"({low:.1f} to {high:.1f}) than {PEER}, durable {job['commit_ratio']:.2f}× sooner, restored and "
-          f"verified {job['restore_ratio']:.2f}× sooner; digests cost "
-          f"{100 * job['digest_share']:.1f} % of a commit")  # fmt: skip
+    print(f"{job['gib']:g} GiB, {job['processes']} processes, compared with {PEER}: stalls {job['stall_ratio']:.1f}× "
+          f"shorter ({low:.1f} to {high:.1f}), commit {job['commit_ratio']:.2f}× faster, verified restore "
+          f"{job['restore_ratio']:.2f}× faster; digests take {100 * job['digest_share']:.1f} % of a "
+          "commit")  # fmt: skip
     print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}{'steps':>9}")
     for way, figures in job["ways"].items():
         seconds = "".join(
@@ -152,5 +152,5 @@ def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
     lines = {f"{way}, {key}": ([job["processes"] for job in jobs],
                                [job["ways"][way][key]["median"] for job in jobs])
              for way in jobs[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
-    draw_lines(path, lines, title=f"Saving {size:g} GiB: how long training stops, and until it is durable",
-               x="processes", y="seconds")  # fmt: skip
+    draw_lines(path, lines, title=f"Saving {size:g} GiB: stall of training, and time until durable",
+               x="number of processes", y="time (s)")  # fmt: skip

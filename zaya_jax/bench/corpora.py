@@ -1,4 +1,4 @@
-"""What the data benchmark reads: lines of real text, and prepared folders of drawn documents."""
+"""Inputs of the data benchmark: JSONL of real text, and prepared folders of random documents."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -14,12 +14,12 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import load_tokenizer
 
-_MEDIAN, _SIGMA = 700, 1.1  # of the log-normal lengths of drawn documents, in tokens
+_MEDIAN, _SIGMA = 700, 1.1  # log-normal distribution of document lengths, in tokens
 _HELDOUT_EVERY = 100  # documents
 
 
 def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
-    """Write JSONL of at least `size` bytes: all texts in an order drawn anew, again and again."""
+    """Write JSONL of at least `size` bytes: all texts in random order, repeated as often as needed."""
     rng, left = np.random.default_rng(0), size
     with path.open("wb") as file:
         while left > 0:
@@ -30,13 +30,13 @@ def write_lines(path: Path, texts: Sequence[str], size: int) -> None:
 
 
 def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Manifest:
-    """Write a prepared folder of drawn documents.
+    """Write a prepared folder of random documents, with about a hundredth of them held out.
 
     Args:
-      folder: gets `shards` train shards of `tokens` tokens in all, and about a hundredth of it held out.
-      tokenizer: what the tokens could be of.
-      tokens: at least.
-      shards: of equal size.
+      folder: folder to create.
+      tokenizer: `tokenizer.json` that determines the vocabulary.
+      tokens: smallest number of training tokens.
+      shards: number of training shards, of equal size.
     """
     folder.mkdir()
     (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
@@ -52,19 +52,19 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
 
 
 class Draw(NamedTuple):
-    """Documents of log-normal lengths, and of tokens as frequent as words are (Zipf's law)."""
+    """Draws documents with log-normal lengths and Zipf-distributed tokens."""
 
     vocab_size: int
     eot: int
-    tokens: int  # of a unit's train split
+    tokens: int  # training tokens of a unit
 
     @property
     def bytes(self) -> int:
-        """Of a unit's train split."""
+        """Bytes of a unit's training tokens."""
         return self.tokens * token_dtype(self.vocab_size).itemsize
 
     def __call__(self, unit: int) -> Iterator[Record]:
-        """The unit's documents, which depend on its number alone."""
+        """Draw the documents of a unit, which depend on its number only."""
         rng, dtype, drawn, nth = np.random.default_rng(unit), token_dtype(self.vocab_size), 0, 0
         frequency = 1 / np.arange(2, self.vocab_size + 2)
         frequency[self.eot] = 0

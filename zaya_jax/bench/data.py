@@ -1,4 +1,4 @@
-"""Data against its peers: packing against Grain's, preparing against `datasets`."""
+"""Time data loading against other projects: packing against Grain, preparation against `datasets`."""
 
 import statistics
 import tempfile
@@ -21,47 +21,47 @@ from zaya_jax.machine.subprocesses import interleave_subprocesses
 
 WORKERS = 2
 
-_THREADS = (0, 1, 2, 4, 16)  # of Grain's, tried in turn
+_THREADS = (0, 1, 2, 4, 16)  # Grain's settings to try
 _BUFFERS = (1, 4, 16)
-_TRIES = 3  # passes of each
-_SKIPPED = 50  # batches, more than any buffers hold
+_TRIES = 3  # passes with each setting
+_SKIPPED = 50  # batches before timing; more than all buffers hold
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is measured."""
+    """Sizes of what is measured."""
 
-    tokens: int = 20_000_000  # of the corpus that is packed
+    tokens: int = 20_000_000  # of the corpus to pack
     shards: int = 10
     context: int = 4096
     batch: int = 8
     batches: int = 1000  # of a timed pass
-    tried: int = 200  # of a pass that tries a setting of the peer
-    text_bytes: int = 40_000_000  # of the input that is prepared
+    tried: int = 200  # of a pass that tries a setting of Grain
+    text_bytes: int = 40_000_000  # of the input to prepare
     vocab_size: int = 4096
-    corpus: DataConfig = field(default_factory=DataConfig)  # whose text is prepared
+    corpus: DataConfig = field(default_factory=DataConfig)  # the text to prepare
 
     @property
     def batch_tokens(self) -> int:
-        """Tokens of a batch."""
+        """Number of tokens in a batch."""
         return self.batch * self.context
 
 
 class Inputs(NamedTuple):
-    """What is read, all of it below one folder."""
+    """Paths of the inputs, all below one folder."""
 
     folder: Path
     tokenizer: Path
     lines: Path  # JSONL
-    drawn: Path  # a prepared folder of documents that were drawn
+    drawn: Path  # prepared folder of random documents
 
 
 def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
     """Time both sides, and print the ratios.
 
     Args:
-      sizes: of what is read.
-      repeats: timed passes of each side, interleaved.
+      sizes: sizes of the inputs.
+      repeats: number of timed passes of each side, interleaved.
 
     Raises:
       InputError: a peer is not installed.
@@ -85,7 +85,7 @@ def bench_data(sizes: Sizes, repeats: int) -> dict[str, Any]:
 
 
 def make_inputs(folder: Path, sizes: Sizes) -> Inputs:
-    """Write everything that is read into an existing folder."""
+    """Write all inputs into an existing folder."""
     inputs = Inputs(folder, *(folder / name for name in ("tokenizer.json", "lines.jsonl", "drawn")))
     texts = list(find_corpus(sizes.corpus).texts("train"))
     train_tokenizer(texts, sizes.vocab_size).save(inputs.tokenizer)
@@ -95,7 +95,7 @@ def make_inputs(folder: Path, sizes: Sizes) -> Inputs:
 
 
 def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int) -> dict[str, Any]:
-    """Tokens a second of packing, where Grain has the best of the settings that are tried."""
+    """Measure tokens/s of packing, with the fastest of Grain's settings."""
     best, tried = fastest_settings(inputs, sizes, [GrainSettings(threads) for threads in _THREADS])
     if workers:
         candidates = [GrainSettings(best.threads, workers, buffer) for buffer in _BUFFERS]
@@ -105,7 +105,9 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
         "peer": _grain(inputs, sizes, best, sizes.batches),
     }
     passes = interleave_subprocesses(sides, repeats)
-    seconds = {name: timed.results for name, timed in passes.items()}  # without the start, which interleaving counts
+    seconds = {
+        name: timed.results for name, timed in passes.items()
+    }  # without start-up, unlike `timed.seconds`
     speeds = {name: sizes.batches * sizes.batch_tokens / statistics.median(times) for name, times in seconds.items()}
     ratio = speeds["ours"] / speeds["peer"]
     print(f"packing, {workers} workers: ours {speeds['ours'] / 1e6:.1f} million tokens/s, "
@@ -120,7 +122,7 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
 
 
 def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
-    """Megabytes of input a second, from a file of JSONL to what training reads."""
+    """Measure MB/s of input, from JSONL to what training reads."""
     size = inputs.lines.stat().st_size
     sides = {"ours": (our_preparing, inputs.lines, inputs.tokenizer, inputs.folder)} | {
         name: (datasets_preparing, inputs.lines, inputs.tokenizer, WORKERS, fast, inputs.folder)
@@ -144,12 +146,12 @@ def measure_preparing(inputs: Inputs, repeats: int) -> dict[str, Any]:
 
 
 def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callable[[], float]:
-    """A function that makes training batches of a prepared folder, and returns the seconds they took.
+    """Make a function that makes training batches from a prepared folder, and returns the seconds they took.
 
     Args:
-      folder: a prepared one.
-      cache: a folder for what opening it leaves.
-      sizes: of the batches, and how many of them are timed.
+      folder: prepared folder.
+      cache: `data.cache_dir`.
+      sizes: size and number of the batches.
       workers: `data.workers`.
     """
     config = from_dict({
@@ -172,7 +174,7 @@ def our_packing(folder: Path, cache: Path, sizes: Sizes, workers: int) -> Callab
 
 
 def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], float]:
-    """A function that prepares JSONL in a fresh folder below `scratch`, and returns the seconds that took."""
+    """Make a function that prepares JSONL in a new folder below `scratch`, and returns the seconds it took."""
 
     def step() -> float:
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
@@ -186,7 +188,7 @@ def our_preparing(lines: Path, tokenizer: Path, scratch: Path) -> Callable[[], f
 def fastest_settings(
     inputs: Inputs, sizes: Sizes, candidates: Sequence[GrainSettings]
 ) -> tuple[GrainSettings, dict[GrainSettings, int]]:
-    """The fastest of Grain's settings, and the tokens a second of each."""
+    """Return the fastest of Grain's settings, and tokens/s with each."""
     sides = {settings: _grain(inputs, sizes, settings, sizes.tried) for settings in candidates}
     tokens = sizes.tried * sizes.batch_tokens
     speeds = {settings: round(tokens / statistics.median(timed.results))
@@ -199,5 +201,5 @@ def _grain(inputs: Inputs, sizes: Sizes, settings: GrainSettings, batches: int) 
 
 
 def _describe(settings: GrainSettings) -> str:
-    buffers = f", {settings.workers} workers that hold {settings.buffer} batches" if settings.workers else ""
+    buffers = f", {settings.workers} workers with buffers of {settings.buffer}" if settings.workers else ""
     return f"{settings.threads} reading threads{buffers}"

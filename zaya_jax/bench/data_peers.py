@@ -1,4 +1,4 @@
-"""The peers of the data benchmark: Grain's own packing, and `datasets` with the `tokenizers` library."""
+"""The other sides of the data benchmark: Grain's packing, and `datasets` with the `tokenizers` library."""
 
 import importlib
 import importlib.util
@@ -14,36 +14,38 @@ import numpy as np
 from zaya_jax.data.prepare import open_manifest
 from zaya_jax.errors import InputError
 
-_READ_AHEAD = 500  # documents that reading threads hold; Grain's own default
+_READ_AHEAD = 500  # documents that reading threads buffer, Grain's default
 
 
 class GrainSettings(NamedTuple):
-    """What can be chosen for Grain's pipeline."""
+    """Settings of Grain's pipeline."""
 
-    threads: int = 0  # that read documents; with 0 they are read when packing asks for them
+    threads: int = 0  # threads that read documents ahead; 0 to read on demand
     workers: int = 0  # processes that make batches
-    buffer: int = 16  # batches that each of them holds
+    buffer: int = 16  # batches that each worker buffers
 
 
 def grain_packing(
     folder: Path, context: int, batch: int, settings: GrainSettings, skipped: int, batches: int
 ) -> Callable[[], float]:
-    """A function that makes batches with `ConcatThenSplitIterDataset` and returns the seconds they took.
+    """Make a function that makes batches with `ConcatThenSplitIterDataset`, and returns the seconds they took.
 
     Args:
-      folder: a prepared one, whose shards are read.
-      context: tokens a row.
-      batch: rows.
-      settings: of the pipeline.
-      skipped: batches before the clock starts, so that processes have started and buffers are full.
-      batches: that are timed.
+      folder: prepared folder, whose shards are read.
+      context: tokens of a row.
+      batch: rows of a batch.
+      settings: settings of the pipeline.
+      skipped: batches before timing, so that processes have started and buffers are full.
+      batches: number of timed batches.
     """
     import grain
     from array_record.python.array_record_data_source import ArrayRecordDataSource
     from grain import experimental
 
     shards = sorted(str(path) for path in folder.glob("train-*.arrayrecord"))
-    source: Any = ArrayRecordDataSource(shards)  # which Grain takes, though it names an argument otherwise
+    source: Any = ArrayRecordDataSource(
+        shards
+    )  # Any: a parameter is named differently in Grain
     decode = Decode(open_manifest(folder).dtype)
 
     def step() -> float:
@@ -66,17 +68,17 @@ def grain_packing(
 
 
 class Decode(NamedTuple):
-    """A record as what Grain packs."""
+    """Decodes a record for Grain."""
 
     dtype: str
 
     def __call__(self, record: bytes) -> dict[str, np.ndarray]:
-        """The record's tokens, int32 [n]."""
+        """Return the record's tokens, int32 [n]."""
         return {"tokens": np.frombuffer(record, self.dtype).astype(np.int32)}
 
 
 def time_batches(iterator: Any, skipped: int, batches: int) -> float:
-    """Seconds of `batches` batches, after `skipped` ones."""
+    """Return the seconds that `batches` batches take, after `skipped` others."""
     for _ in range(skipped):
         next(iterator)
     start = time.perf_counter()
@@ -86,7 +88,7 @@ def time_batches(iterator: Any, skipped: int, batches: int) -> float:
 
 
 def _parse_absl_flags() -> None:
-    """Grain's workers read a flag of absl's, which refuses unless a main program has parsed the flags."""
+    """Mark absl's flags as parsed, since Grain's workers read one, which fails before parsing."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
@@ -94,23 +96,23 @@ def _parse_absl_flags() -> None:
 
 
 def check_datasets() -> None:
-    """Raise `InputError` where `datasets` is not installed."""
+    """Raise `InputError` if `datasets` is not installed."""
     if importlib.util.find_spec("datasets") is None:
         raise InputError("The comparison needs datasets: pip install -e '.[bench]'.")
 
 
 def datasets_preparing(lines: Path, tokenizer: Path, workers: int, fast: bool, scratch: Path) -> Callable[[], float]:
-    """A function that loads JSONL and maps a tokenizer over it, and returns the seconds of the map alone.
+    """Make a function that loads JSONL, maps a tokenizer over it, and returns the seconds of the map only.
 
     Args:
-      lines: JSONL.
-      tokenizer: a `tokenizer.json`.
-      workers: processes of the map.
-      fast: encode with `encode_batch_fast`, which leaves the offsets out, in place of `encode_batch`.
-      scratch: an existing folder for caches, of which each call gets one of its own.
+      lines: JSONL file.
+      tokenizer: `tokenizer.json` file.
+      workers: number of processes of the map.
+      fast: whether to use `encode_batch_fast`, without offsets, instead of `encode_batch`.
+      scratch: existing folder for caches; each call uses a new one in it.
     """
     os.environ.update(HF_DATASETS_OFFLINE="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-    datasets: Any = importlib.import_module("datasets")  # by name, since no part of the package may need it
+    datasets: Any = importlib.import_module("datasets")  # an optional dependency, unknown to the type checker
     tokenizers: Any = importlib.import_module("tokenizers")
     datasets.disable_progress_bars()
     loaded = tokenizers.Tokenizer.from_file(str(tokenizer))

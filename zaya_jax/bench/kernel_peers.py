@@ -1,4 +1,4 @@
-"""PyTorch's counterparts of the kernels, at the sizes of `kernel_cases`."""
+"""PyTorch counterparts of the kernels, at the sizes of `kernel_cases`."""
 
 import importlib
 from collections.abc import Callable
@@ -11,10 +11,10 @@ Call = Callable[[], Any]
 
 
 def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, Call]:
-    """A function that does a case of `kernel_cases.cases` in PyTorch, and one that waits until all calls are done.
+    """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
-    On a GPU norms are compiled by `torch.compile` and attention is the flash kernel of
-    `scaled_dot_product_attention`; on a CPU both are what PyTorch does by itself.
+    On a GPU norms are compiled with `torch.compile`, and attention uses the flash kernel of
+    `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
 
     Args:
       name: of the case, one of `PEERS`.
@@ -25,7 +25,7 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
     Raises:
       InputError: PyTorch is not installed.
     """
-    try:  # imported by name, since no part of the package may need it
+    try:  # an optional dependency, imported by name
         torch: Any = importlib.import_module("torch")
     except ImportError as error:
         raise InputError("The comparison needs PyTorch: pip install -e '.[parity]'.") from error
@@ -38,7 +38,7 @@ def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, C
 
 
 def _nothing() -> None:
-    """A CPU's calls are done when they return."""
+    """Do nothing: calls on a CPU are synchronous."""
 
 
 def _without_gradient(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
@@ -52,7 +52,7 @@ def _without_gradient(torch: Any, function: Callable[..., Any], arrays: list[Any
 def _pulled(torch: Any, function: Callable[..., Any], arrays: list[Any]) -> Call:
     for array in arrays:
         array.requires_grad_()
-    # What is compiled would otherwise give the memory of what it kept to its gradients, and could be called once.
+    # Otherwise a compiled backward pass reuses the memory of saved tensors, and could be called only once.
     importlib.import_module("torch._functorch.config").donated_buffer = False  # type: ignore
     outputs = function(*arrays)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -96,7 +96,7 @@ def _attend(torch: Any, gpu: bool, *, causal: bool) -> Callable[..., Any]:
 
 
 def _heads(torch: Any, sizes: Sizes, dtype: Any, rows: int, queries: int, keys: int) -> list[Any]:
-    """Queries, keys and values [b, h, s, c]."""
+    """Draw queries, keys and values [b, h, s, c]."""
     heads = ((sizes.query_heads, queries), (sizes.kv_heads, keys), (sizes.kv_heads, keys))
     return [torch.randn(rows, *one, sizes.channels, dtype=dtype) for one in heads]
 

@@ -1,7 +1,7 @@
-"""Each kernel against XLA's compilation of its reference, against PyTorch, and against what the device can do.
+"""Time each kernel against XLA's compilation of its reference, against PyTorch, and against the device's peak.
 
-Each side has a process of its own, and they take turns. A pass is many calls, queued before one wait, so that it is
-the device that is timed and not the way to it.
+Each side runs in its own process, in turn. A pass queues many calls before it waits, to time the device and not the
+launch overhead.
 """
 
 import contextlib
@@ -23,29 +23,30 @@ from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 from zaya_jax.ops.registry import select_kernels
 from zaya_jax.ops.target import Target, current_target
 
-PASS = 0.1  # seconds that a pass takes at least, where that is fewer calls than `MOST`
+PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
 MOST = 1000
-TOGETHER = 8  # calls of one program, so that a short kernel does not wait for the next program's start
-SHORT = 2**28  # bytes of a call's arrays, below which it is short
-COPIED = 2**30  # bytes
-SIDE = 8192  # of the square matrices whose product is the dense rate
+TOGETHER = 8  # calls in one program, so that launching does not dominate short kernels
+SHORT = 2**28  # bytes of a call's arrays; with fewer it is short
+COPIED = 2**30  # bytes of the copy that measures bandwidth
+SIDE = 8192  # side of the square matmul that measures FLOP/s
 
 
 def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict[str, Any]:
-    """Time all cases, or those named, on this process's first device; print a line for each.
+    """Time all cases, or those in `only`, on this process' first device; prints a line for each.
 
-    On a CPU kernels are emulated, at small size: that shows that everything runs, and its times say nothing of a GPU.
+    On a CPU kernels are emulated at a small size, which shows that everything runs, but says nothing about a GPU's
+    times.
 
     Args:
-      only: names of cases; all where empty.
-      repeats: timed passes of each side.
-      output: a JSON file, written after each case.
+      only: names of cases; empty for all.
+      repeats: number of timed passes of each side.
+      output: JSON file, written after each case; None for no file.
 
     Returns:
       What was written: the measured `rooflines`, and `results` by case (`row`).
 
     Raises:
-      InputError: there is no case of a name.
+      InputError: `only` contains an unknown name.
     """
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPU
     target = current_target()
@@ -73,7 +74,7 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
 
 
 def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
-    """'copy', bytes/s read and written, and 'dense', FLOP/s of bf16 products, as XLA does both; medians."""
+    """Measure 'copy', bytes/s read and written, and 'dense', FLOP/s of bf16 matmuls, both with XLA; medians."""
     copied, side = (2**20, 128) if emulated else (COPIED, SIDE)
     with run_in_subprocess(roofline, "copy", copied) as copy, run_in_subprocess(roofline, "dense", side) as dense:
         passes = interleave({"copy": copy, "dense": dense}, repeats)
@@ -82,7 +83,7 @@ def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
 
 
 def roofline(kind: str, size: int) -> Callable[[], int]:
-    """A pass of copies of `size` bytes, or of products of square bf16 matrices with `size` rows."""
+    """Make a pass of copies of `size` bytes, or of matmuls of square bf16 matrices with `size` rows."""
     if kind == "copy":
         return queued(lambda x: x + 1, (jnp.zeros(size // 4, jnp.float32),), 1)
     square = jnp.zeros((size, size), jnp.bfloat16)
@@ -90,7 +91,7 @@ def roofline(kind: str, size: int) -> Callable[[], int]:
 
 
 def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int) -> tuple[dict, dict[str, str]]:
-    """The passes of 'kernel', 'reference' and 'peer', and why one of them is missing, a sentence each."""
+    """Time 'kernel', 'reference' and 'peer'; returns their passes, and a sentence for each that is missing."""
     makers: dict[str, tuple[Any, ...]] = {
         side: (our_side, name, sizes, dtype, side == "kernel", emulated) for side in ("kernel", "reference")
     }
@@ -110,7 +111,7 @@ def time_sides(name: str, sizes: Sizes, dtype: str, emulated: bool, repeats: int
 
 
 def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) -> Callable[[], int]:
-    """A pass of a case by its kernel or by its reference.
+    """Make a pass of a case with its kernel or its reference.
 
     Raises:
       InputError: it does not compile or run.
@@ -130,10 +131,10 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
 
 
 def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], int]:
-    """A pass of a case by PyTorch.
+    """Make a pass of a case in PyTorch.
 
     Raises:
-      InputError: PyTorch is not installed, or cannot do it.
+      InputError: PyTorch is not installed, or does not support the case.
     """
     try:
         return repeated(*peer_call(name, sizes, dtype, device), 1)
@@ -144,9 +145,9 @@ def peer_side(name: str, sizes: Sizes, dtype: str, device: str) -> Callable[[], 
 
 
 def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int) -> Callable[[], int]:
-    """A pass of `function`, of which `calls` are one program.
+    """Make a pass of `function`, with `calls` of its calls in one program.
 
-    Each of those has arrays of its own: of the same arrays the compiler would make the same results but once, and the
+    Each of these calls has its own arrays: with shared arrays, the compiler would compute the result only once, and the
     second call would find them in the cache.
     """
     sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(calls - 1))]
@@ -159,7 +160,7 @@ def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int)
 
 
 def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int) -> Callable[[], int]:
-    """A pass of `function`, of which the first `held` outputs take the memory of as many arguments, and their place."""
+    """Make a pass of `function` that donates its first `held` arguments, and feeds the first `held` outputs back."""
     run = jax.jit(lambda held, given: function(*held, *given), donate_argnums=0)
     state, given = [arguments[:held]], arguments[held:]
 
@@ -170,7 +171,7 @@ def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int)
 
 
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
-    """A pass of so many calls that it takes `PASS` seconds; it returns their number, each counting as `counts`."""
+    """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
 
     def some(number: int) -> float:
         start = time.perf_counter()
@@ -192,18 +193,18 @@ def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> C
 
 
 def per_call(passes: Passes) -> list[float]:
-    """Seconds of one call, of each pass."""
+    """Return the seconds per call of each pass."""
     return [seconds / calls for seconds, calls in zip(*passes, strict=True)]
 
 
 def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], limits: Mapping[str, float],
         device: str) -> dict[str, Any]:  # fmt: skip
-    """What a case's passes say.
+    """Summarize the passes of a case.
 
     Returns:
-      `seconds` of a call, every pass, and their medians; `reference` and `peer`, times the kernel's speed over
-      theirs; `bytes_per_second` and `flops_per_second` of the kernel; `aim`, what of it is reached, and whether that
-      is enough, None on other devices than it is for; `missing`.
+      `seconds`: of a call, for every pass of each side; `median_seconds`: their medians. `reference`, `peer`: speed of
+      the kernel relative to theirs. `bytes_per_second`, `flops_per_second`: of the kernel. `aim`: the aim, what is
+      reached, and whether it is `met` (None on other devices than an H200). `missing`: sides without times, and why.
     """
     seconds = {side: per_call(timed) for side, timed in passes.items()}
     medians = {side: statistics.median(times) for side, times in seconds.items()}
@@ -231,7 +232,7 @@ def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], li
 def reach(
     case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Mapping[str, float]
 ) -> float | None:
-    """How much of `aim.of` a call in `kernel` seconds is; None where the reference was not timed."""
+    """Return the value to compare with the aim, for a call of `kernel` seconds; None if the reference is missing."""
     match aim.of:
         case "copy":
             return case.bytes / kernel / limits["copy"]
@@ -246,14 +247,14 @@ def reach(
 
 
 def sentence(found: Mapping[str, Any]) -> str:
-    """A row for a person."""
+    """Format a row as text."""
     missing = [f"no {side}: {why}" for side, why in found["missing"].items()]
     if "kernel" not in found["median_seconds"]:
         return "; ".join(missing)
     said = [f"{found['median_seconds']['kernel'] * 1e3:.4g} ms, {found['bytes_per_second'] / 1e9:,.0f} GB/s, "
             f"{found['flops_per_second'] / 1e12:.3g} TFLOP/s"]  # fmt: skip
     names = {"reference": "XLA", "peer": "PyTorch"}
-    said += [f"{found[side]:.3g} times {name}" for side, name in names.items() if side in found]
+    said += [f"{found[side]:.3g}× as fast as {name}" for side, name in names.items() if side in found]
     if aim := found.get("aim"):
         verdict = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
         said.append(f"{aim['of']} {aim['reached']} (aim {aim['least']:g}, {verdict})")

@@ -1,4 +1,4 @@
-"""The memory that a piece of work takes."""
+"""Measure the peak memory of a block of code."""
 
 import threading
 from typing import Self
@@ -9,16 +9,20 @@ _INTERVAL = 0.02  # seconds between two samples
 
 
 class PeakMemory:
-    """The most resident memory of this process during a `with` block: `bytes`, and `before` it.
+    """Measures the peak resident memory of this process in a `with` block.
 
-    It is sampled: a peak of a few milliseconds may be missed.
+    It samples every 20 ms, so shorter peaks may be missed.
+
+    Attributes:
+      bytes: peak resident memory inside the block.
+      before: resident memory at its start.
     """
 
     def __init__(self) -> None:
         self._process, self._ended = psutil.Process(), threading.Event()
 
     def __enter__(self) -> Self:
-        """Start to sample."""
+        """Start sampling."""
         self.bytes = self.before = self._process.memory_info().rss
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()

@@ -1,4 +1,4 @@
-"""Muon for the matrices against AdamW for everything: steps to the same held-out loss, both at their best rates."""
+"""Compare Muon for matrices with AdamW for everything: steps to the same held-out loss, at their best rates."""
 
 import itertools
 import tempfile
@@ -20,15 +20,15 @@ from zaya_jax.config import AdamWConfig, BalanceConfig, MuonConfig, OptimizerCon
 from zaya_jax.machine.result import describe_run
 
 Kind = Literal["muon", "adamw"]
-Rates = tuple[float, float]  # of the matrices, of the rest
+Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
 
-# Learning rates tried: of the matrices by each kind, and of everything else.
+# The grid of learning rates: of the matrices with each optimizer, and of all other parameters.
 MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OTHERS = (0.006, 0.018, 0.054)
 
 
 def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerConfig:
-    """Matrices by `kind` at one rate, the rest by AdamW at another."""
+    """Make the configuration of one optimizer: `kind` for matrices, AdamW for the rest, each with its learning rate."""
     role = RoleConfig(learning_rate=matrices / others)
     roles = RolesConfig(attention=role, router=role, expert=role) if kind == "adamw" else RolesConfig()
     return OptimizerConfig(kind, MuonConfig(learning_rate=matrices, newton_schulz_dtype="float32"),
@@ -36,14 +36,14 @@ def optimizer_config(kind: Kind, matrices: float, others: float) -> OptimizerCon
 
 
 def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
-    """Tune both on one seed with the same number of trials, then compare them on three.
+    """Tune both optimizers on one seed with the same number of trials, then compare them on three seeds.
 
     Args:
-      steps: of each training.
-      png: a plot of the curves.
+      steps: training steps of each trial.
+      png: file for a plot of the curves; None for no plot.
     """
     result = describe_run(
-        "steps to the held-out loss that AdamW alone reaches at its end",
+        "steps to the final held-out loss of AdamW",
         f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus, rates constant after 10 steps",
         "AdamW for all parameters", PACKAGES,
     )  # fmt: skip
@@ -76,14 +76,14 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
         if not row["interior"]:
             print(f"The best learning rates of {kind} are at the edge of the grid: widen the grid.")
     print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
-    draw_heldout(png, named, "Optimizers, each at its best rates")
+    draw_heldout(png, named, "Optimizers at their best learning rates")
     return result
 
 
 def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
-    """Steps of both to the loss that AdamW has at its end, and their ratio: of each seed, and the median.
+    """Count the steps of both to AdamW's final loss, and their ratio, for each seed; and the median ratio.
 
-    A seed on which Muon never comes to that loss counts as more than any number.
+    A seed with which Muon never reaches that loss counts as infinite.
     """
     rows = []
     for seed, both in curves.items():
@@ -96,7 +96,7 @@ def compare(curves: dict[int, dict[Kind, Curve]]) -> dict[str, Any]:
 
 
 def steps_to(curve: Curve, target: float) -> float | None:
-    """Steps until the held-out loss is down at `target`, interpolated linearly between two evaluations."""
+    """Return the steps until the held-out loss reaches `target`, interpolated linearly; None if it never does."""
     before: tuple[float, float] | None = None
     for step, loss in curve.heldout:
         if loss <= target:

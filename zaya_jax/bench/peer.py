@@ -1,4 +1,4 @@
-"""The peer of the step benchmarks: `transformers`' own ZAYA in PyTorch."""
+"""The other side of the step benchmarks: the ZAYA model of `transformers`, in PyTorch."""
 
 import importlib
 import importlib.util
@@ -12,21 +12,21 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
 
-ROWS = (1, 2, 4, 8)  # sequences at a time, among which training takes the fastest number
+ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
 _TOO_LARGE = "The transformers model and its AdamW state do not fit the memory of this device."
 
 
 def check_peer() -> None:
-    """Raise `InputError` where PyTorch or `transformers` is not installed; imports neither."""
+    """Raise `InputError` if PyTorch or `transformers` is not installed; imports neither."""
     if any(importlib.util.find_spec(name) is None for name in ("torch", "transformers")):
         raise InputError("The comparison needs PyTorch and transformers: pip install -e '.[parity]'.")
 
 
 def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: str, threads: int) -> Callable[[], float]:
-    """A function that does one forward and backward pass on `device` ('cpu', 'cuda') and returns the loss.
+    """Make a function that runs one forward and backward pass on `device` ('cpu', 'cuda') and returns the loss.
 
-    The model is as `transformers` makes it (scaled-dot-product attention, its default experts), with key
-    temperatures of 1, since its own start value of 0 would make all keys vanish.
+    The model has the defaults of `transformers` (scaled-dot-product attention, default experts), but key temperatures
+    of 1, since with their initial value of 0 all keys would vanish.
     """
     torch, model = _make_model(config, dtype, device, threads)
     tokens = torch.tensor(tokens_bs, device=device)
@@ -41,11 +41,14 @@ def peer_step(config: ModelConfig, dtype: str, tokens_bs: np.ndarray, device: st
 
 
 def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, repeats: int) -> dict[str, Any]:
-    """Seconds of `repeats` optimizer steps on all of `tokens_bs`, after one to warm up, losses, and memory.
+    """Time `repeats` optimizer steps on all of `tokens_bs`, after one warm-up step.
 
-    The model is that of `peer_step`. Parameters, gradients and moments are in the compute dtype, PyTorch's fused AdamW
-    updates them, and gradients are clipped. The number of sequences at a time, and whether activations are kept or
-    computed again, are those of the fastest pass that fits.
+    The model is that of `peer_step`. Parameters, gradients and moments are in the compute dtype; gradients are clipped,
+    and PyTorch's fused AdamW updates the parameters. Micro-batch size and activation checkpointing are those of the
+    fastest pass that fits.
+
+    Returns:
+      Seconds, losses, memory, and the settings that were used.
 
     Raises:
       InputError: nothing fits the device.
@@ -89,15 +92,15 @@ def time_peer(config: Config, tokens_bs: np.ndarray, device: str, threads: int, 
 
 
 def _make_model(config: ModelConfig, dtype: str, device: str, threads: int) -> tuple[Any, Any]:
-    """The module torch, and the model."""
-    # Imported by name, since no part of the package may need them.
+    """Return the module torch, and the model."""
+    # Optional dependencies, imported by name.
     torch, transformers = (importlib.import_module(name) for name in ("torch", "transformers"))
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     tree = to_hf(config, dtype)
     tree.pop("architectures")
     peer_config = transformers.ZayaConfig(**tree, attn_implementation="sdpa")
-    with torch.device(device):  # a host draws billions of parameters slowly
+    with torch.device(device):  # drawing billions of parameters on the host is slow
         model = transformers.ZayaForCausalLM(peer_config).to(device, getattr(torch, dtype))
     for layer in model.model.layers:
         layer.self_attn.qk_norm.temp.data.fill_(1.0)
@@ -109,12 +112,12 @@ def _fastest(
     torch: Any, model: Any, tokens: Any, one_pass: Callable[[Any, int], Any], update: Callable[[], None],
     wait: Callable[[], None],
 ) -> tuple[bool, int]:  # fmt: skip
-    """Whether activations are computed again, and how many sequences a pass takes, so that it is fastest."""
+    """Return the fastest settings that fit: whether to checkpoint activations, and the micro-batch size."""
     speeds: dict[tuple[bool, int], float] = {}
     _set_checkpointing(model, True)
     try:
         one_pass(tokens[:1], 1)
-        update()  # so that the moments are there when it is tried what fits beside them
+        update()  # allocates the moments before trying what else fits
     except torch.OutOfMemoryError as error:
         raise InputError(_TOO_LARGE) from error
     for checkpointing in (False, True):
@@ -129,7 +132,7 @@ def _fastest(
 
 
 def _speed(torch: Any, rows: Any, one_pass: Callable[[Any, int], Any], wait: Callable[[], None]) -> float | None:
-    """Sequences/s of a pass, after one to warm up; None where it does not fit."""
+    """Return sequences/s of a pass, after one warm-up pass; None if it does not fit."""
     start = 0.0
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""One process of a job that saves the same state by several methods, in turn, and measures each."""
+"""One process of a job that saves the same state with several methods, in turn, and times each."""
 
 import gc
 import math
@@ -27,12 +27,12 @@ from zaya_jax.config import CheckpointConfig
 from zaya_jax.parallel.multihost import join
 from zaya_jax.run.files import sync_folder
 
-LARGE, SMALL = 16, 1000  # arrays: of the size asked for together, and of 1 KiB each
-_WIDTH, _STEPS = 512, 20  # of the matrix that stands for a step of training, and of the steps that are timed alone
+LARGE, SMALL = 16, 1000  # number of large arrays, which share the state's size, and of small ones of 1 KiB
+_WIDTH, _STEPS = 512, 20  # matrix width of a fake training step, and number of steps timed without saving
 
 
 class Job(NamedTuple):
-    """What the processes do together."""
+    """A job, and the index of this process."""
 
     folder: Path
     coordinator: str
@@ -43,16 +43,16 @@ class Job(NamedTuple):
 
 
 class Method(NamedTuple):
-    """A way to save: what the step loop calls and waits for, and what then says that it is durable."""
+    """A way to save: `start` blocks the step loop, and `finish` waits until the files are durable."""
 
     start: Callable[[int], None]
     finish: Callable[[], None]
     restore: Callable[[], Any]
-    verify: Callable[[], None] | None = None  # by process 0, alone
+    verify: Callable[[], None] | None = None  # process 0 only
 
 
 def measure(job: Job) -> list[dict[str, Any]]:
-    """Save and restore with the other processes of the job; a row a method and turn, the same in all of them."""
+    """Save and restore together with the other processes; returns one row for each method and turn."""
     if job.processes > 1:
         join(job.coordinator, job.processes, job.process, 120, 600.0)
     state = make_state(job.size)
@@ -64,13 +64,13 @@ def measure(job: Job) -> list[dict[str, Any]]:
             row = {"way": name, "turn": turn, **timed_save(method, turn)}
             if turn == job.repeats:
                 row |= timed_restores(method, job.folder, state) | timed_steps(method, turn + 1)
-            if turn:  # the first is to warm up
+            if turn:  # the first turn is a warm-up
                 rows.append(row)
     return rows
 
 
 def make_state(size: int) -> dict[str, jax.Array]:
-    """Few large arrays, split over the processes, and many small ones, which all have."""
+    """Make a few large arrays, sharded over the processes, and many small ones, replicated."""
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     split, whole = NamedSharding(mesh, PartitionSpec("data")), NamedSharding(mesh, PartitionSpec())
     rows = size // LARGE // 4 // 1024 // jax.device_count() * jax.device_count()
@@ -85,7 +85,7 @@ def make_state(size: int) -> dict[str, jax.Array]:
 
 
 def make_methods(folder: Path, state: Any, abstract: Any) -> dict[str, Method]:
-    """Gathered on process 0 and pickled; Orbax, as it comes; this project's, with and without digests."""
+    """Make the methods: gather and pickle; Orbax with its defaults; this project, with and without digests."""
     return {
         "gather and pickle": _pickled(folder / "pickle", state, abstract),
         "Orbax": _orbax(folder / "orbax", state, abstract, wait=True),
@@ -113,7 +113,7 @@ def _pickled(folder: Path, state: Any, abstract: Any) -> Method:
 
     def restore() -> Any:
         with path.open("rb") as file:
-            host = pickle.load(file)  # noqa: S301 (what was written above, by the peer that is measured)
+            host = pickle.load(file)  # noqa: S301 (written above)
         return {name: jax.make_array_from_callback(x.shape, abstract[name].sharding, lambda i, x=x: x[i])
                 for name, x in host.items()}  # fmt: skip
 
@@ -165,7 +165,7 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Method:
 
 
 def timed_save(method: Method, step: int) -> dict[str, float]:
-    """Of the slowest process: seconds of `stall` and of `commit`, until it was durable, and bytes of `memory`."""
+    """Save once; returns seconds of `stall` and `commit` (until durable), and bytes of `memory`, of the worst process."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
     with PeakMemory() as peak:
@@ -178,7 +178,7 @@ def timed_save(method: Method, step: int) -> dict[str, float]:
 
 
 def timed_steps(method: Method, step: int) -> dict[str, float]:
-    """How much longer a step of training takes while its state is written, of the slowest process; NaN for no step."""
+    """Return how much longer a training step takes during a save, in the slowest process; NaN without a step."""
     multiply = jax.jit(lambda x: x @ x)
     x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
 
@@ -202,7 +202,7 @@ def timed_steps(method: Method, step: int) -> dict[str, float]:
 
 
 def timed_restores(method: Method, folder: Path, state: Any) -> dict[str, float]:
-    """Seconds until the arrays are back, from files that the system does not hold in memory, and from some it does."""
+    """Return the seconds to restore and verify, from a cold and from a warm page cache."""
     seconds = {}
     for kind in ("cold", "warm"):
         if kind == "cold":
@@ -224,7 +224,7 @@ def timed_restores(method: Method, folder: Path, state: Any) -> dict[str, float]
 
 
 def drop_cached(folder: Path) -> None:
-    """Have the system drop what it holds of the files."""
+    """Drop the files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -232,5 +232,5 @@ def drop_cached(folder: Path) -> None:
 
 
 def _largest(value: float) -> float:
-    """The largest value of any process."""
+    """Return the maximum over all processes."""
     return float(np.max(multihost_utils.process_allgather(np.float32(value))))

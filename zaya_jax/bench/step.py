@@ -1,4 +1,4 @@
-"""A training step's forward and backward pass against `transformers`, interleaved on the same machine."""
+"""Time the forward and backward pass of a training step against `transformers`, interleaved on the same machine."""
 
 import os
 import statistics
@@ -17,7 +17,7 @@ from zaya_jax.ops.target import current_target
 
 
 def default_config() -> Config:
-    """52.75M parameters, four sequences of 512 tokens."""
+    """Make a configuration with 52.75M parameters, and four sequences of 512 tokens."""
     model = ModelConfig(
         vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
         num_experts=12, expert_size=384, router_size=64, max_positions=2048,
@@ -30,9 +30,9 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
     """Time both sides, and print tokens/s and their ratio.
 
     Args:
-      config: the model, batch, context and rematerialisation of its first step are used.
+      config: model, batch, context and remat are those of its first step.
       dtypes: 'float32', 'bfloat16'.
-      repeats: timed passes of each side.
+      repeats: number of timed passes of each side.
 
     Raises:
       InputError: PyTorch or `transformers` is not installed.

@@ -1,4 +1,4 @@
-"""Small trainings that are compared with one another: learning curves without run folders, one a core at a time."""
+"""Train many small models, one on each core, and return their learning curves, without run folders."""
 
 import multiprocessing
 import os
@@ -16,19 +16,19 @@ from zaya_jax.machine.plot import draw_lines
 
 CONTEXT = 128
 BATCH = 2048  # tokens a step
-SEEDS = (0, 1, 2)  # of the trainings that are compared
+SEEDS = (0, 1, 2)
 SIZE = "1.65M parameters"  # of `small_config`
 PACKAGES = ("optax",)
 
 
 class Trial(NamedTuple):
-    """A training to be done.
+    """A training to run.
 
     Attributes:
-      name: what it is called in the result.
-      config: of the run; its `run_dir` is not touched.
-      evaluation_interval: steps between two evaluations of the held-out loss.
-      router_offset: added to the router's logits of the first two experts at the start.
+      name: name in the result.
+      config: configuration; its `run_dir` is not used.
+      evaluation_interval: steps between evaluations of the held-out loss.
+      router_offset: initial offset of the router's logits of the first two experts.
     """
 
     name: str
@@ -38,12 +38,12 @@ class Trial(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """What a training gave.
+    """The result of a training.
 
     Attributes:
       heldout: pairs of a step and the held-out loss after it, nats/token.
-      entropy: of each step, the normalised entropy of the expert load, mean over layers.
-      seconds: that it took.
+      entropy: normalized entropy of the expert load at each step, averaged over layers.
+      seconds: duration.
     """
 
     heldout: list[tuple[int, float]]
@@ -57,14 +57,14 @@ class Curve(NamedTuple):
 
 
 def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **changes: Any) -> Config:
-    """1.65M parameters on the default text corpus, at constant rates after a short warm-up.
+    """Make a configuration with 1.65M parameters, the default text corpus, and constant rates after a short warm-up.
 
     Args:
       cache: folder for prepared data.
-      steps: of `batch` tokens.
-      seed: of the parameters and of the order of the data.
-      batch: tokens a step, a multiple of `BATCH`, the tokens of a micro-batch.
-      **changes: sections of the configuration.
+      steps: number of steps.
+      seed: seed of the parameters and of the data order.
+      batch: tokens of a step, a multiple of the micro-batch's `BATCH` tokens.
+      **changes: sections of the configuration to replace.
     """
     config = from_dict({
         "model": {
@@ -86,7 +86,7 @@ def small_config(cache: Path, steps: int, seed: int = 0, batch: int = BATCH, **c
 
 
 def run_trials(trials: Mapping[Any, Trial]) -> dict[Any, Curve]:
-    """Run all trials and print a line for each, in order; as many at once as there are cores, each on its own core."""
+    """Run all trials, one on each core at a time, and print a line for each, in order."""
     cores = sorted(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     free = context.SimpleQueue()
@@ -106,7 +106,7 @@ def _take_core(free: Any, parent: int) -> None:
 
 
 def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> None:
-    """Draw the held-out loss over the steps, if a file is given."""
+    """Plot the held-out loss over the steps to the file `png`, if it is not None."""
     if png:
         lines = {name: tuple(zip(*curve.heldout, strict=True)) for name, curve in curves.items()}
         draw_lines(Path(png), lines, title=f"{title} (mean and range over seeds)", x="step",
@@ -114,12 +114,12 @@ def draw_heldout(png: str | None, curves: Mapping[str, Curve], title: str) -> No
 
 
 def median_or_never(values: Sequence[float | None]) -> float | None:
-    """The median of an odd number of values, of which None is above any number."""
+    """Return the median of an odd number of values, where None counts as infinite."""
     return sorted(values, key=lambda value: (value is None, value))[len(values) // 2]
 
 
 def run_trial(trial: Trial) -> Curve:
-    """Train as a run does, through all phases, and evaluate the held-out loss now and then."""
+    """Train through all phases, as a run does, and evaluate the held-out loss at intervals."""
     import jax
 
     from zaya_jax.data.pipeline import train_batches
@@ -156,14 +156,14 @@ def run_trial(trial: Trial) -> Curve:
 
 
 def _offset_routers(params: dict[str, Any], offset: float) -> dict[str, Any]:
-    """Parameters whose routers add `offset` to the logits of the first two experts, whatever the token."""
+    """Change the routers so that they add `offset` to the logits of the first two experts for every token."""
     import jax
 
     new = dict(params)
     for name, output in params.items():
         if offset and name.endswith("router.output") and name.replace("output", "hidden2_bias") in params:
             bias = name.replace("output", "hidden2_bias")
-            new[bias] = params[bias] + 1.0  # so that what the output matrix sees has a mean
+            new[bias] = params[bias] + 1.0  # gives the input of the output matrix a mean
             mean = float(jax.nn.gelu(1.0, approximate=False)) * output.shape[-2]
             new[name] = output.at[..., :2].add(offset / mean)
     return new

@@ -1,7 +1,7 @@
-"""A whole optimizer step against `transformers`, each side alone on one device, which both would not fit together.
+"""Time a whole optimizer step against `transformers`, one side after the other, since both do not fit one device.
 
-Ours is the program that `zaya_jax.main` trains with: gradients of micro-batches added up, clipping, Muon, AdamW,
-balancing. Of it the optimizer's part is timed once more alone, since devices share it when there are several.
+Our side is the program that `zaya_jax.main` trains with: gradient accumulation, clipping, Muon, AdamW and balancing.
+The optimizer's part is also timed separately, since several devices would share it.
 """
 
 import dataclasses
@@ -39,22 +39,22 @@ _GB = 1e9
 
 
 def default_whole_config() -> Config:
-    """`step.default_config` with steps of sixteen sequences, four at a time."""
+    """Make `step.default_config` with 16 sequences a step in micro-batches of 4."""
     config = default_config()
     batch = BatchConfig(tokens=16 * config.data.context, micro_batch=4)
     return dataclasses.replace(config, train=dataclasses.replace(config.train, batch=batch))
 
 
 def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
-    """Time both sides, print tokens/s, MFU and memory, and write them to `output` where given, after each side.
+    """Time both sides, print tokens/s, MFU and memory, and write them to `output` after each side.
 
-    Newton–Schulz counts as time, not as operations. The ratio of the speeds is printed and written where both sides do
-    the same: AdamW of all parameters in fp32.
+    The FLOPs of Newton–Schulz are not counted in the MFU. The ratio is reported only if both sides do the same work:
+    AdamW on all parameters in fp32.
 
     Args:
-      config: its first step is done, on random tokens and one device.
-      repeats: timed steps of each side, after one to warm up.
-      output: a JSON file.
+      config: its first step is timed, with random tokens, on one device.
+      repeats: number of timed steps of each side, after one warm-up step.
+      output: JSON file; None for no file.
 
     Raises:
       InputError: the step or its peer does not fit the device, the peer is not installed, or `config` has adapters.
@@ -74,7 +74,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
     result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
     with restored_environment():
-        apply_preset(select_preset(config.preset))  # as zaya_jax.main does
+        apply_preset(select_preset(config.preset))  # like zaya_jax.main
         with run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
             measured = ask()
     kind, platform, tokens = measured.pop("device"), measured.pop("platform"), batch * context
@@ -89,10 +89,10 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         measured = ask()
     peer = measured | throughput(statistics.median(measured["seconds"]["step"]), tokens, flops, kind)
     result["results"]["peer"] = peer
-    again = "computed again" if peer["checkpointing"] else "kept"
-    print(f"transformers: {describe_throughput(peer)}, {peer['micro_batch']} sequences at a time, activations {again}"
+    activations = "recomputed" if peer["checkpointing"] else "kept"
+    print(f"transformers: {describe_throughput(peer)}, micro_batch {peer['micro_batch']}, activations {activations}"
           f"{_memory_in_words(peer)}", flush=True)  # fmt: skip
-    if (config.matrices, dtype) == ("adamw", "float32"):  # else the peer's step is another and a smaller one
+    if (config.matrices, dtype) == ("adamw", "float32"):  # otherwise the peer's step does less work
         ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
         result["results"]["ratio"] = round(ratio, 3)
         print(f"ratio {ratio:.2f}", flush=True)
@@ -112,15 +112,18 @@ class CompiledParts(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the device, that the largest takes."""
+        """Device memory of the largest program."""
         return max(_bytes(program) for program in self)
 
 
 def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
-    """Seconds of steps on the same rows, and of the optimizer's part, losses, and memory.
+    """Time steps on the same rows, and the optimizer's part of them.
+
+    Returns:
+      Seconds, losses, memory, and a description of the device.
 
     Raises:
-      InputError: the device has less memory than the programs take.
+      InputError: the device has less memory than the programs need.
     """
     for platform in ("cuda", "rocm"):  # the peer has one device too
         jax.config.update(f"jax_{platform}_visible_devices", "0")
@@ -140,9 +143,9 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
         losses.append(float(metrics["loss"]))
 
     seconds = {"step": timed(step, repeats)}
-    peak = peak_memory(device, compiled.step)  # before the optimizer alone, whose gradients lie beside the state
+    peak = peak_memory(device, compiled.step)  # before timing the optimizer, which needs extra gradients
     params, opt_state = state.params, state.opt_state
-    del state  # donated by what follows
+    del state  # the calls below donate its buffers
     gradients = jax.tree.map(jnp.copy, params)
 
     def move(program: Any) -> None:
@@ -163,7 +166,7 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
 
 
 def compile_parts(programs: Programs) -> CompiledParts:
-    """The programs of the first stage, for the first device; nothing is allocated."""
+    """Compile the programs of the first stage for the first device, without allocating arrays."""
     program = programs[0]
     state, placement, optimizer = program.abstract_state, program.placement, skippable(program.optimizer)
 
@@ -186,7 +189,7 @@ def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, func
 
 
 def timed(work: Callable[[], None], repeats: int) -> list[float]:
-    """Seconds of each of `repeats` calls, after one to warm up."""
+    """Return the seconds of each of `repeats` calls, after one warm-up call."""
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
@@ -196,7 +199,7 @@ def timed(work: Callable[[], None], repeats: int) -> list[float]:
 
 
 def peak_memory(device: Any, program: Any) -> dict[str, Any]:
-    """The most bytes there were at a time as `device` counts them, else what `program` takes, and who says so."""
+    """Return the peak memory that `device` reports, or what the compiled `program` needs, and which of the two."""
     counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
     if counted is None:
         return {"peak_bytes": _bytes(program), "peak_bytes_by": "the compiled program"}
@@ -204,13 +207,13 @@ def peak_memory(device: Any, program: Any) -> dict[str, Any]:
 
 
 def check_memory(config: Config, needed: int, limit: int | None, needed_by: Callable[[Config], int]) -> None:
-    """Raise `InputError`, naming a depth that fits, where `needed` bytes are more than the `limit`.
+    """Raise `InputError`, naming a depth that fits, if `needed` is above `limit`.
 
     Args:
-      config: what needs so much.
-      needed: bytes.
-      limit: bytes; None if it is unknown.
-      needed_by: bytes that another configuration needs: by those of half the depth, each layer takes the same.
+      config: the configuration that was compiled.
+      needed: bytes that it needs.
+      limit: bytes that are available; None if unknown.
+      needed_by: returns the bytes that another configuration needs, to extrapolate linearly from half the depth.
     """
     if limit is None or needed <= limit:
         return
@@ -226,7 +229,7 @@ def check_memory(config: Config, needed: int, limit: int | None, needed_by: Call
 
 
 def _bytes(program: Any) -> int:
-    """What a compiled program takes of its device; donated arguments are outputs too."""
+    """Return the device memory of a compiled program; donated arguments are counted once."""
     needs = program.memory_analysis()
     kept = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
     return kept + needs.temp_size_in_bytes
@@ -236,13 +239,13 @@ def _bytes(program: Any) -> int:
 
 
 def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    """What `time_ours` measured, with speeds, the optimizer's share, and both where devices share the optimizer's work.
+    """Add speeds and the optimizer's share to what `time_ours` measured, also for devices that share the optimizer.
 
     Args:
-      measured: with the `seconds` of the step, of the optimizer alone, and of it without Newton–Schulz.
-      tokens: of a step.
-      flops: of a step, the optimizer's not counted.
-      kind: of device.
+      measured: with `seconds` of the step, of the optimizer, and of the optimizer without Newton–Schulz.
+      tokens: tokens of a step.
+      flops: FLOPs of a step, without the optimizer.
+      kind: kind of device.
     """
     step, optimizer, rest = (statistics.median(seconds) for seconds in measured["seconds"].values())
     shared = {}

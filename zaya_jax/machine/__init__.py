@@ -1,1 +1,1 @@
-"""What is measured or compiled on a machine."""
+"""Commands that describe, test and time a machine, and the dry run for machines one does not have."""

@@ -1,4 +1,4 @@
-"""Self-checks of the devices together: each collective against numpy."""
+"""Check each collective over all devices against numpy."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from zaya_jax.parallel.mesh import make_mesh
 
 
 def check_collectives() -> dict[str, Any]:
-    """Do each collective over all devices of this process, with integers that every dtype holds exactly.
+    """Run each collective over all devices of this process, with integers that every dtype represents exactly.
 
     Returns:
-      `devices`, and the `dtypes` tried; `skipped`, a sentence, with one device; `failed`, a sentence, if a result
-      differs from numpy's.
+      `devices`: their number. `dtypes`: those that were checked. `skipped`: a sentence, with only one device.
+      `failed`: a sentence, if a result differs from numpy's.
     """
     mesh = make_mesh()
     n = mesh.size
@@ -43,7 +43,7 @@ def check_collectives() -> dict[str, Any]:
 
 
 def _collectives(x_1s: jax.Array) -> dict[str, jax.Array]:
-    """Each collective of a device's row, as a row."""
+    """Apply each collective to a device's row; each result is a row."""
     n = jax.lax.axis_size("data")
     return {
         "psum": jax.lax.psum(x_1s, "data"),

@@ -1,6 +1,6 @@
-"""Attention over a sequence on several devices, by ring and by all-gather: memory a device, and time.
+"""Measure memory per device and time of context-parallel attention, with a ring and with an all-gather.
 
-Each case is compiled and run in a process of its own, so that the peak a device reports is the case's alone.
+Each case runs in its own process, so that the peak memory of a device is that of the case.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS, make_mesh
 from zaya_jax.parallel.placement import make_placement
 
-SIMULATED = 8  # CPU devices, where a machine has one device alone
-# By itself XLA:CPU orders a program so that much of it can run at once, which doubles its temporaries.
+SIMULATED = 8  # CPU devices to simulate if the machine has only one device
+# By default XLA:CPU schedules for concurrency, which doubles the temporaries.
 MEMORY_FIRST = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 KINDS: tuple[ContextAttention, ...] = ("all_gather", "ring")
 
 
 class Sizes(NamedTuple):
-    """The attention that is measured; heads and channels are ZAYA1-8B's."""
+    """Sizes of the attention to measure; heads and channels are those of ZAYA1-8B."""
 
     lengths: tuple[int, ...]  # tokens of the one sequence
     dtype: str
@@ -50,7 +50,7 @@ GPU = Sizes((8192, 16384, 32768), "bfloat16")
 
 
 class Case(NamedTuple):
-    """One program."""
+    """One program to measure."""
 
     attention: ContextAttention
     devices: int
@@ -58,31 +58,34 @@ class Case(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a program takes of each of its devices, in bytes."""
+    """Memory of a program on each device, in bytes."""
 
     arguments: int
     outputs: int
     temporaries: int
-    peak: int | None  # that the device reports, where it counts
+    peak: int | None  # as the device reports it; None if it does not
 
     @property
     def compiled(self) -> int:
-        """What the compiler says that it needs."""
+        """The compiler's estimate."""
         return self.arguments + self.outputs + self.temporaries
 
 
 def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[str, Any]:
-    """Measure every case and print it.
+    """Measure every case, and print a line for each.
 
-    With fewer than two devices, `SIMULATED` ones of the CPU stand for them: memory is then what XLA:CPU needs for
-    each, and time says little, since they share the cores.
+    With fewer than two devices, it simulates `SIMULATED` CPU devices. Memory is then what XLA:CPU needs for each, and
+    times mean little, since the devices share cores.
 
     Args:
-      sizes: what is measured; `CPU` or `GPU` where None.
-      repeats: timed passes of each case, interleaved over the cases of a length.
-      png: a plot of the memory over the number of devices, for the longest sequence.
+      sizes: sizes to measure; None for `CPU` or `GPU`, depending on the devices.
+      repeats: number of timed passes of each case, interleaved over the cases of a length.
+      png: file for a plot of memory against the number of devices, for the longest sequence; None for no plot.
+
+    Returns:
+      The result, for JSON.
     """
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # each case's process has the devices
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # all processes share the devices
     simulated = jax.device_count() < 2
     kind = "cpu" if simulated else jax.devices()[0].device_kind
     devices = SIMULATED if simulated else jax.device_count()
@@ -104,14 +107,14 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
         curves = _curves({case: memory.compiled for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
         _print(length, measured, result["scaling"][str(length)])
-        if png:  # the last one remains
+        if png:  # each length overwrites the plot of the one before
             _draw(Path(png), length, curves)
     return result
 
 
 def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
              simulated: bool) -> dict[Case, tuple[Memory, list[float]]]:  # fmt: skip
-    # On one device nothing is gathered or passed on, so that the kinds do not differ.
+    # On one device both kinds are the same program.
     cases = [Case(kind, n, length) for kind in KINDS for n in degrees if n > 1 or kind == KINDS[0]]
     with restored_environment():
         if simulated:
@@ -121,20 +124,20 @@ def _measure(sizes: Sizes, length: int, degrees: list[int], repeats: int,
 
 
 def simulate_devices() -> None:
-    """Give processes that start from now on `SIMULATED` CPU devices, no others, and low memory use."""
+    """Make processes that start from now on use `SIMULATED` CPU devices only, with low memory use."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {MEMORY_FIRST}".strip()
     os.environ |= {"JAX_NUM_CPU_DEVICES": str(SIMULATED), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 
 
 def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
-    """A function that does one forward and backward pass of `case`, waits for it, and says what memory it takes."""
+    """Compile a case; returns a function that runs one forward and backward pass, and returns its memory."""
     config = ParallelConfig(context=case.devices, context_attention=case.attention)
     mesh = make_mesh(config, jax.devices()[: case.devices])
     split = PartitionSpec(None, SEQUENCE_AXIS)
     model = dataclasses.replace(EXAMPLE, num_query_heads=sizes.query_heads, num_kv_heads=sizes.kv_heads,
                                 head_dim=sizes.channels)  # fmt: skip
     kernels = select_kernels(current_target(), model, sizes.dtype)
-    ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # as training has them
+    ops = make_placement(config, mesh, {}, {}, sizes.dtype, kernels).ops  # the same as in training
     region = jax.shard_map(functools.partial(_forward_and_backward, ops), mesh=mesh, in_specs=split,
                            out_specs=split, check_vma=False)  # fmt: skip
     rng, heads = np.random.default_rng(0), (sizes.query_heads, sizes.kv_heads, sizes.kv_heads, sizes.query_heads)
@@ -154,7 +157,7 @@ def context_pass(sizes: Sizes, case: Case) -> Callable[[], Memory]:
 
 def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, do_bshc: jax.Array,
                           segments_bs: jax.Array) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Of a device's part of the sequence, the output and the gradients of q, k and v."""
+    """Return the output and the gradients of q, k and v for a device's piece of the sequence."""
     attend = functools.partial(ops.attention, query_segments_bs=segments_bs,
                                key_segments_bt=ops.key_segments(segments_bs))  # fmt: skip
     out, pull = jax.vjp(attend, q_bshc, k_bskc, v_bskc)
@@ -162,7 +165,7 @@ def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc
 
 
 def _curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
-    """Bytes a device over the number of devices, of each kind; one device is all kinds' first."""
+    """Return bytes per device by number of devices, for each kind; the case of one device belongs to all kinds."""
     return {
         kind: {case.devices: size for case, size in needs.items() if case.attention == kind or case.devices == 1}
         for kind in KINDS
@@ -170,11 +173,11 @@ def _curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
 
 
 def _scaling(curve: Mapping[int, int]) -> dict[str, float]:
-    """How memory a device falls with the number of devices.
+    """Fit a power law N^exponent to the memory per device.
 
     Returns:
-      `exponent` of the power of the number of devices that fits all points best, −1 where it falls as 1/N, and
-      `last`, that between the last two points; none with fewer than two points.
+      `exponent`, fitted to all points (−1 is 1/N), and `last`, between the last two points; {} with fewer than two
+      points.
     """
     if len(curve) < 2:
         return {}

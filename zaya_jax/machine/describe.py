@@ -1,4 +1,4 @@
-"""What a machine is: its devices, their memory, drivers, and the environment that changes how they work."""
+"""Describe a machine: devices, memory, drivers, and environment variables that affect them."""
 
 import os
 import platform
@@ -11,15 +11,15 @@ import psutil
 from zaya_jax.hardware.detection import detect_gpu_plugin, select_preset
 from zaya_jax.ops.target import current_target
 
-# Variables that compilers, runtimes and collectives read, and that say nothing of the person who set them.
+# Variables that affect compilers, runtimes and collectives, and that contain nothing personal.
 _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", "JAX_PLATFORMS", "JAX_NUM_CPU")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Devices, memory in bytes, drivers, environment and preset, as JAX and the system tell them.
+    """Collect devices, memory in bytes, drivers, environment and preset, from JAX and the operating system.
 
     Returns:
-      The description; with `failed`, a sentence, if JAX does not use the GPU that the machine has.
+      The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
     """
     device, target = jax.devices()[0], current_target()
     machine: dict[str, Any] = {
@@ -42,7 +42,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def _drivers() -> dict[str, str]:
-    """The versions of the GPUs' kernel modules, by name."""
+    """Return the versions of the GPU drivers' kernel modules, by name."""
     files = {"amdgpu": Path("/sys/module/amdgpu/version"), "nvidia": Path("/proc/driver/nvidia/version")}
     drivers = {}
     for name, path in files.items():

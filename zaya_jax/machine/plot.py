@@ -1,4 +1,4 @@
-"""Lines over an axis, as a PNG."""
+"""Line plots for benchmarks, as PNG."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,15 +11,15 @@ _SEED = " seed "
 
 def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, title: str, x: str, y: str,
                marks: Mapping[float, str] | None = None) -> None:  # fmt: skip
-    """Draw lines; of those that share all but 'seed N' the mean, in a band from the least to the largest.
+    """Plot lines. Lines whose names differ only in ' seed N' become their mean, in a band from minimum to maximum.
 
     Args:
-      path: of the picture.
+      path: PNG file to write.
       lines: (xs, ys) by name; all seeds of a line have the same xs.
-      title: what is compared, with the command's sizes.
-      x: label of the axis, with its unit.
-      y: label of the axis, with its unit.
-      marks: xs with something to say about.
+      title: title of the plot.
+      x: label of the x axis, with its unit.
+      y: label of the y axis, with its unit.
+      marks: text by x position, for vertical lines.
     """
     figure = new_figure(title)
     (panel,) = figure.axes

@@ -1,4 +1,4 @@
-"""What every result says beside its figures: the command, the versions, the hardware."""
+"""The header of every benchmark result: command, versions and hardware; and how results are written."""
 
 import json
 import os
@@ -15,14 +15,14 @@ from zaya_jax.hardware.detection import cpu_name
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
-    """Check, before anything is measured, that it makes sense and can be written.
+    """Check the flags before anything is measured.
 
     Args:
-      repeats: of `--repeats`.
-      files: that are written, by flag.
+      repeats: value of `--repeats`.
+      files: files to write, by flag.
 
     Raises:
-      InputError: `repeats` is below 1, or a file is not in a folder that exists.
+      InputError: `repeats` is below 1, or a file is not in an existing folder.
     """
     if repeats < 1:
         raise InputError(f"--repeats is {repeats}, but must be at least 1.")
@@ -32,13 +32,13 @@ def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
 
 
 def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) -> dict[str, Any]:
-    """The head of a result.
+    """Make the header of a result.
 
     Args:
       benchmark: what is measured.
-      size: how much of it.
+      size: sizes of what is measured.
       peer: what it is compared with.
-      packages: those whose versions matter, beside this project's and jax's.
+      packages: packages whose versions to record, besides this project, jax and jaxlib.
     """
     packages = ("zaya-jax", "jax", "jaxlib", *packages)
     return {
@@ -52,13 +52,13 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
 
 
 def write_result(result: dict[str, Any], output: str | None) -> None:
-    """Write `result` as JSON, if a file is given."""
+    """Write `result` as JSON to the file `output`, if it is not None."""
     if output:
         Path(output).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:
-    """To 0.1 ms."""
+    """Round seconds to 0.1 ms."""
     return [round(second, 4) for second in seconds]
 
 

@@ -1,6 +1,6 @@
-"""The smoke test: everything that a new machine must do right, then how fast it does it, in one JSON to post.
+"""The smoke test of a machine: check operations, collectives and training, then time them; one JSON to post.
 
-Each part is a process of its own, so that one that fails, or takes its process down, leaves the others to run.
+Each part runs in its own process, so that the others still run if it fails or crashes.
 """
 
 import functools
@@ -38,31 +38,31 @@ from zaya_jax.run.metrics import read_rows
 from zaya_jax.train.loop import run_training
 
 STEPS = 50
-FALL = 0.5  # nats/token that the loss falls at least
-RESUMED = 0.05  # nats/token by which a resumed run may differ, where sums are made in any order
+FALL = 0.5  # nats/token that the loss must fall
+RESUMED = 0.05  # nats/token by which a resumed run may differ on a GPU, whose sums are not deterministic
 
 
 class Sizes(NamedTuple):
-    """How much the parts do."""
+    """Sizes of the parts."""
 
     name: str
     run: Config
     dtypes: tuple[str, ...]
-    context: context.Sizes | None  # None with one GPU: simulated devices would say nothing about it
+    context: context.Sizes | None  # None with one GPU, since simulated devices would say nothing about it
     repeats: int
 
 
 def smoke(output: str | None) -> dict[str, Any]:
-    """Run all parts, print what each measured, and write all to `output` after each.
+    """Run all parts, print their results, and write them to `output` after each part.
 
     Args:
-      output: a JSON file; `benchmarks/smoke_DEVICE.json` if None.
+      output: JSON file; None for `benchmarks/smoke_DEVICE.json`.
 
     Returns:
-      What was written: `parts`, and the names of those that `failed`.
+      What was written: results of the `parts` by name, and the names of those that `failed`.
     """
     check_request(1, {"--output": output or str(Path("benchmarks", "smoke.json"))})
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of a part share its GPUs
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
     plugins = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin")
     result = describe_run("smoke test", "", "double precision on the host's CPU", (*plugins, "flax", "optax"))
     machine = run_part("machine", describe_machine)
@@ -79,7 +79,7 @@ def smoke(output: str | None) -> dict[str, Any]:
 
 
 def parts(sizes: Sizes) -> dict[str, Callable[[], dict[str, Any]]]:
-    """The parts after the first, by name; each can be sent to another process."""
+    """Return the parts after the first, by name; each can be pickled."""
     return {
         "operations": _operations,
         "collectives": check_collectives,
@@ -90,7 +90,7 @@ def parts(sizes: Sizes) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Run `work` in a process of its own; returns its result, `seconds`, and `failed`, a sentence, if it failed."""
+    """Run `work` in its own process; returns its result with `seconds`, and `failed`, a sentence, if it failed."""
     print(f"== {name}", flush=True)
     start = time.monotonic()
     try:
@@ -113,7 +113,7 @@ def _slug(device: str) -> str:
 
 
 def sizes_for(platform: str, devices: int) -> Sizes:
-    """Sizes that take `devices` GPUs minutes; smaller ones on a CPU."""
+    """Choose sizes that take minutes on `devices` GPUs, or smaller ones on a CPU."""
     if platform == "cpu":
         print("JAX found no GPU: running everything on the CPU, at a small size.", flush=True)
         model = ModelConfig(
@@ -134,7 +134,7 @@ def sizes_for(platform: str, devices: int) -> Sizes:
 
 
 def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Config:
-    """`STEPS` steps of `sequences` rows, saved half-way."""
+    """Make a run of `STEPS` steps of `sequences` rows, saved half-way."""
     batch = sequences * data.context
     return from_dict({
         "model": to_dict(model),
@@ -149,9 +149,9 @@ def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Co
 
 
 def short_training(config: Config) -> dict[str, Any]:
-    """Train as `config` says in a temporary folder, then once more from its first checkpoint, and compare.
+    """Train in a temporary folder, resume from the first checkpoint in another one, and compare the losses.
 
-    On a CPU the second half must be bitwise the same; a GPU may add up in another order.
+    On a CPU the second half must be bitwise the same; a GPU may sum in another order.
     """
     with tempfile.TemporaryDirectory() as folder:
         uninterrupted, resumed = Path(folder, "uninterrupted"), Path(folder, "resumed")
@@ -180,7 +180,13 @@ def short_training(config: Config) -> dict[str, Any]:
 
 
 def check_losses(losses: list[float], difference: float, allowed: float) -> str | None:
-    """What is wrong with a run of these losses, which differ by `difference` if it is resumed; None if nothing is."""
+    """Return what is wrong with a run, a sentence or None.
+
+    Args:
+      losses: loss of each step.
+      difference: largest difference of the resumed run's losses.
+      allowed: largest difference that is allowed.
+    """
     if not all(math.isfinite(loss) for loss in losses):
         return f"The loss of step {[math.isfinite(loss) for loss in losses].index(False) + 1} is not finite."
     first, last = statistics.mean(losses[:5]), statistics.mean(losses[-5:])

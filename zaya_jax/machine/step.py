@@ -1,4 +1,4 @@
-"""A forward and backward pass of the model on this machine's first device, and its speed."""
+"""Time a forward and backward pass of the model on this machine's first device."""
 
 import statistics
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from zaya_jax.train.step import make_local_loss
 
 
 def random_tokens(config: Config) -> np.ndarray:
-    """Tokens [b, s + 1] of the first step."""
+    """Draw random tokens [b, s + 1] in the size of the first step."""
     first = stages(config)[0]
     return np.random.default_rng(0).integers(0, config.model.vocab_size, (first.sequences, first.context + 1))
 
 
 def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows of one document each, without padding, of tokens [b, s + 1]."""
+    """Make a batch from tokens [b, s + 1]: each row is one document, without padding."""
     tokens, targets = (part.astype(np.int32) for part in (tokens_bs[:, :-1], tokens_bs[:, 1:]))
     return {
         "tokens": tokens, "targets": targets, "segment_ids": np.ones_like(tokens),
@@ -37,7 +37,7 @@ def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Callable[[], float]:
-    """A function that does one forward and backward pass in `dtype`, waits for it, and returns the loss."""
+    """Compile a function that runs one forward and backward pass in `dtype`, and returns the loss."""
     config = replace(config, train=replace(config.train, compute_dtype=dtype))
     program = Programs(config, validated_kernels(config), jax.devices()[:1])[0]
     state = jax.jit(lambda: init_state(program))()
@@ -52,7 +52,7 @@ def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Calla
 
 
 def throughput(seconds: float, tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    """Tokens/s, TFLOP/s and MFU (None without a data sheet) of a step of `tokens` and `flops` on a device `kind`."""
+    """Return tokens/s, TFLOP/s and MFU (None without a data sheet) of a step of `tokens` and `flops` on a `kind`."""
     peak = peak_flops(kind)
     return {
         "tokens_per_second": round(tokens / seconds, 1),
@@ -62,13 +62,13 @@ def throughput(seconds: float, tokens: int, flops: float, kind: str) -> dict[str
 
 
 def describe_throughput(speed: dict[str, Any]) -> str:
-    """What `throughput` returned, in words."""
+    """Format the result of `throughput`."""
     mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
     return f"{speed['tokens_per_second']:,.0f} tokens/s, {speed['tflops_per_second']:.3g} TFLOP/s{mfu}"
 
 
 def time_step(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    """Time a forward and backward pass of the first step in each dtype; prints and returns its speeds."""
+    """Time a forward and backward pass of the first step in each dtype; prints and returns the speeds."""
     tokens_bs, kind = random_tokens(config), jax.devices()[0].device_kind
     tokens = tokens_bs[:, 1:].size
     flops = tokens * training_flops_per_token(config.model, tokens_bs.shape[1] - 1)

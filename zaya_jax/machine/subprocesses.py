@@ -1,7 +1,7 @@
-"""Steps in separate processes, as they would run for their users, timed in turn.
+"""Time steps that run in separate processes, in turn.
 
-In one process the sides disturb each other: PyTorch's libraries, once loaded, cost XLA a tenth of its speed
-on a CPU, and each side's idle threads wait for work on the other's cores.
+In one process the sides would disturb each other: on a CPU, loading PyTorch's libraries slows XLA down by a tenth, and
+each side's idle threads spin on the other's cores.
 """
 
 import contextlib
@@ -14,36 +14,36 @@ from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
 
-SETTLE = 0.5  # seconds before a timed pass, in which the other side's idle threads stop waiting on the cores
+SETTLE = 0.5  # seconds before a timed pass, for the other side's idle threads to stop spinning
 
 
 class Passes(NamedTuple):
     """The timed passes of a step, in order."""
 
     seconds: list[float]
-    results: list[Any]  # what it returned
+    results: list[Any]  # what each pass returned
 
 
 @contextlib.contextmanager
 def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -> Iterator[Callable[[], Any]]:
-    """`make(*arguments)`, made and called in another process.
+    """Make a step with `make(*arguments)` in another process, to be called from this one.
 
     Args:
-      make: importable by its name, as are the classes of `arguments`.
-      arguments: what it takes.
+      make: function that returns the step; importable by name, like the classes of `arguments`.
+      arguments: its arguments.
 
     Yields:
-      A function that calls the other process's step and returns its result.
+      A function that calls the step in the other process, and returns its result.
 
     Raises:
       InputError: the other process raised it.
       RuntimeError: the other process raised another error, or ended.
     """
     parent_end, child_end = multiprocessing.Pipe()
-    # No daemon, since those may not start processes, and a step may.
+    # Not a daemon: daemons may not start processes, but a step may.
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(child_end, make, arguments))
     process.start()
-    child_end.close()  # the other process holds it: its end is the pipe's end
+    child_end.close()  # so that the pipe closes when the other process ends
 
     def receive() -> Any:
         try:
@@ -56,12 +56,12 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
         return result
 
     def step() -> Any:
-        with contextlib.suppress(OSError):  # a process that has ended, which `receive` reports
+        with contextlib.suppress(OSError):  # the process has ended; `receive` reports it
             parent_end.send(None)
         return receive()
 
     try:
-        receive()  # that the step is made
+        receive()  # wait until the step is made
         yield step
     finally:
         parent_end.close()
@@ -70,7 +70,7 @@ def run_in_subprocess(make: Callable[..., Callable[[], Any]], *arguments: Any) -
 
 @contextlib.contextmanager
 def restored_environment() -> Iterator[None]:
-    """Changes of `os.environ` inside the block are for the processes that start there, and end with it."""
+    """Undo changes of `os.environ` at the end of the block; processes that start inside it inherit them."""
     before = dict(os.environ)
     try:
         yield
@@ -80,7 +80,7 @@ def restored_environment() -> Iterator[None]:
 
 
 def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
-    """Time each step, one after the other in turn, after one pass of each to warm up."""
+    """Time `repeats` passes of each step, in turn, after one warm-up pass of each."""
     passes = {name: Passes([], []) for name in steps}
     for step in steps.values():
         step()
@@ -95,7 +95,7 @@ def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any
 
 
 def interleave_subprocesses(sides: Mapping[Any, tuple[Any, ...]], repeats: int) -> dict[Any, Passes]:
-    """`interleave` the steps of `sides`, each made in its own process; a side is what `run_in_subprocess` takes."""
+    """`interleave` steps that run in their own processes; each side holds the arguments of `run_in_subprocess`."""
     with contextlib.ExitStack() as stack:
         steps = {name: stack.enter_context(run_in_subprocess(*side)) for name, side in sides.items()}
         return interleave(steps, repeats)

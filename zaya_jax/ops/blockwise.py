@@ -1,7 +1,7 @@
 """The reference implementation of attention: blocks of keys with an online softmax, forward and backward.
 
-Memory is linear in the sequence length. Blocks that causality or the window hides are skipped. Arrays are folded: padded to
-whole blocks, with heads before the sequence and query heads grouped by key head.
+Memory is linear in the sequence length. Blocks that causality or the window hides are skipped. Arrays are folded:
+padded to whole blocks, heads before the sequence, query heads grouped by key head.
 """
 
 import functools

@@ -45,7 +45,7 @@ def test_without_hardware_there_are_no_times():
 
 
 @pytest.mark.parametrize(("overrides", "devices", "named"), [
-    (["parallel.fsdp=3"], 8, r"parallel\.fsdp 3 .* 8 devices"), ([], 3, r"train\.batch .* 16 sequences"),
+    (["parallel.fsdp=3"], 8, r"parallel\.fsdp 3 .* 8, the number of devices"), ([], 3, r"train\.batch .* 16 sequences"),
 ])  # fmt: skip
 def test_what_cannot_be_laid_out_is_refused(overrides, devices, named):
     with pytest.raises(InputError, match=named):

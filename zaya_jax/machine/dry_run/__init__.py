@@ -1,1 +1,1 @@
-"""What a run would take on devices one does not have: memory, arithmetic, bytes on the wire, time."""
+"""The dry run: estimate memory, FLOPs, communication and time of a run on devices one does not have."""

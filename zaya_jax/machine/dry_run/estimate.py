@@ -1,4 +1,4 @@
-"""The estimate of a phase: memory, arithmetic, traffic, and the least time a step can take."""
+"""Estimate a phase: memory, FLOPs, communication, and lower bounds of the step time."""
 
 import math
 from typing import NamedTuple
@@ -17,28 +17,28 @@ from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.program import Programs
 
-TARGET = Target("rocm", "gfx942", "gfx942")  # whose operations are traced; none is compiled
-REACHED = 0.3  # of the peak, what the best published mixture of experts in JAX comes to
+TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
+REACHED = 0.3  # fraction of the peak; the best published MFU of a mixture of experts in JAX
 
 
 class PhaseEstimate(NamedTuple):
-    """What a phase takes of each device and of the job.
+    """The estimate of a phase.
 
     Attributes:
-      phase: its name.
-      axes: devices along each axis of the mesh.
-      sequences: of a micro-batch, on one device.
-      micro_batches: of a step, at its full size.
-      tokens: of a step.
-      remat: what the backward pass computes again.
-      reduce: when gradients are added up over devices.
-      memory: bytes.
-      flops: of a step, on all devices: of the head, of attention's scores and values, of all else in the model, and
-        of Newton–Schulz; what the backward pass computes again is not counted.
-      transfers: bytes that a device sends in a step.
-      bounds: least seconds of a step by compute, memory and network; empty where no hardware is named.
-      step_seconds: `REACHED` of the peak, or the slowest of the other bounds; None where no hardware is named.
-      days: for the phase's budget at that.
+      phase: name of the phase.
+      axes: number of devices along each mesh axis.
+      sequences: sequences of a micro-batch on one device.
+      micro_batches: micro-batches of the phase's largest step.
+      tokens: tokens of that step.
+      remat: rematerialization policy.
+      reduce: when gradients are reduced over devices.
+      memory: bytes of one device.
+      flops: FLOPs of a step on all devices, without recomputation: of the head, of attention's scores and values, of
+        the rest of the model, and of Newton–Schulz.
+      transfers: what a device sends in a step.
+      bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
+      step_seconds: the largest bound, with compute at `REACHED` of the peak; None without hardware.
+      days: time for the phase's tokens at that speed; None without hardware.
     """
 
     phase: str
@@ -57,10 +57,10 @@ class PhaseEstimate(NamedTuple):
 
 
 def simulated_programs(config: Config, devices: int) -> Programs:
-    """The programs of a run on as many devices as there would be.
+    """Make the programs of a run on `devices` abstract devices.
 
     Raises:
-      InputError: the axes do not make up the devices, or a batch does not split over them.
+      InputError: the product of the mesh axes is not `devices`, or a batch does not divide over them.
     """
     programs = Programs(config, select_kernels(TARGET, config.model, config.train.compute_dtype), devices)
     programs.check()
@@ -68,7 +68,7 @@ def simulated_programs(config: Config, devices: int) -> Programs:
 
 
 def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) -> PhaseEstimate:
-    """The estimate of a phase on the devices of `programs`."""
+    """Estimate a phase on the devices of `programs`; `hardware` is needed for times."""
     config, program = programs.config, programs[phase]
     phase_config, sizes, devices = config.phases[phase], program.placement.mesh.shape, program.placement.mesh.size
     stage = largest_stage(config, phase)
@@ -98,22 +98,22 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
-    """Operations of training on one token, by part; together `model.arithmetic.training_flops_per_token`."""
+    """Count the training FLOPs per token by part; the sum is `model.arithmetic.training_flops_per_token`."""
     body, attention = prefill_flops_per_token(config, context, head=False), attention_flops_per_token(config, context)
     head = prefill_flops_per_token(config, context) - body
     return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
 def largest_stage(config: Config, phase: int) -> BatchStage:
-    """The stage of a phase that has the largest batch."""
+    """Return the stage of a phase with the largest batch."""
     return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
 
 
 def _memory_traffic(memory: Memory, micro_batches: int) -> float:
-    """Bytes that a step reads and writes at least.
+    """Return a lower bound of the bytes that a step reads and writes on a device.
 
-    Master weights and moments once each way; of each micro-batch the compute copy in both passes (or what is stored,
-    where that is it), the gradients added up, and activations written and read.
+    Master weights and moments are read and written once. For each micro-batch the compute copy (or the stored
+    parameters, without a copy) is read in both passes, gradients are accumulated, and activations are written and read.
     """
     computed = max(memory.compute, memory.parameters + memory.frozen)
     per_micro_batch = 2 * (computed + memory.gradients + memory.activations)
@@ -121,12 +121,12 @@ def _memory_traffic(memory: Memory, micro_batches: int) -> float:
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
-    """What would make a phase that is too large for a device smaller, the first the cheapest; [] where it fits."""
+    """Return changes that reduce the memory of a phase that does not fit, cheapest first; [] if it fits."""
     memory, changes = estimate.memory, []
     if memory.total <= hardware.memory:
         return []
     available = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
-    if memory.update <= available:  # else only a smaller part of the state helps
+    if memory.update <= available:  # otherwise only sharding the state further helps
         if estimate.sequences > 1:
             changes.append(f"batch.micro_batch below {estimate.sequences}")
         if estimate.remat != "full":

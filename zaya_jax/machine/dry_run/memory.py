@@ -1,8 +1,8 @@
-"""Bytes of one device, from the sharding table and the rematerialisation policy; nothing is allocated.
+"""Estimate the memory of one device from shardings and rematerialization policy, without allocating anything.
 
-What stays between steps is exact. What a backward pass keeps is counted at the shapes one device has, from the
-traced program: the residuals of its `vjp`. A compiler may do a little better or worse. Memory is highest either
-in the backward pass or where Muon orthogonalises the largest stack of matrices, when the pass is over.
+Parameters and optimizer state are exact. Activations are the residuals of the traced program's `vjp`, at the shapes of
+one device; a compiler may need a little more or less. Memory peaks either in the backward pass, or afterwards, where
+Muon orthogonalizes the largest stack of matrices.
 """
 
 import dataclasses
@@ -28,17 +28,17 @@ from zaya_jax.train.step import make_local_loss
 
 
 class Memory(NamedTuple):
-    """Bytes of one device at the height of a step.
+    """Peak memory of one device, in bytes.
 
     Attributes:
       parameters: master weights.
-      optimizer: moments, balancing, counters.
-      compute: the copy that is computed with.
-      gradients: those added up over micro-batches, and one micro-batch's.
-      activations: what the backward pass of a micro-batch keeps.
-      temporaries: of a layer's backward pass, gathered layers, a chunk of logits.
-      update: beside master weights, optimizer and the sum of gradients, where the optimizer's step is highest.
-      frozen: parameters under adapters.
+      optimizer: moments, balancing state, counters.
+      compute: copy of the parameters in the compute dtype.
+      gradients: accumulated gradients, and those of one micro-batch.
+      activations: what is saved for the backward pass of a micro-batch.
+      temporaries: recomputed activations and gathered parameters of a layer, or a chunk of logits.
+      update: gradients and Newton–Schulz iterates at the peak of the optimizer's step.
+      frozen: frozen parameters under adapters.
     """
 
     parameters: int
@@ -52,18 +52,18 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All that is there at the same time, at the higher of the two heights."""
+        """The larger of the two peaks."""
         passes = self.compute + self.gradients + self.activations + self.temporaries
         return self.frozen + self.parameters + self.optimizer + max(passes, self.update)
 
 
 def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memory:
-    """The memory of a device in a phase.
+    """Estimate the memory of a device in a phase.
 
     Args:
-      program: of the phase, on as many devices as there would be.
-      sequences: of a micro-batch, on one device.
-      context: tokens of each of them.
+      program: program of the phase, on abstract devices.
+      sequences: sequences of a micro-batch on one device.
+      context: tokens of a sequence.
     """
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
@@ -85,7 +85,7 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
-    """Gradients as stored, and Newton–Schulz of the largest stack: two iterates, a product, a polynomial."""
+    """Return bytes of sharded gradients and of Newton–Schulz on the largest stack: iterates, matmul, polynomial."""
     config, mesh = program.config, program.placement.mesh
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     if not OPTIMIZERS[config.matrices].newton_schulz:
@@ -96,13 +96,13 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
         if program.roles[name] in MATRIX_ROLES:
             leaf, (p, q) = program.placement.leaves[name], sorted(shape[-2:])
             parts = math.prod(mesh.shape[axis] for axis in leaf.split)
-            stack = -(-math.prod(shape[:-2]) // parts)  # matrices a device has whole, padding included
+            stack = -(-math.prod(shape[:-2]) // parts)  # whole matrices on a device, padding included
             highest = max(highest, stack * (p * q * (2 * item + sums) + p * p * item))
     return master_weights + int(highest)
 
 
 def _copy_bytes(program: PhaseProgram) -> int:
-    """Bytes of the compute copy that are not what is stored itself."""
+    """Return bytes of the compute copy, without parameters that are used as stored."""
     stored = {**program.abstract_base, **program.abstract_state.params}
     copies = {name: x for name, x in _on_one_device(program, _merge_copies).items()
               if program.placement.leaves[name].gathered or x.dtype != stored[name].dtype}  # fmt: skip
@@ -110,7 +110,7 @@ def _copy_bytes(program: PhaseProgram) -> int:
 
 
 def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
-    """Shape of each parameter's compute copy on one device."""
+    """Return the shape of each parameter's compute copy on one device."""
     return {name: x.shape for name, x in _on_one_device(program, _merge_copies).items()}
 
 
@@ -123,7 +123,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _on_one_device(program: PhaseProgram, function: Callable[..., Any], *more: Any, specs: tuple[Any, ...] = ()) -> Any:
-    """What `function` gives of the compute copies, trained and frozen, and of `more` at the shapes of one device."""
+    """Call `function` with the compute copies, trained and frozen, and `more`, all at the shapes of one device."""
     placement, results = program.placement, []
 
     def region(params: Any, frozen: Any, *more: Any) -> None:
@@ -143,7 +143,7 @@ def _on_one_device(program: PhaseProgram, function: Callable[..., Any], *more: A
 
 
 def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
-    """Bytes that one device keeps between the passes over a micro-batch of its `sequences` of `context` tokens."""
+    """Return the bytes that one device saves for the backward pass of `sequences` of `context` tokens."""
     loss, global_shape = make_local_loss(program), (sequences * batch_shards(program.placement.mesh), context)
     kinds = {"tokens": "int32", "targets": "int32", "segment_ids": "int32", "positions": "int32", "loss_mask": "bool"}
     batch = {name: jax.ShapeDtypeStruct(global_shape, dtype) for name, dtype in kinds.items()}
@@ -158,7 +158,7 @@ def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
 
 
 def _temporaries(program: PhaseProgram, sequences: int, context: int) -> int:
-    """A group of layers' recomputed activations, its gathered parameters, and a chunk of the loss' logits."""
+    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
     config, model, mesh = program.config, program.model.config, program.placement.mesh
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
 
@@ -176,7 +176,7 @@ def _temporaries(program: PhaseProgram, sequences: int, context: int) -> int:
 
 
 def _merging(program: PhaseProgram) -> int:
-    """Of the largest matrix that has adapters, in one layer: their product, or its gradient, and the sum, in fp32."""
+    """Return fp32 bytes of merging the largest adapted matrix of a layer: the adapters' product, and the sum."""
     if program.config.lora is None:
         return 0
     axes, leaves = program.placement.mesh.shape, program.placement.leaves

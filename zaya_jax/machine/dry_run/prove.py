@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.machine.dry_run.prove CONFIG PHASE`: compile a phase's step for simulated devices."""
+"""Compile a phase's step for simulated devices: `python -m zaya_jax.machine.dry_run.prove CONFIG PHASE`."""
 
 import json
 import resource
@@ -8,7 +8,7 @@ from zaya_jax.config import load_config
 
 
 def main(path: str, phase: int) -> None:
-    """Print what was done and the most memory that it took of this machine, as JSON."""
+    """Compile or lower the step of a phase; prints which (`proof`) and the process' peak `host_bytes`, as JSON."""
     import jax
 
     config = load_config(path)

@@ -1,7 +1,7 @@
-"""Bytes that a device sends in a step, from the sharding table.
+"""Estimate the bytes that a device sends in a step, from the shardings.
 
-A ring sends (n − 1) / n of what an all-gather gives or a reduce-scatter takes, an all-reduce twice that, and an
-all-to-all as much of what a device holds.
+With ring algorithms over n devices, an all-gather sends (n − 1) / n of its output, a reduce-scatter (n − 1) / n of its
+input, an all-reduce twice that, and an all-to-all (n − 1) / n of what a device holds.
 """
 
 import math
@@ -25,10 +25,10 @@ class Transfer(NamedTuple):
     """What one kind of collective sends.
 
     Attributes:
-      what: for a person.
-      kind: of collective.
-      axes: of the mesh it runs over.
-      bytes: that a device sends in a step.
+      what: description of the data.
+      kind: name of the collective.
+      axes: mesh axes that it runs over.
+      bytes: bytes that a device sends in a step.
     """
 
     what: str
@@ -40,14 +40,14 @@ class Transfer(NamedTuple):
 def transfers(
     program: PhaseProgram, local: Mapping[str, tuple[int, ...]], sequences: int, context: int, micro_batches: int
 ) -> list[Transfer]:
-    """All transfers of a step of a phase.
+    """Return all transfers of a step.
 
     Args:
-      program: of the phase.
-      local: shape of each parameter's compute copy on one device.
-      sequences: of a micro-batch, on one device.
-      context: tokens of each of them.
-      micro_batches: of a step.
+      program: program of the phase.
+      local: shape of each parameter's compute copy on one device, by name.
+      sequences: sequences of a micro-batch on one device.
+      context: tokens of a sequence.
+      micro_batches: micro-batches of a step.
     """
     config, parallel, sizes = program.config, program.placement.config, program.placement.mesh.shape
     sent = [*_parameters(program, local, micro_batches), *_layers(program, local, micro_batches)]
@@ -118,18 +118,18 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
             continue
         n, gather_size = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
         stack = math.prod(local[name][:-2])
-        padded = -(-stack // n) * n / stack  # the stack travels with zeros, so that each device has as many of it
+        padded = -(-stack // n) * n / stack  # the stack is padded to a multiple of the devices
         held = math.prod(local[name]) / gather_size * item * padded
         sent[leaf.over] = sent.get(leaf.over, 0.0) + 2 * held * (n - 1) / n
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
 
 def seconds(sent: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware) -> float:
-    """The least time on the wire: each collective at the speed of the slowest link it crosses."""
+    """Return the communication time without overlap: each collective at the speed of the slowest link it uses."""
     return sum(transfer.bytes / _speed(transfer.axes, sizes, hardware) for transfer in sent)
 
 
 def _speed(axes: tuple[str, ...], sizes: Mapping[str, int], hardware: Hardware) -> float:
     outermost = min(AXES.index(axis) for axis in axes)
-    span = math.prod(sizes[axis] for axis in AXES[outermost:])  # devices lie innermost axis first
+    span = math.prod(sizes[axis] for axis in AXES[outermost:])  # neighbouring devices belong to the innermost axis
     return hardware.intra_node if span <= hardware.node_size else hardware.inter_node
