@@ -47,6 +47,7 @@ def test_configuration_keys_exist():
     named = [
         (page, name)
         for page, text in PAGES.items()
+        if page != "docs/guide.md"  # whose examples add keys
         for name in re.findall(rf"`((?:{sections})(?:\.[a-z0-9_]+)+)(?:[:=][^`\n]*)?`", FENCED.sub("", text))
         if not name.endswith((".md", ".py"))
     ]
