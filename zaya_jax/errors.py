@@ -1,4 +1,4 @@
-"""The errors that end a command with a full sentence, and the exit codes of commands."""
+"""Errors that end a command with one sentence, and the exit codes of commands."""
 
 import enum
 import errno
@@ -8,30 +8,34 @@ class ExitCode(enum.IntEnum):
     """The exit status of every command of this package."""
 
     OK = 0
-    STOPPED = 1  # a run had to stop, or something is damaged or differs
+    STOPPED = 1  # the run had to stop, or a check found damage or a difference
     BAD_INPUT = 2
-    INTERRUPTED = 130  # Ctrl-C, as shells have it: 128 + SIGINT
+    INTERRUPTED = 130  # Ctrl-C; the shell convention is 128 + SIGINT
     TERMINATED = 143  # 128 + SIGTERM
 
 
 class InputError(ValueError):
-    """Something given to the program is wrong: a key, a file, a folder or a value.
+    """Invalid input: a configuration key, an option, a file or a folder.
 
-    The message is a full sentence that names what is wrong and says what is allowed. Commands print it
-    and exit with `ExitCode.BAD_INPUT`; nothing has been compiled or overwritten by then.
+    The message names the input and its value, and says what is allowed. Commands print it and exit with
+    `ExitCode.BAD_INPUT`, before anything is compiled or overwritten.
     """
 
 
 class RunStopped(RuntimeError):
-    """A run that cannot continue: what happened and what can be done, in a full sentence."""
+    """The run cannot continue. The message says what happened and what to do."""
 
 
 class WorkerLost(RunStopped):
-    """A process that reads data was killed; the run can save what it has done."""
+    """A data worker process was killed. The run can still save a checkpoint."""
 
 
 class Preempted(RuntimeError):
-    """A run that was asked to end (Ctrl-C, SIGTERM) and has saved where it is; `status` is that of the process."""
+    """The run was asked to stop (Ctrl-C, SIGTERM) and has saved a checkpoint.
+
+    Attributes:
+      status: the exit status of the process.
+    """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -39,7 +43,7 @@ class Preempted(RuntimeError):
 
 
 def last_words(error: BaseException) -> tuple[str, int]:
-    """What a command says that ends with `error`, and its exit status."""
+    """Return the last sentence and the exit status of a command that ends with `error`."""
     if isinstance(error, KeyboardInterrupt):
         return "Stopped by Ctrl-C.", ExitCode.INTERRUPTED
     if isinstance(error, Preempted):
@@ -52,12 +56,12 @@ def last_words(error: BaseException) -> tuple[str, int]:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a file could not be written for want of space, or of the user's quota."""
+    """Return whether a write failed because the disk or the user's quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def as_sentence(error: BaseException) -> str:
-    """What an error says, on one line that ends with a full stop."""
+    """Return the message of an error as one line that ends with a full stop."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename or 'A file'}: {error.strerror}."
     text = " ".join(str(error).split())[:300] or type(error).__name__

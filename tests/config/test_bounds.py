@@ -65,7 +65,7 @@ def test_every_number_has_bounds(key, kind, put):
 
 @pytest.mark.parametrize("key", ["model.norm_eps", "evaluation.every", "checkpoint.keep_every", "optimizer.clip_norm"])
 def test_zero_is_not_positive(key):
-    assert refused({key: 0}).startswith(f"{key} is 0, but must be greater than zero")
+    assert refused({key: 0}).startswith(f"{key} is 0, but must be greater than 0")
 
 
 def test_the_bounds_are_of_fields():
@@ -81,4 +81,4 @@ def test_numbers_in_tables_are_checked_too():
 
 def test_sizes_that_are_too_large_together_are_refused():
     sizes = {"model.num_experts": 2**14, "model.hidden_size": 2**16, "model.expert_size": 2**17}
-    assert "model.num_experts is 16384, but must be such that" in refused(sizes)
+    assert "model.num_experts is 16384, but must be small enough" in refused(sizes)

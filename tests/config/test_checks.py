@@ -15,7 +15,7 @@ def test_an_error_names_key_value_and_what_is_allowed():
 
 @pytest.mark.parametrize("value", NO_PATHS)
 def test_what_can_be_no_path_is_named(value):
-    with pytest.raises(InputError, match=r"^a\.b is .*, which cannot be a path: .*[^.]\.$"):
+    with pytest.raises(InputError, match=r"^a\.b is .*, which is not a valid path: .*[^.]\.$"):
         require_path("a.b", value)
 
 

@@ -44,7 +44,7 @@ def test_what_can_be_no_path_is_named(value):
     ):
         said = refused(changes)
         assert said.startswith(f"{key} is ")
-        assert " cannot be a path: " in said
+        assert " is not a valid path: " in said
 
 
 def test_without_sources_the_corpus_is_the_one_source():

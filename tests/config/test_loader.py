@@ -116,8 +116,8 @@ def test_a_configuration_extends_another(base, tmp_path):
 
 
 def test_a_file_that_is_no_configuration_is_refused_without_being_read_whole(tmp_path):
-    assert "is longer than 262,144 bytes" in refused_to_load(Path("/dev/zero"))
-    assert "is longer than 262,144 bytes" in refused_to_load(written(tmp_path, "# é\n" * 10**6))
+    assert "is larger than the limit of 262,144 bytes" in refused_to_load(Path("/dev/zero"))
+    assert "is larger than the limit of 262,144 bytes" in refused_to_load(written(tmp_path, "# é\n" * 10**6))
     for index in range(30):
         written(tmp_path, f"extends: {index + 1}.yaml\n", f"{index}.yaml")
     assert "21.yaml is the last of more than 20 that extend each other" in refused_to_load(tmp_path / "0.yaml")
@@ -133,18 +133,18 @@ def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("train.log_evry=5", "The key train.log_evry is unknown; did you mean train.log_every?"),
-    ("trian.log_every=5", "did you mean train?"),
-    ("optimizer.muon.learning_rat=1", "did you mean optimizer.muon.learning_rate?"),
-    ("model.zzz=1", "The key model.zzz is unknown; allowed are: vocab_size, "),
+    ("train.log_evry=5", "The key train.log_evry is unknown. Did you mean train.log_every?"),
+    ("trian.log_every=5", "Did you mean train?"),
+    ("optimizer.muon.learning_rat=1", "Did you mean optimizer.muon.learning_rate?"),
+    ("model.zzz=1", "The key model.zzz is unknown. Allowed keys: vocab_size, "),
     ("extends=x", "The key extends is unknown"),
     ("train.compute_dtype=bfloat1", "must be one of float32, bfloat16, float64 (did you mean bfloat16?)"),
     ("preset=tpu", "preset is 'tpu', but must be one of cpu, mi300x, mi355x, h100, h200."),  # none is near
     ("model.layer_pattern=[full, slidng]", "model.layer_pattern.1 is 'slidng'"),
     ("data.suffixes=[.py, 3]", "data.suffixes.1 is 3 (a whole number)"),
-    ("train.log_every", "is not of the form section.key=value"),
-    ("=5", "is not of the form section.key=value"),
-    ("train.log_every=[1", "The value of the override 'train.log_every=[1' is not YAML"),
+    ("train.log_every", "must have the form section.key=value"),
+    ("=5", "must have the form section.key=value"),
+    ("train.log_every=[1", "The value of the override 'train.log_every=[1' is not valid YAML"),
 ])  # fmt: skip
 def test_a_wrong_override_is_named_with_the_nearest_spelling(base, override, said):
     assert said in refused_to_load(base, override)
@@ -195,7 +195,7 @@ def test_a_phase_without_a_name_has_that_of_the_default(base, tmp_path):
 @pytest.mark.parametrize("character", "\x00\x01\x1b\x7f\x85\u2028\u2029\n\r\t")
 def test_a_path_of_characters_that_are_not_seen_is_refused(character):
     config = dataclasses.replace(SMALL, run_dir=f"a{character}b")
-    with pytest.raises(InputError, match=r"^run_dir is .*, which cannot be a path: it contains U\+00|U\+20"):
+    with pytest.raises(InputError, match=r"^run_dir is .*, which is not a valid path: it contains U\+00|U\+20"):
         config.check()
 
 
@@ -225,13 +225,13 @@ def test_an_override_yaml_stumbles_over_is_refused_too(base, tmp_path, override)
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("train:\n  log_every: 1\n  seed: 3\n  log_every: 2\n", "The key 'log_every' is given twice, again on line 4"),
+    ("train:\n  log_every: 1\n  seed: 3\n  log_every: 2\n", "The key 'log_every' appears twice; the second"),
     ("- 1\n", "is a list, but must be a section with keys"),
     ("just text\n", "is text, but must be a section with keys"),
-    ("train: [\n", "is not YAML"),
+    ("train: [\n", "is not valid YAML"),
     ("1: 2\n", "The key 1 is unknown"),
-    ("[a]: 2\n", "The key on line 1 is read as"),
-    ("run_dir: !!python/object/apply:os.getcwd []\n", "is not YAML"),
+    ("[a]: 2\n", "YAML reads the key on line 1 as"),
+    ("run_dir: !!python/object/apply:os.getcwd []\n", "is not valid YAML"),
     ("seed: 3\n", "The key model is missing and has no default"),
     ("", "The key model is missing and has no default"),
     ("model: {hidden_size: 8}\n", "The key model.vocab_size is missing and has no default"),

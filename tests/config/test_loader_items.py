@@ -204,21 +204,21 @@ def test_null_is_what_a_phase_does_not_give(mixed, key):
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("data.sources.code.pth=x", "The key data.sources.code.pth is unknown; did you mean data.sources.code.path?"),
+    ("data.sources.code.pth=x", "The key data.sources.code.pth is unknown. Did you mean data.sources.code.path?"),
     ("data.sources.math={}", "The key data.sources.math.path is missing"),
     ("data.sources.math=m", "data.sources.math is 'm', "),
     ("data.sources.web.max_epochs=many", "data.sources.web.max_epochs is 'many' "),
     ("data.sources=[web]", "data.sources is ['web'], "),
     ("data.sources=null", "data.sources is null, "),
     ("data.sources={1: {path: x}}", "data.sources is '1', but must be a name"),
-    ("data.sources={a: {path: x}, a: {path: y}}", "The key 'a' is given twice"),
+    ("data.sources={a: {path: x}, a: {path: y}}", "The key 'a' appears twice"),
     ("phases=bins", "phases is 'bins', "),
     ("phases=null", "phases is null, "),
     ("phases=[{tokens: 9}, 3]", "phases.1 is 3, "),
     ("phases=[null]", "phases.0 is null, "),
     ("phases=[{}]", "The key phases.train.tokens is missing"),
     ("phases=[{packing: binz, tokens: 9}]", "phases.train.packing is 'binz', "),
-    ("phases=[{tokens: 9}, {tokesn: 2}]", "The key phases.1.tokesn is unknown; did you mean phases.1.tokens?"),
+    ("phases=[{tokens: 9}, {tokesn: 2}]", "The key phases.1.tokesn is unknown. Did you mean phases.1.tokens?"),
     ("phases.0.schedule.shape=cosin", "phases.first.schedule.shape is 'cosin', "),
     ("phases.0.mixture.web=half", "phases.first.mixture.web is 'half' "),
     ("phases.0.mixture=[web]", "phases.first.mixture is ['web'], "),
@@ -237,5 +237,5 @@ def test_null_takes_out_what_another_file_put_in(tmp_path):
     rest = load_config(tmp_path / "base.yaml", ["phases.0.mixture.code=null"])
     assert dict(rest.phases[0].mixture) == {"web": 1}
     (tmp_path / "over.yaml").write_text("extends: base.yaml\ndata: {sources: {code: null}}\n")
-    with pytest.raises(InputError, match=r"mixture is 'code', but must be made of sources that exist: web"):
+    with pytest.raises(InputError, match=r"mixture is 'code', but must be a configured source: web"):
         load_config(tmp_path / "over.yaml")

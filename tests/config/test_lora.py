@@ -20,7 +20,7 @@ def test_an_adapter_that_cannot_be_is_refused(lora, said):
 
 
 def test_adapters_need_a_model():
-    assert refused({"lora": LoraConfig(4, 8.0)}).startswith("init_from is null, but must be given where lora is")
+    assert refused({"lora": LoraConfig(4, 8.0)}).startswith("init_from is null, but must be set if lora is")
 
 
 def test_two_overrides_turn_it_on(tmp_path):

@@ -79,7 +79,7 @@ def test_the_phase_that_is_named_is_the_one_that_is_wrong():
     assert refused(phases(schedule(), **long)).startswith("phases.train.schedule.warmup_tokens is 1500, but ")
     # A phase without `batch` inherits the run's, so the error names train.batch.
     said = refused(phases({"context": 48}))
-    assert said.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48), ")
+    assert said.startswith("train.batch.tokens is 128, but must be a multiple of phases.mid.context (48): ")
 
 
 @pytest.mark.parametrize("name", ["", "x" * 201, "a b", "1a", "a.b", "a/b", "..", "a\n", "a=b"])
@@ -98,7 +98,7 @@ def test_names_of_phases_are_unique_there_is_one_and_start_phase_is_among_them()
 def test_a_template_that_can_be_no_path_is_named(value):
     said = refused(phases({"template": value}))
     assert said.startswith("phases.mid.template is ")
-    assert " cannot be a path: " in said
+    assert " is not a valid path: " in said
 
 
 @pytest.mark.parametrize("second", [

@@ -26,7 +26,7 @@ def test_the_small_configuration_is_possible():
     "checkpoint.every", "checkpoint.keep",
 ])  # fmt: skip
 def test_sizes_and_rates_are_positive(key):
-    assert refused({key: 0}) == f"{key} is 0, but must be greater than zero."
+    assert refused({key: 0}) == f"{key} is 0, but must be greater than 0."
 
 
 @pytest.mark.parametrize(("changes", "named"), [
@@ -71,7 +71,7 @@ def test_the_edges_of_the_possible(changes):
 def test_what_can_be_no_path_is_named(key, value):
     said = refused({key: value})
     assert said.startswith(f"{key} is ")
-    assert " cannot be a path: " in said
+    assert " is not a valid path: " in said
 
 
 @pytest.mark.parametrize("value", ["", *NO_PATHS])

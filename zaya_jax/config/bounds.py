@@ -1,7 +1,7 @@
-"""The smallest and the largest number that each field may hold.
+"""Lower and upper bounds of every numeric field.
 
-A field's type names the smallest. Values above the largest overflow 32-bit indices or are beyond any machine. Whether a
-device has enough memory is checked where the devices are known.
+The field's type carries the lower bound. A value above the upper bound would overflow 32-bit indices or exceed any
+machine. Device memory is checked later, once the devices are known.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ Number = TypeVar("Number", int, float)
 
 
 class Range(NamedTuple):
-    """The numbers that a field may hold, as a part of its type."""
+    """The allowed values of a field, attached to its type."""
 
     words: str
     contains: Callable[[float], bool]
 
 
-Positive = Annotated[Number, Range("greater than zero", lambda number: number > 0)]
+Positive = Annotated[Number, Range("greater than 0", lambda number: number > 0)]
 NonNegative = Annotated[Number, Range("at least 0", lambda number: number >= 0)]
 Decay = Annotated[float, Range("at least 0 and below 1", lambda number: 0 <= number < 1)]
 
-_INT, _FLOAT = 2**31 - 1, 1e12  # of fields that are not listed
-_TOKENS = 10**15  # of a phase or a part of it
+_INT, _FLOAT = 2**31 - 1, 1e12  # default upper bounds of fields without an entry in LARGEST
+_TOKENS = 10**15  # of a phase
 _STEP_TOKENS = 2**28
 
 LARGEST: dict[str, float] = {
@@ -42,7 +42,7 @@ LARGEST: dict[str, float] = {
     "ModelConfig.num_experts": 2**14,
     "ModelConfig.expert_size": 2**18,
     "ModelConfig.router_size": 2**16,
-    "ModelConfig.max_positions": 2**24,  # fp32 counts them exactly
+    "ModelConfig.max_positions": 2**24,  # fp32 represents every integer up to this
     "ModelConfig.depthwise_kernel": 64,
     "ModelConfig.grouped_kernel": 64,
     "ModelConfig.norm_eps": 1,
@@ -70,18 +70,18 @@ LARGEST: dict[str, float] = {
     "ParallelConfig.fsdp": 2**20,
     "ParallelConfig.expert": 2**20,
     "ParallelConfig.context": 2**20,
-    "SpikeConfig.window": 2**16,  # held on each device
+    "SpikeConfig.window": 2**16,  # every device stores the window
     "LoraConfig.rank": 2**14,
     "LoraConfig.alpha": 1e6,
 }
 
 
 def check_bounds(section: Any, where: str = "") -> None:
-    """Raise `InputError` where a number in `section` or below it is not finite, or outside its field's bounds.
+    """Raise `InputError` if a number in `section` or its subsections is not finite or out of bounds.
 
     Args:
       section: a dataclass of the schema.
-      where: its key; empty for the whole configuration.
+      where: the key of the section; empty for the whole configuration.
     """
     for name, allowed in _ranges(type(section)).items():
         largest = LARGEST.get(f"{type(section).__name__}.{name}")
@@ -90,7 +90,7 @@ def check_bounds(section: Any, where: str = "") -> None:
 
 @functools.cache
 def _ranges(section: type) -> dict[str, Range | None]:
-    """The range in the type of each field of a section."""
+    """Return the `Range` in the type annotation of each field, or None."""
     hints = typing.get_type_hints(section, include_extras=True)
     metadata = {name: [getattr(part, "__metadata__", (None,))[0] for part in (hint, *typing.get_args(hint))]
                 for name, hint in hints.items()}  # fmt: skip

@@ -1,4 +1,4 @@
-"""Building blocks of the checks of all sections."""
+"""Shared helpers for validating configuration values."""
 
 import os
 import reprlib
@@ -13,7 +13,7 @@ _MAX_DIGITS = 40
 
 
 class _YamlRepr(reprlib.Repr):
-    """The text of values in messages: YAML's words for constants, and never more than a line."""
+    """Formats values for messages: constants in YAML's words, at most one line."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class _YamlRepr(reprlib.Repr):
         return "true" if x else "false"
 
     def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()  # Python refuses to write out an integer of more than 4,300 digits
+        bits = x.bit_length()  # Python refuses to print an integer of more than 4,300 digits
         return str(x) if bits <= 3 * _MAX_DIGITS else f"{'-' if x < 0 else ''}2**{bits - 1} or more"
 
     def repr_float(self, x: float, level: int) -> str:
@@ -41,7 +41,7 @@ class _YamlRepr(reprlib.Repr):
     repr_datetime = repr_date
 
 
-shown = _YamlRepr().repr  # a value as messages show it
+shown = _YamlRepr().repr  # formats a value for a message
 
 
 def require(condition: bool, key: str, value: object, allowed: str) -> None:
@@ -51,30 +51,30 @@ def require(condition: bool, key: str, value: object, allowed: str) -> None:
 
 
 def require_path(key: str, text: str) -> None:
-    """Raise `InputError` unless `text` can be a path here.
+    """Raise `InputError` unless `text` is a valid path on this machine.
 
-    Refused are a name that is too long, the home folder of an unknown user, and characters that no log shows as they
-    are: control characters, line separators and lone surrogates.
+    Rejects names that are too long, home folders of unknown users, and characters that logs cannot show: control
+    characters, line separators and lone surrogates.
     """
     invisible = next((c for c in text if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp")), None)
     if invisible is not None:
-        raise InputError(f"{key} is {shown(text)}, which cannot be a path: it contains U+{ord(invisible):04X}.")
+        raise InputError(f"{key} is {shown(text)}, which is not a valid path: it contains U+{ord(invisible):04X}.")
     try:
         os.lstat(Path(text).expanduser())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or str(error).removesuffix(".")
-        raise InputError(f"{key} is {shown(text)}, which cannot be a path: {reason}.") from error
+        raise InputError(f"{key} is {shown(text)}, which is not a valid path: {reason}.") from error
 
 
 def is_name(text: object) -> bool:
-    """Whether `text` can name a phase or a source: letters, digits, _ and -, the first not a digit; not long."""
+    """Return whether `text` is a valid phase or source name: at most 200 letters, digits, _ and -, no leading digit."""
     return isinstance(text, str) and len(text) <= 200 and text.replace("-", "_").isidentifier()
 
 
 def item_keys(where: str, names: Sequence[object]) -> list[str]:
-    """The key of each item of the list `where`: by its name where no other item has it, else by its index."""
+    """Return the key of each item of the list `where`: its name if that is unique, else its index."""
     counts = Counter(name for name in names if isinstance(name, str))
     return [f"{where}.{name if is_name(name) and counts[str(name)] == 1 else index}"
             for index, name in enumerate(names)]  # fmt: skip

@@ -21,7 +21,7 @@ from zaya_jax.config.table import Table
 from zaya_jax.config.yaml_text import MAX_BYTES, dump_yaml, kind, parse_yaml
 from zaya_jax.errors import InputError
 
-_MAX_PARTS = 20  # names in a dotted key, files in a chain of `extends`; the schema has 5 levels
+_MAX_PARTS = 20  # limit on names in a dotted key (the schema has 5 levels) and on files in a chain of `extends`
 _type_hints = functools.cache(typing.get_type_hints)
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
@@ -30,23 +30,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Read a configuration.
 
     Args:
-      path: a YAML file. Its key `extends` names another, relative to it, whose values it overrides.
-      overrides: `section.key=value`, the value in YAML, applied last. Items of a list are overridden by their
-        `name` or their index (`phases.midtrain.tokens=1_000_000`), in a file likewise.
+      path: a YAML file. Its optional key `extends` is the path, relative to it, of a file whose values it overrides.
+      overrides: `section.key=value` with a YAML value, applied last. Address list items by their `name` or index, as
+        in `phases.midtrain.tokens=1_000_000`; the same works in a file.
 
     Returns:
       The checked configuration.
 
     Raises:
-      InputError: the file is missing or is not YAML; a key is unknown or given twice; a value has the
-        wrong type or cannot be.
+      InputError: the file is missing or is not YAML; a key is unknown or repeated; a value has the wrong type or is
+        invalid.
     """
     tree = _read(Path(path), ())
     for override in overrides:
         key, equals, text = override.partition("=")
         parts = key.split(".")
         if not equals or not key or len(parts) > _MAX_PARTS:
-            raise InputError(f"The override {shown(override)} is not of the form section.key=value.")
+            raise InputError(f"The override {shown(override)} must have the form section.key=value.")
         value = parse_yaml(text, f"The value of the override {shown(override)}")
         for part in reversed(parts):
             value = {part: value}
@@ -55,22 +55,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def from_dict(tree: Mapping[str, Any]) -> Config:
-    """The checked configuration of a tree that `to_dict` made, or YAML.
+    """Build and check a configuration from nested dicts, such as `to_dict` returns.
 
     Raises:
-      InputError: as `load_config`.
+      InputError: see `load_config`.
     """
     config = _build(Config, dict(tree), "")
     config.check()
-    stages(config)  # raises where the steps of the run cannot be counted
+    stages(config)  # raises if the run has too many steps
     return config
 
 
 def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
-    """The architecture that `to_dict` described.
+    """Build and check the section `model` from a dict.
 
     Raises:
-      InputError: as `load_config`, for the section `model`.
+      InputError: see `load_config`.
     """
     config: ModelConfig = _build(ModelConfig, tree, "model")
     config.check()
@@ -78,12 +78,12 @@ def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """The resolved tree as plain dicts and lists, in the order of the fields."""
+    """Convert a configuration to plain dicts and lists, in the order of the fields."""
     return {field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config)}
 
 
 def flatten_keys(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts by dotted key, such as 'train.batch.tokens'; `where` begins each key."""
+    """Yield the leaves of nested dicts with dotted keys such as 'train.batch.tokens', each prefixed by `where`."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten_keys(value, f"{where}{key}.")
@@ -100,7 +100,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved tree as YAML that `load_config` reads back to an equal configuration."""
+    """Convert a configuration to YAML that `load_config` reads back unchanged."""
     return dump_yaml(to_dict(config))
 
 
@@ -109,14 +109,14 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in readers:
         raise InputError(f"The configuration {path} extends itself.")
     if len(readers) > _MAX_PARTS:
-        raise InputError(f"The configuration {path} is the last of more than {_MAX_PARTS} that extend each other.")
+        raise InputError(f"The configuration {path} ends a chain of more than {_MAX_PARTS} extends, the limit.")
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise InputError(f"The configuration {path} cannot be read: {error.strerror}.") from error
     if len(content) > MAX_BYTES:
-        raise InputError(f"The configuration {path} is longer than {MAX_BYTES:,} bytes, the most that is allowed.")
+        raise InputError(f"The configuration {path} is larger than the limit of {MAX_BYTES:,} bytes.")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -148,7 +148,7 @@ def _merge(base: Mapping[str, Any], over: Mapping[str, Any], where: str = "") ->
 
 
 def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[Any]:
-    """The list `base` with some of its items overridden, each found by its `name` or its index."""
+    """Override items of the list `base`, each addressed by its `name` or index."""
     merged = list(base)
     names = _names(base, PhaseConfig if where == "phases" else None)
     for key, value in over.items():
@@ -166,7 +166,7 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
 
 
 def _names(items: list[Any], cls: Any) -> list[Any]:
-    """The name of each item of a list, by default that of its class `cls`; None where it has none."""
+    """Return the name of each item of a list, defaulting to the class attribute of `cls`; None if it has none."""
     default = getattr(cls, "name", None)
     return [item.get("name", default) if isinstance(item, dict) else None for item in items]
 
@@ -177,12 +177,12 @@ def _build(cls: type, tree: Any, where: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     for key in tree:
         if current := RENAMED.get((where.rpartition(".")[2], key)):
-            raise InputError(f"The key {_join(where, key)} is now called {_join(where, current)}; write that instead.")
+            raise InputError(f"The key {_join(where, key)} was renamed; use {_join(where, current)} instead.")
         if key not in fields:
             near = difflib.get_close_matches(key[:50], fields, n=1)
             unknown = _join(where, key if len(key) <= 50 and key.isprintable() else shown(key))
-            hint = f"did you mean {_join(where, near[0])}? Allowed" if near else "allowed"
-            raise InputError(f"The key {unknown} is unknown; {hint} are: {', '.join(fields)}.")
+            hint = f" Did you mean {_join(where, near[0])}?" if near else ""
+            raise InputError(f"The key {unknown} is unknown.{hint} Allowed keys: {', '.join(fields)}.")
     hints = _type_hints(cls)
     values = {}
     for name, field in fields.items():
@@ -194,7 +194,7 @@ def _build(cls: type, tree: Any, where: str) -> Any:
 
 
 def _convert(hint: Any, value: Any, where: str) -> Any:
-    """`value` as the type `hint`, or an error that names the key."""
+    """Convert `value` to the type `hint`, or raise an error that names the key."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _build(typing.cast(type, hint), value, where)
@@ -214,7 +214,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
     if origin is Table:
         if not isinstance(value, dict):
             raise InputError(f"{where} is {shown(value)}, but must be a section of names and values.")
-        # What a file lists, another that extends it can take out again with null.
+        # A file that extends another can remove an entry by setting it to null.
         return Table({name: _convert(args[0], item, _join(where, name)) for name, item in value.items()
                       if item is not None})  # fmt: skip
     if hint in (int, float):
@@ -225,7 +225,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
 
 
 def _number(hint: type, value: Any, where: str) -> int | float:
-    """`value` as an int or a float; text such as 1e-3 is a number, 1e6 a whole one."""
+    """Convert `value` to an int or a float; YAML reads 1e-3 and 1e6 as text, but they are valid numbers here."""
     if type(value) is hint is int:  # `True` is an int to isinstance
         return value
     is_text = isinstance(value, str) and (hint is float or _EXPONENT.fullmatch(value) is not None)

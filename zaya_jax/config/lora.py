@@ -1,4 +1,4 @@
-"""Low-rank adapters, trained in place of the parameters."""
+"""Low-rank adapters, trained instead of the parameters."""
 
 from dataclasses import dataclass
 
@@ -14,5 +14,5 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """Of the product A·B."""
+        """The factor alpha / rank on the product A·B."""
         return self.alpha / self.rank

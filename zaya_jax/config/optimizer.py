@@ -1,4 +1,4 @@
-"""The optimizers of all parameters."""
+"""The optimizer section of a configuration."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -17,17 +17,17 @@ Matrices = Literal["muon", "adamw"]
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Muon for attention, router and expert matrices (zaya1.md §3.1)."""
+    """Muon for attention, router and expert matrices (docs/reference.md §3.1)."""
 
-    learning_rate: Positive[float] = 6.0e-4  # with match_rms_adamw an update has RMS 0.2 times this, as AdamW's have
+    learning_rate: Positive[float] = 6.0e-4  # with match_rms_adamw an update has RMS 0.2 × this, like AdamW's
     momentum: Decay = 0.95
-    momentum_form: MomentumForm = "sum"  # m ← μm + g, or Optax's mean with its correction of the first steps
+    momentum_form: MomentumForm = "sum"  # m ← μm + g; ema: Optax's bias-corrected moving average
     nesterov: bool = True
     newton_schulz_steps: Positive[int] = 5
     coefficients: Coefficients = "standard"  # of the Newton–Schulz polynomial
-    newton_schulz_dtype: Dtype = "bfloat16"  # of Newton–Schulz; its sums are fp32 whatever they are
-    scaling: Scaling = "match_rms_adamw"  # of the orthogonal matrix, by its shape
-    gate_up: GateUp = "joint"  # an expert's gate and up projections as the one matrix they are stored as, or as two
+    newton_schulz_dtype: Dtype = "bfloat16"  # of the iterates; sums are always fp32
+    scaling: Scaling = "match_rms_adamw"  # of the orthogonalized update, by its shape
+    gate_up: GateUp = "joint"  # orthogonalize an expert's gate and up projections as one matrix; split: as two
     weight_decay: NonNegative[float] = 0.1
 
 
@@ -44,15 +44,15 @@ class AdamWConfig:
 
 @dataclass(frozen=True)
 class RoleConfig:
-    """Factors on the learning rate and weight decay of the parameters of one role."""
+    """Learning-rate and weight-decay factors for the parameters of one role."""
 
-    learning_rate: NonNegative[float] = 1.0  # times the optimizer's
-    weight_decay: NonNegative[float] | None = None  # likewise; None: 1 for matrices, embedding, convolutions, else 0
+    learning_rate: NonNegative[float] = 1.0  # multiplies the optimizer's rate
+    weight_decay: NonNegative[float] | None = None  # null: 1 for matrices, embedding and convolutions, else 0
 
 
 @dataclass(frozen=True)
 class RolesConfig:
-    """A section for each role that a parameter can have."""
+    """One section for each parameter role."""
 
     attention: RoleConfig = field(default_factory=RoleConfig)
     router: RoleConfig = field(default_factory=RoleConfig)
@@ -67,9 +67,9 @@ class RolesConfig:
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """The optimizer of the balancing bias, whose gradient is the load's distance from uniform (zaya1.md §3.3)."""
+    """The optimizer of the balancing biases; their gradient is the load minus uniform load (docs/reference.md §3.3)."""
 
-    rule: BalanceRule = "adamw"  # or a fixed step against the sign of the distance, or no step
+    rule: BalanceRule = "adamw"  # sign: a fixed step against the sign of the gradient; none: frozen biases
     learning_rate: Positive[float] = 1.0e-3
     b1: Decay = 0.9
     b2: Decay = 0.999
@@ -78,11 +78,11 @@ class BalanceConfig:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """One transform a role, one schedule for all (`phases`)."""
+    """The optimizers of all parameters; the schedules of `phases` scale all of their learning rates."""
 
     matrices: Matrices = "muon"  # the optimizer of attention, router and expert matrices
     muon: MuonConfig = field(default_factory=MuonConfig)
     adamw: AdamWConfig = field(default_factory=AdamWConfig)
     roles: RolesConfig = field(default_factory=RolesConfig)
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    clip_norm: Positive[float] = 1.0  # of the gradient over all parameters
+    clip_norm: Positive[float] = 1.0  # maximum global gradient norm

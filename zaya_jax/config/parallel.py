@@ -1,4 +1,4 @@
-"""The parallel layout of a phase."""
+"""The parallel section of a configuration: the device mesh and its communication."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,41 +16,41 @@ ExpertExchange = Literal["all_gather", "ragged"]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Devices along each axis of the mesh, and how they communicate.
+    """Number of devices along each mesh axis, and how the devices communicate.
 
-    Master weights and optimizer state are split over all devices, whatever the axes. Along `data` and `context` each
-    device holds all parameters in the compute dtype, along `fsdp` a part of each layer's, along `expert` a part
-    of the experts. Sequences of a batch are split over `data`, `fsdp` and `expert`, each sequence over `context`.
+    Master weights and optimizer state are sharded over all devices. Parameters in the compute dtype are replicated
+    along `data` and `context`, sharded by layer parameters along `fsdp` and by experts along `expert`. The sequences of
+    a batch are split over `data`, `fsdp` and `expert`, and each sequence over `context`.
     """
 
-    data: Positive[int] | None = None  # what the other axes leave where None
+    data: Positive[int] | None = None  # null: all devices that the other axes leave
     fsdp: Positive[int] = 1
     expert: Positive[int] = 1
     context: Positive[int] = 1
-    gradient_reduction: Reduce = "step"  # over devices: once a step, or after each micro-batch (less memory)
-    context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, a hop for each
-    context_layout: ContextLayout = "zigzag"  # evens out causal attention; contiguous has one halo less
-    expert_exchange: ExpertExchange = "all_gather"  # ragged moves each token only where it must, on GPUs alone
+    gradient_reduction: Reduce = "step"  # reduce gradients once per step; micro_batch: after each one (less memory)
+    context_attention: ContextAttention = "all_gather"  # ring: less memory from 4 devices on, one hop per device
+    context_layout: ContextLayout = "zigzag"  # balances causal attention; contiguous needs one halo less
+    expert_exchange: ExpertExchange = "all_gather"  # ragged: sends each token only to its expert (GPUs only)
 
     @property
     def chunks(self) -> int:
-        """Pieces of equal length that a sequence is cut into."""
+        """Number of equal chunks that a sequence is cut into."""
         return self.context * (2 if self.context > 1 and self.context_layout == "zigzag" else 1)
 
     def check(self, where: str, model: ModelConfig, contexts: Mapping[str, int]) -> None:
-        """Raise `InputError` where the axes do not divide what is split over them.
+        """Raise `InputError` if an axis does not divide what is split over it.
 
         Args:
-          where: the key that the layout comes from.
-          model: whose experts are split.
-          contexts: the lengths of sequences, by what messages call them.
+          where: key of the layout.
+          model: the architecture.
+          contexts: sequence lengths in tokens, by key.
         """
         require(model.num_experts % self.expert == 0, f"{where}.expert", self.expert,
-                f"a number that divides model.num_experts ({model.num_experts})")  # fmt: skip
+                f"a divisor of model.num_experts ({model.num_experts})")  # fmt: skip
         for name, length in contexts.items():
             require(length % self.chunks == 0, f"{where}.context", self.context,
-                    f"a number that cuts {name} ({length}) into whole pieces, {self.chunks} of them with "
+                    f"such that {name} ({length}) is a multiple of {self.chunks}, the number of chunks with "
                     f"context_layout {self.context_layout}")  # fmt: skip
             require(self.context == 1 or length // self.chunks >= model.convolution_reach, f"{where}.context",
-                    self.context, f"such that a piece holds the {model.convolution_reach} tokens that convolutions "
-                    "look back")  # fmt: skip
+                    self.context, f"such that a chunk of {name} has at least {model.convolution_reach} tokens, the "
+                    "number that the convolutions look back")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The phases of a run: token budgets, data, batches and learning-rate schedules."""
+"""The phases section of a configuration: token budgets, data, batches and learning-rate schedules."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -14,77 +14,77 @@ Packing = Literal["windows", "bins"]
 OverLength = Literal["split", "trim", "drop"]
 ScheduleShape = Literal["constant", "cosine", "linear", "wsd"]
 
-MAX_SIZES = 8  # of a ramp's batches: each is compiled
+MAX_SIZES = 8  # batch sizes of a ramp: each one is compiled
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning rate over tokens, as factors on the optimizer's rates, so that no batch size changes it.
+    """A learning-rate schedule: a factor on the optimizer's rates as a function of tokens, not of steps.
 
-    It rises linearly from 0 to `peak`, then goes to `final` as its shape says. It begins with the phase that
-    gives it and spans the phases after it, up to the next one that gives its own.
+    The factor warms up linearly from 0 to `peak`, then decays to `final`. A schedule starts with the phase that sets it
+    and continues until the next phase that sets its own.
     """
 
-    shape: ScheduleShape = "cosine"  # wsd stays at the peak until its linear decay
+    shape: ScheduleShape = "cosine"  # wsd: constant at the peak, then a linear decay
     peak: Positive[float] = 1.0
-    final: float = 0.1  # at the end of the last phase it spans; not used by constant
+    final: float = 0.1  # at the end of the last phase it spans; unused with constant
     warmup_tokens: NonNegative[int] = 0
-    decay_tokens: int | None = None  # of wsd, and of it alone: tokens before the end over which it decays
+    decay_tokens: int | None = None  # wsd only: length of the decay at the end
 
     def check(self, where: str) -> None:
-        """Raise `InputError` for a value outside its range; `where` is the schedule's own key."""
+        """Raise `InputError` if a value is out of range; `where` is the schedule's key."""
         require(self.final >= 0 and (self.shape == "constant" or self.final <= self.peak), f"{where}.final", self.final,
                 f"at least 0 and at most {where}.peak ({self.peak})")  # fmt: skip
         if self.shape == "wsd":
             require(self.decay_tokens is not None and self.decay_tokens > 0, f"{where}.decay_tokens",
-                    self.decay_tokens, "greater than zero, since the shape is wsd")  # fmt: skip
+                    self.decay_tokens, f"greater than 0 if {where}.shape is wsd")  # fmt: skip
         else:
             require(self.decay_tokens is None, f"{where}.decay_tokens", self.decay_tokens,
-                    f"left out or null, since the shape is {self.shape}")  # fmt: skip
+                    f"null unless {where}.shape is wsd (it is {self.shape})")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BatchSizeConfig:
-    """The size of steps up to a point of a phase."""
+    """The batch size up to a point of the phase."""
 
-    until: int  # tokens of the phase
-    tokens: Positive[int]  # a step
+    until: int  # tokens since the start of the phase
+    tokens: Positive[int]  # per step
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """Tokens of a step, padding included. They may rise along the phase: linearly, or in given steps."""
+    """Batch size in tokens, padding included; it can ramp up linearly or in listed steps."""
 
-    tokens: Positive[int] = 8192  # a step, once any ramp is over
-    start: Positive[int] | None = None  # a step, where a linear ramp begins; the sizes between are multiples of it
-    ramp_tokens: int = 0  # of the phase, over which a linear ramp rises
+    tokens: Positive[int] = 8192  # per step, after any ramp
+    start: Positive[int] | None = None  # per step at the start of a linear ramp; sizes in between are multiples of it
+    ramp_tokens: int = 0  # length of the linear ramp
     stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
     micro_batch: Positive[int] | None = None  # sequences per device in a micro-batch; null: all of them
 
     def check(self, where: str) -> None:
-        """Raise `InputError` for a value outside its range; `where` is the batch's own key."""
+        """Raise `InputError` if a value is out of range; `where` is the batch's key."""
         if self.start is None:
             require(self.ramp_tokens == 0, f"{where}.ramp_tokens", self.ramp_tokens,
-                    f"0 where {where}.start is not given")  # fmt: skip
+                    f"0 unless {where}.start is set")  # fmt: skip
         else:
             require(self.start < self.tokens and self.tokens % self.start == 0, f"{where}.start", self.start,
-                    f"a part of {where}.tokens ({self.tokens}) that divides it")  # fmt: skip
+                    f"a divisor of {where}.tokens ({self.tokens}) and smaller than it")  # fmt: skip
             require(self.ramp_tokens > 0, f"{where}.ramp_tokens", self.ramp_tokens,
-                    f"greater than zero where {where}.start is given")  # fmt: skip
+                    f"greater than 0 if {where}.start is set")  # fmt: skip
             require(not self.stepped, f"{where}.stepped", [size.tokens for size in self.stepped],
-                    f"left out where {where}.start is given")  # fmt: skip
+                    f"empty if {where}.start is set")  # fmt: skip
         require(len(self.stepped) < MAX_SIZES, f"{where}.stepped", [size.tokens for size in self.stepped],
-                f"a list of at most {MAX_SIZES - 1} sizes, since each is compiled")  # fmt: skip
+                f"a list of at most {MAX_SIZES - 1} sizes (each one is compiled)")  # fmt: skip
         before = 0
         for index, size in enumerate(self.stepped):
             require(size.until > before, f"{where}.stepped.{index}.until", size.until, f"greater than {before}")
             before = size.until
 
     def sizes(self) -> list[tuple[int | None, int]]:
-        """Tokens a step up to a token of the phase, in order; the last size has no end.
+        """List (end, tokens per step) in order; `end` counts the phase's tokens, and is None for the last size.
 
-        A linear ramp of few multiples of `start` takes all of them, a longer one `MAX_SIZES` of them, spread
-        evenly. Each begins where the ramp is nearer to it than to the one before.
+        A linear ramp uses at most `MAX_SIZES` evenly spread multiples of `start`. It switches to the next size at the
+        point where the ideal ramp is halfway between the two.
         """
         if self.start is None:
             return [*((size.until, size.tokens) for size in self.stepped), (None, self.tokens)]
@@ -93,34 +93,34 @@ class BatchConfig:
         multiples = [1 + round(index * (most - 1) / (count - 1)) for index in range(count)]
         ends: list[int | None] = []
         for low, high in itertools.pairwise(multiples):
-            ends.append(self.ramp_tokens * (low + high - 2) // (2 * (most - 1)))  # where the ramp is midway
+            ends.append(self.ramp_tokens * (low + high - 2) // (2 * (most - 1)))
         return list(zip([*ends, None], [multiple * self.start for multiple in multiples], strict=True))
 
 
 @dataclass(frozen=True)
 class PhaseConfig:
-    """A phase of the run. Values that it does not give are those of the run."""
+    """A phase of the run. Keys set to null inherit the run's value."""
 
     tokens: Positive[int]  # budget, padding included; the phase ends with the step that reaches it
     name: str = "train"
-    context: Positive[int] | None = None  # tokens a row; data.context where None
-    rope_base: Positive[float] | None = None  # of full layers; model.rope_base where None
+    context: Positive[int] | None = None  # tokens per row; null: data.context
+    rope_base: Positive[float] | None = None  # of full layers; null: model.rope_base
     mixture: Table[float] = field(
         default_factory=Table[float]
-    )  # rows of each source, as parts; by their tokens where empty
-    packing: Packing = "windows"  # windows of the concatenated documents, or bins of whole documents
-    over_length: OverLength = "split"  # what becomes of a document longer than a row
-    template: str | None = None  # Jinja file that writes out conversations; the built-in one where None
-    schedule: ScheduleConfig | None = None  # that of the phase before goes on where None
-    batch: BatchConfig | None = None  # train.batch where None
-    remat: Remat | None = None  # train.remat where None
-    parallel: ParallelConfig | None = None  # that of the run where None
+    )  # relative share of each source in the rows; empty: in proportion to their tokens
+    packing: Packing = "windows"  # windows over the concatenated documents; bins: whole documents, best fit
+    over_length: OverLength = "split"  # policy for documents longer than a row
+    template: str | None = None  # Jinja chat template file; null: the built-in template
+    schedule: ScheduleConfig | None = None  # null: continue the schedule of the previous phase
+    batch: BatchConfig | None = None  # null: train.batch
+    remat: Remat | None = None  # null: train.remat
+    parallel: ParallelConfig | None = None  # null: parallel
 
     def check(self, where: str) -> None:
-        """Raise `InputError` for a value outside its range; `where` is the phase's own key."""
+        """Raise `InputError` if a value is out of range; `where` is the phase's key."""
         require(is_name(self.name), f"{where}.name", self.name, "a name of at most 200 letters, digits, _ and -")
         for name, weight in self.mixture.items():
-            require(weight > 0, f"{where}.mixture.{name}", weight, "greater than zero (a source not named is not read)")
+            require(weight > 0, f"{where}.mixture.{name}", weight, "greater than 0 (to skip a source, leave it out)")
         if self.template is not None:
             require_path(f"{where}.template", self.template)
         if self.schedule is not None:

@@ -1,4 +1,4 @@
-"""Keys of earlier versions: refused in what a person writes, translated in what a run or a checkpoint has saved."""
+"""Keys of earlier versions: rejected in user configurations, translated in saved runs and checkpoints."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ RENAMED = {
 
 
 def with_current_keys(tree: Any, section: str = "") -> Any:
-    """A saved configuration, whatever version wrote it, with the keys of this one."""
+    """Translate the keys of a saved configuration to those of this version."""
     if isinstance(tree, list):
         return [with_current_keys(item) for item in tree]
     if isinstance(tree, dict):
@@ -22,6 +22,6 @@ def with_current_keys(tree: Any, section: str = "") -> Any:
 
 
 def current_key(dotted: str) -> str:
-    """A dotted key of a saved configuration, whatever version wrote it, as this one has it."""
+    """Translate a dotted key of a saved configuration to this version's key."""
     names = dotted.split(".")
     return ".".join(RENAMED.get((section, key), key) for section, key in zip(["", *names], names, strict=False))

@@ -1,4 +1,4 @@
-"""The steps of a run, counted from its token budgets: exact, and known before anything is compiled."""
+"""The steps of a run, computed exactly from its token budgets before anything is compiled."""
 
 import bisect
 import functools
@@ -10,29 +10,29 @@ from zaya_jax.config.schema import Config
 
 
 class BatchStage(NamedTuple):
-    """Consecutive steps of one phase with one batch size."""
+    """Consecutive steps of one phase that share one batch size."""
 
     phase: int  # index in `Config.phases`
-    first_step: int  # of the run, counted from 0
+    first_step: int  # index in the run, from 0
     steps: int
-    context: int  # tokens a row
-    sequences: int  # a step
-    first_row: int  # of the run: rows before this stage
-    first_token: int  # of the run: tokens before this stage, padding included
+    context: int  # tokens per row
+    sequences: int  # rows per step
+    first_row: int  # index in the run, from 0
+    first_token: int  # index in the run, from 0, padding included
 
     @property
     def tokens(self) -> int:
-        """A step."""
+        """Tokens per step."""
         return self.sequences * self.context
 
     @property
     def end(self) -> int:
-        """The step after the last one."""
+        """The first step after this stage."""
         return self.first_step + self.steps
 
 
 class Span(NamedTuple):
-    """A learning-rate schedule and the tokens of the run that it spans."""
+    """A learning-rate schedule and the range of tokens that it spans."""
 
     schedule: ScheduleConfig
     first_token: int
@@ -41,13 +41,13 @@ class Span(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def stages(config: Config) -> tuple[BatchStage, ...]:
-    """The stages of a run in order, none empty.
+    """List the stages of a run in order; none is empty.
 
-    A step has the size that its first token finds, and a phase ends with the first step that reaches its
-    budget: it reads at most a step more than that.
+    The position of a step's first token sets its batch size. A phase ends with the first step that reaches its
+    budget, so it overshoots by less than one step.
 
     Raises:
-      InputError: the run has more steps than an int32 counts.
+      InputError: the run has more steps than an int32 can count.
     """
     batch_stages: list[BatchStage] = []
     step = row = token = 0
@@ -60,17 +60,17 @@ def stages(config: Config) -> tuple[BatchStage, ...]:
                 batch_stages.append(BatchStage(index, step, count, context, size // context, row, token))
             step, row, token = step + count, row + count * (size // context), token + count * size
         require(step < 2**31, f"{config.phase_key(index)}.tokens", phase.tokens,
-                f"such that the run has fewer than {2**31} steps (they would be {step})")  # fmt: skip
+                f"small enough for the run to have fewer than {2**31} steps (it would have {step})")  # fmt: skip
     return tuple(batch_stages)
 
 
 def total_steps(config: Config) -> int:
-    """Steps of the whole run."""
+    """Return the number of steps in the whole run."""
     return stages(config)[-1].end
 
 
 def first_step(config: Config) -> int:
-    """The step that the run begins with: 0, or that of `start_phase`."""
+    """Return the step at which the run starts: 0, or the first step of `start_phase`."""
     if config.start_phase is None:
         return 0
     index = [phase.name for phase in config.phases].index(config.start_phase)
@@ -78,31 +78,31 @@ def first_step(config: Config) -> int:
 
 
 def phase_steps(config: Config) -> list[tuple[int, int]]:
-    """For each phase its first step, and the step after its last."""
+    """Return the first step of each phase, and the step after its last."""
     by_phase = [[stage for stage in stages(config) if stage.phase == index] for index in range(len(config.phases))]
     return [(phase[0].first_step, phase[-1].end) for phase in by_phase]
 
 
 def stage_at(config: Config, step: int) -> BatchStage:
-    """The stage of the step `step`, counted from 0; the last one for steps after the end."""
+    """Return the stage of `step` (from 0), or the last stage for steps after the end."""
     batch_stages = stages(config)
     return batch_stages[bisect.bisect_right(batch_stages, step, key=lambda stage: stage.first_step) - 1]
 
 
 def tokens_before(config: Config, step: int) -> int:
-    """Tokens of all steps before `step`, padding included."""
+    """Count the tokens of all steps before `step`, padding included."""
     stage = stage_at(config, step)
     return stage.first_token + (step - stage.first_step) * stage.tokens
 
 
 def rows_before(config: Config, step: int) -> int:
-    """Rows of all steps before `step`."""
+    """Count the rows of all steps before `step`."""
     stage = stage_at(config, step)
     return stage.first_row + (step - stage.first_step) * stage.sequences
 
 
 def schedule_spans(config: Config) -> list[Span]:
-    """For each phase the schedule it is in: its own, or that of the phase before."""
+    """Return the schedule of each phase: its own, or the one it inherits from the phase before."""
     steps, spans = phase_steps(config), []
     for first, after in config.schedule_phases():
         begin, end = tokens_before(config, steps[first][0]), tokens_before(config, steps[after - 1][1])

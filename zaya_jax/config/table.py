@@ -1,4 +1,4 @@
-"""A mapping from names to values that cannot be changed, so that a configuration can be hashed."""
+"""An immutable mapping, so that configurations are hashable."""
 
 from collections.abc import Iterator, Mapping
 from typing import Generic, TypeVar
@@ -7,10 +7,10 @@ Value = TypeVar("Value")
 
 
 class Table(Mapping[str, Value], Generic[Value]):
-    """Names and values in the order given; equal tables name equal values in the same order."""
+    """An immutable, ordered mapping; tables are equal if their items are, in the same order."""
 
     def __init__(self, entries: Mapping[str, Value] | None = None) -> None:
-        """Copy `entries`; without any, the table is empty."""
+        """Copy `entries`; None gives an empty table."""
         self._entries = dict(entries or {})
 
     def __getitem__(self, name: str) -> Value:

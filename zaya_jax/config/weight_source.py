@@ -1,19 +1,19 @@
-"""What names the weights of a model, in `init_from` and on command lines."""
+"""How `init_from` and command lines name the weights of a model."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-HF = "hf:"  # before a folder of transformers
+HF = "hf:"  # prefix of a transformers folder
 
 
 @dataclass(frozen=True)
 class WeightSource:
-    """A source of weights, told by its form alone: nothing is looked up on disk.
+    """A source of weights, classified by its prefix without looking at the disk.
 
     Attributes:
-      kind: 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP, which `run.checkpoints` tells apart by
-        what is there; 'transformers' for hf:FOLDER.
-      path: what follows the prefix, as it was typed.
+      kind: 'transformers' for hf:FOLDER, else 'checkpoint' for RUN_DIR, RUN_DIR@PHASE or RUN_DIR/checkpoints/STEP
+        (`run.checkpoints.checkpoint_folder` resolves them on disk).
+      path: the text after the prefix, as the user typed it.
     """
 
     kind: Literal["checkpoint", "transformers"]
@@ -21,5 +21,5 @@ class WeightSource:
 
 
 def parse_source(text: str) -> WeightSource:
-    """The source that `text` names."""
+    """Parse the name of a source."""
     return WeightSource("transformers" if text.startswith(HF) else "checkpoint", text.removeprefix(HF))

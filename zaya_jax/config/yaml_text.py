@@ -1,4 +1,4 @@
-"""YAML text to plain values and back, in bounded time and memory whatever the text is."""
+"""Parse and write YAML, in bounded time and memory even for hostile text."""
 
 from typing import Any
 
@@ -7,33 +7,33 @@ import yaml
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 
-MAX_BYTES = 256 * 1024  # of a file; the parser reads about 100 kB a second
+MAX_BYTES = 256 * 1024  # of a file; the parser reads about 100 kB/s
 _MAX_DEPTH = 50
 _MAX_VALUES = 20_000
-_BREAKS = "\x85\u2028\u2029"  # YAML 1.1 takes these for line breaks, so plain text loses them
+_BREAKS = "\x85\u2028\u2029"  # YAML 1.1 treats these as line breaks, so an unquoted scalar would lose them
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """The value that `text` describes.
+    """Parse YAML text into plain values.
 
     Args:
-      text: YAML 1.1 without tags of other languages and without merge keys.
-      source: the subject of error sentences, such as "The configuration run.yaml".
+      text: YAML 1.1 without language-specific tags and merge keys.
+      source: the subject of error messages, such as "The configuration run.yaml".
 
     Raises:
-      InputError: the text is not YAML, gives a key twice, or describes more than a configuration holds.
+      InputError: the text is not YAML, repeats a key, or exceeds the limits on depth and number of values.
     """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 (a SafeLoader)
     except InputError as error:
-        raise InputError(f"{source} cannot be used. {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # a date or number that is none is a ValueError
+        raise InputError(f"{source} is invalid. {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # an impossible date or number is a ValueError
         reason = " ".join(str(error).split())
-        raise InputError(f"{source} is not YAML: {reason[:300]}.") from error
+        raise InputError(f"{source} is not valid YAML: {reason[:300]}.") from error
 
 
 def dump_yaml(tree: Any) -> str:
-    """The plain values as YAML that `parse_yaml` reads back equal, keys in their order."""
+    """Write plain values as YAML that `parse_yaml` reads back unchanged, including the order of keys."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -58,15 +58,15 @@ _Dumper.add_representer(str, _represent_text)
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that refuses repeated keys, deep nesting, and aliases that multiply what is written."""
+    """A safe loader that rejects repeated keys, deep nesting and exploding aliases."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._depth = self._values = 0
-        self._sizes: dict[int, int] = {}  # values in each finished node, by its id
+        self._sizes: dict[int, int] = {}  # id of a finished node → number of values in it
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Count values as they would be without aliases, and how deep they lie."""
+        """Compose a node; track its depth and the number of values with all aliases expanded."""
         is_alias, line, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark.line + 1, self._values
         self._depth += 1
         if self._depth > _MAX_DEPTH:
@@ -77,8 +77,7 @@ class _Loader(yaml.SafeLoader):
             raise InputError(f"The alias on line {line} refers to a value that contains it.")
         self._values += self._sizes[id(node)] if is_alias else 1
         if self._values > _MAX_VALUES:
-            raise InputError(f"By line {line} it describes more than {_MAX_VALUES:,} values, counting what each alias "
-                             "stands for.")  # fmt: skip
+            raise InputError(f"By line {line} it has more than {_MAX_VALUES:,} values, with aliases expanded.")
         self._sizes[id(node)] = self._values - before
         return node
 
@@ -87,16 +86,16 @@ def _construct_mapping(loader: _Loader, node: yaml.MappingNode, deep: bool = Fal
     seen = set()
     for key_node, _ in node.value:
         line, key = key_node.start_mark.line + 1, loader.construct_object(key_node, deep=deep)
-        if type(key) is int:  # the index of an item, `phases: {0: {…}}`
+        if type(key) is int:  # the index of a list item, as in `phases: {0: {…}}`
             key_node.tag, key_node.value = "tag:yaml.org,2002:str", shown(key)
             key = key_node.value
             loader.constructed_objects[key_node] = key
         if not isinstance(key, str):
             typed = f"key {key_node.value!r}" if isinstance(key_node, yaml.ScalarNode) else "key"
-            raise InputError(f"The {typed} on line {line} is read as {kind(key)}, but must be a name (in quotes where "
-                             "YAML reads it as something else).")  # fmt: skip
+            raise InputError(f"YAML reads the {typed} on line {line} as {kind(key)}, but it must be a name; put it in "
+                             "quotes.")  # fmt: skip
         if key in seen:
-            raise InputError(f"The key {shown(key)} is given twice, again on line {line}.")
+            raise InputError(f"The key {shown(key)} appears twice; the second one is on line {line}.")
         seen.add(key)
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
@@ -105,7 +104,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 
 
 def kind(value: Any) -> str:
-    """The type of a value in YAML's words, with its article."""
+    """Name the type of a value in YAML's words, with an article."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
              dict: "a section", type(None): "null"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")
