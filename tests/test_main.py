@@ -103,7 +103,7 @@ def test_a_folder_of_another_run(tmp_path, capsys):
     with lock_run(load_config(path)) as folder:
         claim_run(folder, load_config(path))
         (folder / "metrics.jsonl").write_text('{"step": 1}\n')
-        assert "is in use: another process" in refused(capsys, tmp_path, "--config", path)
+        assert "is in use by another process" in refused(capsys, tmp_path, "--config", path)
     assert "seed was 0 and is now 3" in refused(capsys, tmp_path, "--config", path, "seed=3")
     (folder / "config.yaml").unlink()
     assert "holds metrics.jsonl but no config.yaml" in refused(capsys, tmp_path, "--config", path)

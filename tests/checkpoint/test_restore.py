@@ -90,7 +90,7 @@ def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):
         assert restored(store, make_state(), said)[0] == 1
         store.take_over(1)
         store.save(2, make_state(2), ABOUT)
-    assert "holds 0 manifests, where a checkpoint has one. It is kept as 2.corrupt-" in said[0]
+    assert "contains 0 manifests, where a checkpoint has one. It is kept as 2.corrupt-" in said[0]
     check(tmp_path, 2)
 
 

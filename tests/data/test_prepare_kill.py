@@ -169,7 +169,7 @@ def test_two_calls_at_once_cannot_do_the_same_task(tmp_path, tokenizer):
     command = Command(path, tokenizer, output, 300, 1)
     try:
         assert command.wait_for(lambda: count_notes(output) > 0)
-        with pytest.raises(InputError, match=rf"^--output \({output}\) is in use: another process"):
+        with pytest.raises(InputError, match=rf"^--output \({output}\) is in use by another process"):
             prepare([str(path)], tokenizer, output, QUARTER, unit_bytes=300, workers=1)
         assert command.process.poll() is None
     finally:

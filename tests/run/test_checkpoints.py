@@ -100,11 +100,11 @@ def test_a_checkpoint_is_named_by_its_run_by_itself_or_by_its_phase(run):
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("{run}@two", "but the phases of .* that are done are: one"),
-        ("{run}/nowhere", "must be the folder of a run that has a checkpoint"),
-        ("{run}/nowhere@one", "that are done are: none"),
-        ("{run}/checkpoints", "must be the folder of a run"),
-        ("{run}/checkpoints/7", "must be the folder of a run"),
+        ("{run}@two", "but the finished phases of .* are: one"),
+        ("{run}/nowhere", "must be a run folder with a checkpoint"),
+        ("{run}/nowhere@one", "the finished phases of .* are: none"),
+        ("{run}/checkpoints", "must be a run folder"),
+        ("{run}/checkpoints/7", "must be a run folder"),
     ],
 )
 def test_what_names_none_is_refused(run, path, said):
@@ -157,7 +157,7 @@ def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, da
     else:
         del content[at:]
     path.write_bytes(content)
-    with pytest.raises(Damaged, match="is not what was written"):
+    with pytest.raises(Damaged, match="does not match its checksum"):
         read_manifest(folder)
     assert try_read(folder) is None
 
@@ -166,10 +166,10 @@ def test_with_any_bit_changed_or_cut_anywhere_it_is_refused(tmp_path_factory, da
     ("file", "content", "said"),
     [
         ("state/tree", None, "tree is missing"),
-        ("state/tree", b"where which array IS", "tree is not what was written"),
-        ("state/tree", b"short", "has 5 bytes, but 20 were written"),
-        ("state/ocdbt.process_0/values", bytes(99), "has 99 bytes, but 100 were written"),
-        ("digests/process_1.json", b'{"x": {"2:4": "e"}}', "process_1.json is not what was written"),
+        ("state/tree", b"where which array IS", "tree does not match its checksum"),
+        ("state/tree", b"short", "has 5 bytes, but must have 20"),
+        ("state/ocdbt.process_0/values", bytes(99), "has 99 bytes, but must have 100"),
+        ("digests/process_1.json", b'{"x": {"2:4": "e"}}', "process_1.json does not match its checksum"),
     ],
 )
 def test_each_file_is_looked_at(tmp_path, file, content, said):
@@ -191,11 +191,11 @@ def test_a_newer_format_is_refused_not_called_damaged(tmp_path):
 
 
 def test_without_a_manifest_or_with_two_it_is_no_checkpoint(tmp_path):
-    with pytest.raises(Damaged, match="holds 0 manifests"):
+    with pytest.raises(Damaged, match="contains 0 manifests"):
         read_manifest(tmp_path)
     make(tmp_path / "1")
     (tmp_path / "1" / f"manifest-{digest(b'{}')}.json").write_text("{}")
-    with pytest.raises(Damaged, match="holds 2 manifests"):
+    with pytest.raises(Damaged, match="contains 2 manifests"):
         read_manifest(tmp_path / "1")
 
 

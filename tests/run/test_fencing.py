@@ -85,7 +85,7 @@ def test_who_was_given_up_for_dead_removes_nothing(tmp_path):
         work.rmdir()
         newer.save(3, make_state(3), ABOUT)
     assert saved_steps(tmp_path) == [1, 2, 3]
-    assert "its fencing token is 2, here it is 1" in said[0]
+    assert "its fencing token is now 2, this process has 1" in said[0]
 
 
 def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
@@ -97,7 +97,7 @@ def test_who_is_given_up_while_it_saves_does_not_finish(tmp_path, monkeypatch):
             patch.setattr(store, "digests", lambda parts: open_store(tmp_path).take_over() or digests(parts))
             stale.save(2, make_state(2), ABOUT)
             assert not stale.wait()
-    assert "its fencing token is 2, here it is 1" in said[0]
+    assert "its fencing token is now 2, this process has 1" in said[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "GENERATION"]
 
 

@@ -74,7 +74,7 @@ def test_json_that_cannot_be_read_is_named(tmp_path):
     path.write_text('{"a": [1]}')
     assert read_json(path) == {"a": [1]}
     for content, said in ((b"{", "is not JSON"), (b"[" * 10**6, "is not JSON"), (b"\xff", "is not JSON"),
-                          (b"1" * 5000, "is not JSON"), (b" " * 2**26 + b"1", "is longer than")):  # fmt: skip
+                          (b"1" * 5000, "is not JSON"), (b" " * 2**26 + b"1", "is larger than")):  # fmt: skip
         path.write_bytes(content)
         with pytest.raises(InputError, match=rf"a\.json {said}"):
             read_json(path)
@@ -122,7 +122,7 @@ def test_processes_threads_and_files_have_partial_names_of_their_own(tmp_path, b
 def test_a_lock_that_another_process_holds_is_refused_until_that_process_is_killed(tmp_path, begin):
     path = tmp_path / "deep" / "below" / ".lock"
     holder = begin(HOLDER, path)
-    with pytest.raises(InputError, match=rf"^The folder \({path.parent}\) is in use: another process"):
+    with pytest.raises(InputError, match=rf"^The folder \({path.parent}\) is in use by another process"):
         locked(path, wait=False).__enter__()
     holder.kill()
     holder.wait()

@@ -104,7 +104,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
             with claimed(changed) as folder:
                 assert folder == begun
         else:
-            message = refused(changed, begun, rf"holds a run of another configuration: {key} was ")
+            message = refused(changed, begun, rf"contains a run with another configuration: {key} was ")
             old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
             assert f"was {shown(old)} and is now {shown(new)}." in message
 
@@ -169,7 +169,11 @@ def test_a_key_that_no_longer_exists_is_named(config, begun, key):
 )
 def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
     (begun / CONFIG).write_bytes(content)
-    refused(config, begun, r"cannot be read, so it is not known which run|holds a run of another configuration")
+    refused(
+        config,
+        begun,
+        r"cannot be read, cannot be identified|contains a run with another configuration",
+    )
 
 
 @pytest.mark.parametrize("name", [METRICS, CHECKPOINTS])
@@ -179,7 +183,7 @@ def test_a_run_without_a_configuration_is_refused(config, begun, name):
         (begun / CHECKPOINTS).rmdir()
     else:
         (begun / METRICS).unlink()
-    refused(config, begun, f"holds {name} but no {CONFIG}")
+    refused(config, begun, f"contains {name} but no {CONFIG}")
 
 
 def test_a_file_in_the_way_is_refused(config, tmp_path):

@@ -57,7 +57,7 @@ def test_all_of_a_run_is_read_without_jax(tmp_path):
 
 
 def test_a_folder_without_a_run_and_a_run_without_files_are_told_apart(tmp_path):
-    with pytest.raises(InputError, match=r"nowhere is no run folder"):
+    with pytest.raises(InputError, match=r"nowhere is not a run folder"):
         open_run(tmp_path / "nowhere")
     (tmp_path / "checkpoints").mkdir()
     run = open_run(tmp_path)  # as import-hf leaves it
@@ -179,5 +179,5 @@ def test_ids_of_the_configuration_come_before_those_of_generation(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
     assert special_ids(tmp_path) == {"eos_token_id": 4, "bos_token_id": 2}
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(InputError, match=r"config\.json holds no JSON object"):
+    with pytest.raises(InputError, match=r"config\.json is not a JSON object"):
         special_ids(tmp_path)

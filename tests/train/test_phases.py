@@ -236,9 +236,9 @@ def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("{}@four", r"init_from is .*@four', but the phases of .* that are done are: one, two, three\."),
+        ("{}@four", r"init_from is .*@four', but the finished phases of .* are: one, two, three\."),
         ("{}/nothing@one", r"nothing that are done are: none"),
-        ("{}/nothing", r"init_from is .*, but must be the folder of a run that has a checkpoint"),
+        ("{}/nothing", r"init_from is .*, but must be a run folder with a checkpoint"),
     ],
 )
 def test_a_beginning_that_is_not_there_is_refused_before_a_run_is_claimed(whole, tmp_path, name, match):

@@ -107,7 +107,7 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
     said({"phases": of_steps(base, 9).phases}, r"^resume_from=.*phases\.train\.tokens is 1,152, but .* 1,792 tokens")
     said({"init_from": str(whole.run_dir)}, r"^resume_from is .* must be null where init_from is given")
     said({"resume_from": "hf:folder"}, r"^resume_from is 'hf:folder'.* no optimizer state")
-    said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be the folder of a run that has a checkpoint")
+    said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be a run folder with a checkpoint")
 
 
 def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finished, tmp_path):

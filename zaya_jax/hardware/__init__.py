@@ -1,1 +1,1 @@
-"""Accelerators by name: data sheets, and presets of flags and timeouts."""
+"""Accelerators: data sheets, detection, and presets of flags and timeouts."""

@@ -1,4 +1,4 @@
-"""Accelerators by their vendors' data sheets."""
+"""Accelerator data from the vendors' data sheets."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ from zaya_jax.errors import InputError
 
 
 class Hardware(NamedTuple):
-    """One accelerator, and its links to others.
+    """One accelerator and its links.
 
     Attributes:
-      kinds: parts of the names that runtimes give the device.
+      kinds: substrings of the device names that runtimes report.
       memory: bytes.
       peak: dense bf16 FLOP/s.
-      bandwidth: of the memory, bytes/s.
-      node_size: devices of a node.
-      intra_node: bytes/s that a device sends to the others of its node.
-      inter_node: bytes/s that a device sends to other nodes.
+      bandwidth: memory bandwidth, bytes/s.
+      node_size: devices per node.
+      intra_node: bytes/s that a device can send to the others of its node.
+      inter_node: bytes/s that a device can send to other nodes.
     """
 
     kinds: tuple[str, ...]
@@ -27,8 +27,8 @@ class Hardware(NamedTuple):
     inter_node: float
 
 
-# Between nodes: a 400 Gb/s adapter a device. Inside: MI300X 7 xGMI links of 64 GB/s (zaya1.md §8), MI355X 7 of 76.8;
-# NVLink 4 has 450 GB/s in each direction.
+# Inter-node: one 400 Gb/s adapter per device. Intra-node: MI300X has 7 xGMI links of 64 GB/s (docs/reference.md §8),
+# MI355X 7 of 76.8 GB/s; NVLink 4 has 450 GB/s per direction.
 HARDWARE = {
     "mi300x": Hardware(("MI300X", "gfx942"), 192e9, 1307e12, 5.3e12, 8, 448e9, 50e9),
     "mi355x": Hardware(("MI355X", "gfx950"), 288e9, 2300e12, 8.0e12, 8, 538e9, 50e9),
@@ -38,12 +38,12 @@ HARDWARE = {
 
 
 def get_hardware(name: str) -> Hardware:
-    """The data sheet of `name`; `InputError` if there is none."""
+    """Return the data sheet of `name`; `InputError` if it is unknown."""
     if name not in HARDWARE:
         raise InputError(f"--hardware is {name!r}, but must be one of {', '.join(HARDWARE)}.")
     return HARDWARE[name]
 
 
 def peak_flops(kind: str) -> float | None:
-    """Dense bf16 FLOP/s of the device that a runtime calls `kind`; None if its data sheet is not here."""
+    """Return the dense bf16 FLOP/s of the device that a runtime calls `kind`; None if it is unknown."""
     return next((sheet.peak for sheet in HARDWARE.values() if any(part in kind for part in sheet.kinds)), None)

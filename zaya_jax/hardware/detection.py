@@ -1,4 +1,4 @@
-"""Which processor and accelerator this machine has, by the system's files; no driver's library is loaded."""
+"""Detect the processor and accelerator from system files, without loading driver libraries."""
 
 import os
 import platform
@@ -13,12 +13,12 @@ _ROOT = Path("/")
 
 
 def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str, str] = os.environ) -> Preset:
-    """The preset called `name`; for None that of the first accelerator detected, or `cpu`.
+    """Return the preset `name`; None selects that of the first detected accelerator, or `cpu`.
 
     Args:
-      name: as in the configuration key `preset`.
-      root: where `/sys`, `/proc` and `/dev` are.
-      environment: in which `JAX_PLATFORMS` may keep jax on the CPU.
+      name: value of the configuration key `preset`.
+      root: folder that contains `/sys`, `/proc` and `/dev`.
+      environment: its `JAX_PLATFORMS` can restrict jax to the CPU.
     """
     if name is None and not environment.get("JAX_PLATFORMS", "").startswith("cpu"):
         kinds = {kind: name for name, sheet in HARDWARE.items() for kind in sheet.kinds}
@@ -27,21 +27,21 @@ def select_preset(name: str | None, root: Path = _ROOT, environment: Mapping[str
 
 
 def detect_gpu_plugin(root: Path = _ROOT) -> str | None:
-    """The extra that drives this machine's GPUs: 'rocm' or 'cuda', or None without device files of a driver."""
+    """Return the pip extra for this machine's GPUs, 'rocm' or 'cuda'; None without a driver's device files."""
     if (root / "dev" / "kfd").exists():
         return "rocm"
     return "cuda" if any(root.glob("dev/nvidia*")) else None
 
 
 def cpu_name(root: Path = _ROOT) -> str:
-    """The processor's name, as far as the system tells it."""
+    """Return the processor's name as the system reports it."""
     names = re.findall(r"^model name\s*: (.+)$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def _amd_targets(root: Path) -> Iterator[str]:
-    """Names such as 'gfx942', which MI325X shares with MI300X."""
-    if not (root / "dev" / "kfd").exists():  # a container sees the machine's topology even where it has no GPU
+    """Yield target names such as 'gfx942' (which MI325X shares with MI300X)."""
+    if not (root / "dev" / "kfd").exists():  # a container sees the host's topology even if it has no GPU
         return
     for file in sorted(root.glob("sys/class/kfd/kfd/topology/nodes/*/properties")):
         if version := re.search(r"^gfx_target_version (\d+)(\d\d)(\d\d)$", _read(file), re.MULTILINE):
@@ -50,7 +50,7 @@ def _amd_targets(root: Path) -> Iterator[str]:
 
 
 def _nvidia_models(root: Path) -> Iterator[str]:
-    """The words of each model's name."""
+    """Yield the words of each model's name."""
     for file in sorted(root.glob("proc/driver/nvidia/gpus/*/information")):
         yield from re.findall(r"\w+", "".join(re.findall(r"^Model:(.*)$", _read(file), re.MULTILINE)))
 
@@ -58,5 +58,5 @@ def _nvidia_models(root: Path) -> Iterator[str]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:  # of a GPU that this process may not see
+    except OSError:  # this process has no access to the GPU
         return ""

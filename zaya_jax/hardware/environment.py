@@ -1,4 +1,4 @@
-"""Sets the environment variables and XLA flags of a preset, before jax is imported."""
+"""Apply the environment variables and XLA flags of a preset before jax is imported."""
 
 import os
 import re
@@ -6,13 +6,13 @@ from collections.abc import Mapping, MutableMapping
 
 from zaya_jax.hardware.presets import PRESETS, Preset, Setting
 
-APPLIED = "ZAYA_PRESET"  # holds the name of the preset that was applied to this environment
+APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied preset
 
 
 def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the preset's flags and variables in `environment`, except those that a person has set."""
+    """Set the preset's flags and variables in `environment`, except those that are already set."""
     flags = environment.get("XLA_FLAGS", "").strip()
-    takes_flags = flags == "" or flags.startswith("-")  # anything else is a file that XLA reads its flags from
+    takes_flags = flags == "" or flags.startswith("-")  # anything else is a file that XLA reads flags from
     for setting in preset.settings:
         if _current(setting, environment) is not None:
             continue
@@ -25,7 +25,7 @@ def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.envi
 
 
 def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
-    """A line on the applied preset and which of its settings `environment` has; None if none was applied."""
+    """Describe the applied preset and its settings in `environment` in one line; None if none was applied."""
     preset = PRESETS.get(environment.get(APPLIED, ""))
     if preset is None:
         return None
@@ -39,9 +39,9 @@ def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
 
 
 def _current(setting: Setting, environment: Mapping[str, str]) -> str | None:
-    """NAME=VALUE of the flag or variable as `environment` has it; None if it is not set."""
+    """Return NAME=VALUE of the flag or variable in `environment`; None if it is not set."""
     if setting.is_flag:
-        # A flag without a value is true; where it is given twice, XLA takes the last.
+        # A flag without a value is true; if a flag is repeated, XLA uses the last.
         texts = re.findall(rf"(?:^|\s)({setting.name}(?:=\S*)?)(?=\s|$)", environment.get("XLA_FLAGS", ""))
         return texts[-1] if texts else None
     names = [name for name in (setting.name, setting.alias) if name is not None and name in environment]

@@ -1,9 +1,14 @@
-"""The folder `checkpoints/` of a run: what lies in it, by name.
+"""The folder `checkpoints/` of a run.
 
-`100` is the checkpoint of step 100. `100.g3` is one that the holder of the fencing token 3 has not finished,
-`100.g3.orbax-checkpoint-tmp…` one that Orbax has not; `100.corrupt-…` is one that was found damaged, `100.stale-…` one
-that a superseded process has saved; `100.deleted` is about to be gone. A file `PINNED` in a checkpoint keeps it from
-being removed, a file `VERIFIED` says that it was read and that all its checksums matched.
+Names in it:
+- `100`: the finished checkpoint of step 100
+- `100.g3`: unfinished, being saved by the holder of fencing token 3
+- `100.g3.orbax-checkpoint-tmp…`: unfinished, being written by Orbax
+- `100.corrupt-…`: quarantined because it was damaged
+- `100.stale-…`: quarantined because a superseded process saved it
+- `100.deleted`: being removed
+
+A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` records that all its checksums matched.
 """
 
 import re
@@ -17,35 +22,35 @@ from zaya_jax.run.fencing import read_token
 from zaya_jax.run.files import read_json
 from zaya_jax.run.manifest import Manifest, has_manifest, read_manifest
 
-CHECKPOINTS = "checkpoints"  # of a run
-PHASES = "phases.json"  # of a run: the step of each phase's last checkpoint
+CHECKPOINTS = "checkpoints"  # folder in a run folder
+PHASES = "phases.json"  # file in a run folder: step of the last checkpoint of each finished phase
 PINNED = "PINNED"
 VERIFIED = "VERIFIED"
 _LEFT_OVER = re.compile(r"\d+(\.g\d+(\..*tmp.*)?|\.deleted|\.partial)|GENERATION\..*\.partial")
 
 
 class Checkpoint(NamedTuple):
-    """What is known of a checkpoint without reading its arrays."""
+    """A checkpoint's metadata, read without its arrays."""
 
     step: int
-    heldout_loss: float | None = None  # nats/token after the step, where it was evaluated
-    is_pinned: bool = False  # it is never removed
-    is_verified: bool = False  # it was read, and all its checksums matched
-    is_superseded: bool = False  # saved by processes that others had replaced by then, and so never restored
+    heldout_loss: float | None = None  # nats/token; None if this step was not evaluated
+    is_pinned: bool = False  # never removed
+    is_verified: bool = False  # all checksums matched when it was last read
+    is_superseded: bool = False  # saved by a process that another had already replaced; never restored
     phase: str = "-"
-    tokens: int = 0  # that the run had seen
+    tokens: int = 0  # seen by the run so far
     size: int = 0  # bytes of all files
-    problem: str = ""  # why it is damaged or cannot be read, in a sentence
-    manifest: Manifest | None = None  # where there is no problem
+    problem: str = ""  # why it is damaged or unreadable; empty if it is neither
+    manifest: Manifest | None = None  # None if there is a problem
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can be restored, as far as that is known."""
+        """Whether it can be restored, as far as its metadata shows."""
         return not self.problem and not self.is_superseded
 
 
 def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoint]:
-    """The checkpoints by step, also those that are damaged; `check_files` compares names and sizes of their files."""
+    """List the checkpoints by step, damaged ones included; `check_files` compares the sizes of their files."""
     token = read_token(folder)
 
     def describe(step: int) -> Checkpoint:
@@ -64,32 +69,32 @@ def list_checkpoints(folder: Path, *, check_files: bool = True) -> list[Checkpoi
 
 
 def usable_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Those that can be restored, as far as manifests say; retention removes no others."""
+    """List the checkpoints that can be restored according to their manifests; retention removes only these."""
     return [checkpoint for checkpoint in list_checkpoints(folder, check_files=False) if checkpoint.is_usable]
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether there is a checkpoint, or what once was one, in the folder `checkpoints/` of a run."""
+    """Return whether `folder` contains a checkpoint, intact or quarantined as corrupt."""
     return any(path.name.isdecimal() or ".corrupt-" in path.name for path in folder.glob("*"))
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """The steps of finished checkpoints, whether or not they are intact."""
+    """List the steps of finished checkpoints, intact or not."""
     return [step for step in named_steps(folder) if has_manifest(folder / str(step))]
 
 
 def named_steps(folder: Path) -> list[int]:
-    """The steps there are checkpoints of by name, which a checkpoint gets when it is finished."""
+    """List the steps of folders with a checkpoint's final name."""
     return sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal())
 
 
 def unfinished_name(step: int, token: int) -> str:
-    """The name of a checkpoint that the holder of a fencing token is saving."""
+    """Return the name of a checkpoint while the holder of a fencing token saves it."""
     return f"{step}.g{token}"
 
 
 def clean(folder: Path) -> None:
-    """Remove what saves that were not finished have left; none may be under way."""
+    """Remove leftovers of unfinished saves; no save may be in progress."""
     for path in folder.glob("*"):
         if not _LEFT_OVER.fullmatch(path.name):
             continue
@@ -100,7 +105,7 @@ def clean(folder: Path) -> None:
 
 
 def remove(folder: Path, step: int) -> None:
-    """Remove a checkpoint; from the first moment on it is none."""
+    """Remove a checkpoint; a rename hides it before its files are deleted."""
     gone = folder / f"{step}.deleted"
     shutil.rmtree(gone, ignore_errors=True)
     (folder / str(step)).rename(gone)
@@ -108,7 +113,7 @@ def remove(folder: Path, step: int) -> None:
 
 
 def quarantine(folder: Path, step: int, why: str) -> Path:
-    """Rename a checkpoint that is not to be used, and return its new path; `why` is 'corrupt' or 'stale'."""
+    """Rename a checkpoint that must not be restored, and return its new path; `why` is 'corrupt' or 'stale'."""
     base = f"{step}.{why}-{time.strftime('%Y%m%dT%H%M%S')}"
     paths = (folder / f"{base}{'' if n == 0 else f'-{n}'}" for n in range(1000))
     target = next(path for path in paths if not path.exists())
@@ -117,41 +122,41 @@ def quarantine(folder: Path, step: int, why: str) -> Path:
 
 
 def quarantined(folder: Path) -> list[Path]:
-    """The checkpoints that `quarantine` has renamed."""
+    """List the quarantined checkpoints."""
     return sorted(path for why in ("corrupt", "stale") for path in folder.glob(f"*.{why}-*"))
 
 
 def phase_ends(run: Path) -> dict[str, int]:
-    """The last step of each phase of a run that is done, by name; InputError where that is not known."""
+    """Return the last step of each finished phase by name; InputError if `phases.json` is damaged."""
     path = run / PHASES
     ends = read_json(path) if path.exists() else {}
     if not isinstance(ends, dict) or not all(type(step) is int for step in ends.values()):
-        raise InputError(f"{path} is not a JSON object of steps by phase.")
+        raise InputError(f"{path} must be a JSON object from phase names to steps.")
     return ends
 
 
 def checkpoint_folder(path: str, what: str = "init_from") -> Path:
-    """The folder of one checkpoint.
+    """Resolve a path to the folder of one checkpoint.
 
     Args:
-      path: the run's folder, for its newest checkpoint; the folder of a checkpoint; or RUN_DIR@PHASE, for the last
-        checkpoint of a phase.
-      what: the path is, for messages.
+      path: RUN_DIR for the newest checkpoint of a run, RUN_DIR@PHASE for the last one of a phase, or the checkpoint
+        itself, RUN_DIR/checkpoints/STEP.
+      what: the key or argument that `path` comes from, for messages.
 
     Raises:
-      InputError: there is none.
+      InputError: there is no such checkpoint.
     """
     run, at, phase = path.rpartition("@") if not Path(path).expanduser().exists() else (path, "", "")
     folder = Path(run if at else path).expanduser().resolve()
     if at:
         ends = phase_ends(folder)
         if phase not in ends:
-            raise InputError(f"{what} is {path!r}, but the phases of {folder} that are done are: "
+            raise InputError(f"{what} is {path!r}, but the finished phases of {folder} are: "
                              f"{', '.join(ends) or 'none'}.")  # fmt: skip
         folder = folder / CHECKPOINTS / str(ends[phase])
     elif usable := usable_checkpoints(folder / CHECKPOINTS):
         return folder / CHECKPOINTS / str(usable[-1].step)
     if folder.parent.name == CHECKPOINTS and folder.name.isdecimal() and has_manifest(folder):
         return folder
-    raise InputError(f"{what} is {path!r}, but must be the folder of a run that has a checkpoint, one of its "
-                     f"checkpoints (RUN_DIR/{CHECKPOINTS}/100), or RUN_DIR@PHASE for the last of a phase.")  # fmt: skip
+    raise InputError(f"{what} is {path!r}, but must be a run folder with a checkpoint (RUN_DIR), one checkpoint "
+                     f"(RUN_DIR/{CHECKPOINTS}/100) or the last one of a phase (RUN_DIR@PHASE).")  # fmt: skip

@@ -1,7 +1,6 @@
-"""Digests of bytes, and of the parts that the arrays of a checkpoint were saved in.
+"""Digests of bytes and of the parts in which a checkpoint's arrays were saved.
 
-A part is named by the slice of the whole array that it is, so that a digest says what must be read back whatever
-devices read it.
+A part is identified by its slice of the whole array, so a digest can be checked on any device layout.
 """
 
 import math
@@ -13,24 +12,24 @@ Digests = dict[str, dict[str, str]]  # name of an array → slice → digest
 
 
 def digest(data: bytes | memoryview) -> str:
-    """XXH3-128 of the bytes, as 32 hexadecimal digits."""
+    """Return the XXH3-128 digest as 32 hexadecimal digits."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
 def slice_text(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """A slice of an array of `shape` as text for JSON: '0:2,0:8'; empty for a scalar."""
+    """Format a slice of an array of `shape` for JSON, such as '0:2,0:8'; empty for a scalar."""
     bounds = (axis.indices(size) for axis, size in zip(index, shape, strict=True))
     return ",".join(f"{start}:{stop}" for start, stop, _ in bounds)
 
 
 def read_slice(text: str) -> tuple[slice, ...]:
-    """The inverse of `slice_text`; ValueError where it is none."""
+    """Invert `slice_text`; ValueError if the text is not a slice."""
     pairs = (part.split(":") for part in text.split(",")) if text else ()
     return tuple(slice(int(start), int(stop)) for start, stop in pairs)
 
 
 def joined(processes: Iterable[Digests]) -> Digests:
-    """The digests of several processes as one."""
+    """Merge the digests of several processes."""
     merged: Digests = {}
     for digests in processes:
         for name, parts in digests.items():
@@ -39,7 +38,7 @@ def joined(processes: Iterable[Digests]) -> Digests:
 
 
 def uncovered(digests: Digests, shapes: Mapping[str, Sequence[int]]) -> list[str]:
-    """The arrays of `shapes` of which parts have no digest."""
+    """List the arrays of `shapes` that digests do not cover completely."""
 
     def elements(where: str) -> int:
         return math.prod(axis.stop - axis.start for axis in read_slice(where))
@@ -48,5 +47,5 @@ def uncovered(digests: Digests, shapes: Mapping[str, Sequence[int]]) -> list[str
 
 
 def leaf_digest(parts: Mapping[str, str]) -> str:
-    """One digest for an array, of those of its parts and of how it is cut into them."""
+    """Combine the digests of an array's parts into one, which also depends on how the array is cut."""
     return digest("\n".join(f"{where} {parts[where]}" for where in sorted(parts)).encode())

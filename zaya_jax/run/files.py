@@ -1,4 +1,4 @@
-"""Files that several processes share: written whole or not at all, locked by the one that works on them."""
+"""Atomic writes, locks and bounded JSON reads for files that several processes share."""
 
 import contextlib
 import fcntl
@@ -12,16 +12,16 @@ from typing import IO, Any
 
 from zaya_jax.errors import InputError
 
-_LONGEST_JSON = 2**26  # bytes; the index of the legacy 74B's weights needs a fiftieth
+_LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
 
 def partial_name(path: Path) -> Path:
-    """A name for what will become `path`, which no other process and no other thread uses."""
+    """Return a temporary name for `path` that no other process or thread uses."""
     return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}.partial")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write text or bytes so that a reader sees the old file or the new one, whole."""
+    """Write a file so that readers see either the old or the new content, never a part."""
     part = partial_name(path)
     try:
         with part.open("wb") as file:
@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def require_regular(path: Path) -> None:
-    """Raise `InputError` for a folder, a device or a pipe: reading a pipe waits for a writer, and works only once."""
+    """Raise `InputError` for a folder, a device or a pipe; reading a pipe would block."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} cannot be read: it is a folder, a pipe or a device, not a regular file.")
 
@@ -43,14 +43,14 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file that may be damaged or hostile, in bounded time and memory.
 
     Raises:
-      InputError: it cannot be read, is longer than 64 MiB, or is not JSON.
+      InputError: the file cannot be read, is larger than 64 MiB, or is not JSON.
     """
     try:
         require_regular(path)
         with path.open("rb") as file:
             raw = file.read(_LONGEST_JSON + 1)
         if len(raw) > _LONGEST_JSON:
-            raise InputError(f"{path} is longer than {_LONGEST_JSON} bytes, the most that is read of such a file.")
+            raise InputError(f"{path} is larger than the limit of {_LONGEST_JSON:,} bytes for a JSON file.")
         return json.loads(raw.decode("utf-8"))
     except InputError:
         raise
@@ -61,21 +61,21 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object that a file holds; `InputError` where it holds none, see `read_json`."""
+    """Read a JSON object from a file; `InputError` if it is anything else, see `read_json`."""
     tree = read_json(path)
     if not isinstance(tree, dict):
-        raise InputError(f"{path} holds no JSON object.")
+        raise InputError(f"{path} is not a JSON object.")
     return tree
 
 
 @contextlib.contextmanager
 def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterator[None]:
-    """Hold the file's lock, which the system lets go of when the process ends, however it ends.
+    """Hold a file lock; the operating system releases it when the process ends, even after a kill.
 
     Args:
-      path: a file, made where there is none, as is its folder.
-      what: the folder is, for messages, such as 'The folder data.cache_dir'.
-      wait: for another process that holds it; otherwise that is an error.
+      path: the lock file; it and its folder are created if missing.
+      what: subject of error messages, such as 'The folder data.cache_dir'.
+      wait: wait for another holder instead of raising.
 
     Raises:
       InputError: the folder cannot be written, or another process holds the lock.
@@ -86,15 +86,15 @@ def locked(path: Path, what: str = "The folder", *, wait: bool = True) -> Iterat
         path.parent.mkdir(parents=True, exist_ok=True)
         file = _locked_file(path, wait)
     except BlockingIOError as error:
-        raise InputError(f"{what} ({path.parent}) is in use: another process is at work there; wait for it.") from error
-    except OSError as error:  # also of file systems that know no locks
+        raise InputError(f"{what} ({path.parent}) is in use by another process; wait until it finishes.") from error
+    except OSError as error:  # includes file systems without locks
         raise InputError(f"{what} ({path.parent}) cannot be written: {error.strerror}.") from error
     with file:
         yield
 
 
 def _locked_file(path: Path, wait: bool) -> IO[str]:
-    """The open file at `path`, locked, which is still the one at `path`: its last owner may have removed it."""
+    """Open and lock the file at `path`; retry if its last owner removed it meanwhile."""
     while True:
         file = path.open("a")
         try:
@@ -110,7 +110,7 @@ def _locked_file(path: Path, wait: bool) -> IO[str]:
 
 
 def _lock(file: IO[str], wait: bool) -> None:
-    for pause in () if wait else (0.01, 0.05, 0.2):  # `is_locked` of another process holds it for a moment
+    for pause in () if wait else (0.01, 0.05, 0.2):  # another process's `is_locked` holds it for a moment
         with contextlib.suppress(BlockingIOError):
             return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         time.sleep(pause)
@@ -118,7 +118,7 @@ def _lock(file: IO[str], wait: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make what was renamed or written into `folder` survive a loss of power."""
+    """Flush renames and new files in `folder` to disk, so that they survive a power failure."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

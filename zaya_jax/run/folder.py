@@ -1,4 +1,4 @@
-"""The folder of a run: its files, its one lock, and the configuration that it belongs to."""
+"""The run folder: its files, its lock, and the check that it belongs to the configuration."""
 
 import fcntl
 import json
@@ -24,47 +24,47 @@ CHANGES = "changes.jsonl"
 STATUS = "status.json"
 _LOCK = ".lock"
 
-# Keys that may differ when a run resumes and that change what is computed: `record_changes` notes them. Which
-# phases may differ is for training to check.
+# Keys that may change when a run resumes and affect the computation; `record_changes` records them. Training checks
+# which phases may change.
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
-# The other keys that may differ change nothing of what is computed, or its last bits alone, as other devices do.
+# The other keys that may change affect at most the last bits of the results, as a change of devices does.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro_batch", "train.remat", "train.log_every",
          "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip
 
 
 def run_folder(config: Config) -> Path:
-    """The folder `config.run_dir`."""
+    """Return the folder `config.run_dir`."""
     return Path(config.run_dir).expanduser()
 
 
 def lock_folder(folder: Path, what: str = "The run") -> AbstractContextManager[None]:
-    """Hold the lock of a run, which is made where there is none: one process at a time trains it or removes from it.
+    """Hold the lock of a run, so that only one process at a time trains it or removes checkpoints.
 
     Raises:
-      InputError: another process holds it, or the folder cannot be written; `what` names it.
+      InputError: another process holds the lock, or the folder cannot be written; `what` is the message's subject.
     """
     return locked(folder / _LOCK, what, wait=False)
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a process of this machine, or of any whose locks the file system shares, holds the lock of a run."""
+    """Return whether a process holds the lock of a run, here or on a machine whose locks the file system shares."""
     try:
         with (folder / _LOCK).open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of at once
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # closing the file releases it at once
     except BlockingIOError:
         return True
-    except OSError:  # there is no such file, or no such locks
+    except OSError:  # no lock file, or a file system without locks
         pass
     return False
 
 
 @contextmanager
 def lock_run(config: Config) -> Iterator[Path]:
-    """The folder `config.run_dir`, made where there is none, locked until the block ends.
+    """Create and lock `config.run_dir` for the duration of the block, and return it.
 
     Raises:
-      InputError: another process has it, or it holds a run of another configuration, or files of a run
-        without a configuration; nothing in it is touched then.
+      InputError: another process holds the lock, or the folder contains a run with another configuration or without
+        one; the folder is left unchanged.
     """
     folder = run_folder(config)
     with lock_folder(folder, "run_dir"):
@@ -73,7 +73,7 @@ def lock_run(config: Config) -> Iterator[Path]:
 
 
 def claim_run(folder: Path, config: Config) -> None:
-    """Write `config.yaml`, from which on the folder is this run's; done once its corpus is known to be good."""
+    """Write `config.yaml`, which makes the folder this run's; called once its data is known to be usable."""
     if (folder / CONFIG).exists():
         return
     try:
@@ -83,20 +83,20 @@ def claim_run(folder: Path, config: Config) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The tree of `config.yaml`, whatever version wrote it, by the keys of this one; InputError where damaged."""
+    """Read `config.yaml` as nested dicts with this version's keys; InputError if it is damaged."""
     path = folder / CONFIG
     try:
         tree = with_current_keys(yaml.safe_load(path.read_text(encoding="utf-8")))
         _recorded(tree)
     except (OSError, ValueError, RecursionError, yaml.YAMLError, AttributeError, LookupError, TypeError) as error:
-        raise InputError(f"{path} cannot be read, so it is not known which run this folder holds.") from error
+        raise InputError(f"{path} cannot be read, so the run in this folder cannot be identified.") from error
     return tree
 
 
 def record_changes(folder: Path, config: Config, step: int) -> None:
-    """Note in `changes.jsonl` which settings changed after `step` steps, and bring `config.yaml` up to date.
+    """Append the settings that changed after `step` steps to `changes.jsonl`, and update `config.yaml`.
 
-    A line is `{"step": …, "changes": {key: [old, new], …}}`; done once the new settings are known to be possible.
+    A line is `{"step": …, "changes": {key: [old, new], …}}`. Called once the new settings are known to work.
     """
     old, new = (_recorded(tree) for tree in (read_config(folder), to_dict(config)))
     changes = {key: [old.get(key), new.get(key)] for key in [*new, *(key for key in old if key not in new)]
@@ -105,7 +105,7 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
         return
     path, line = folder / CHANGES, json.dumps({"step": step, "changes": changes}) + "\n"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    if lines[-1:] != [line]:  # else an earlier start was killed before it could write the configuration
+    if lines[-1:] != [line]:  # equal if an earlier start was killed before it wrote the configuration
         write_atomically(path, "".join([*lines, line]))
     write_atomically(folder / CONFIG, to_yaml(config))
 
@@ -116,7 +116,7 @@ def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> None:
-    """Note in `phases.json` which of the checkpoints of `steps` are the last of which phase: name to step."""
+    """Write `phases.json`: phase name → step, for each phase whose last checkpoint is among `steps`."""
     ends = {phase.name: end for phase, (_, end) in zip(config.phases, phase_steps(config), strict=True)}
     text = json.dumps({name: end for name, end in ends.items() if end in steps}, indent=1) + "\n"
     path = folder / PHASES
@@ -129,22 +129,22 @@ def _compare(folder: Path, config: Config) -> None:
     if not path.exists():
         for name in (METRICS, CHECKPOINTS):
             if (folder / name).exists():
-                raise InputError(f"{folder} holds {name} but no {CONFIG}, so it is not known which run it is; choose "
+                raise InputError(f"{folder} contains {name} but no {CONFIG}, so its run cannot be identified; choose "
                                  "another run_dir.")  # fmt: skip
         return
-    # A key that runs of earlier versions do not have.
+    # Earlier versions did not write this key.
     old = {"resume_from": None} | dict(flatten_keys(read_config(folder)))
     new = dict(flatten_keys(to_dict(config)))
     for key in [*new, *(key for key in old if key not in new)]:
         if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
             was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
             raise InputError(
-                f"{path.parent} holds a run of another configuration: {key} was {was} and is now {becomes}. Restore "
-                f"the old value to resume that run, or choose another run_dir, where resume_from={path.parent} "
-                "continues it with other settings."
+                f"{path.parent} contains a run with another configuration: {key} was {was} and is now {becomes}. "
+                "Restore the old value to resume that run, or continue it with the new one in another run_dir with "
+                f"resume_from={path.parent}."
             )
 
 
 def _is_free(key: str) -> bool:
-    moved = key.startswith("data.sources.") and key.endswith(".path")  # a checkpoint knows its sources by content
+    moved = key.startswith("data.sources.") and key.endswith(".path")  # checkpoints identify sources by content
     return moved or key.startswith(_FREE)

@@ -1,7 +1,7 @@
-"""`metrics.jsonl` and `timings.jsonl`: one row per step, whatever happens to the process or the disk in between.
+"""`metrics.jsonl` and `timings.jsonl`: exactly one row per step, even after kills and full disks.
 
-Rows of `metrics.jsonl` contain nothing that depends on time or machine load, so that two runs of one configuration can
-be compared bitwise; times are in `timings.jsonl`.
+`metrics.jsonl` contains nothing that depends on time or machine load, so two runs of one configuration can be compared
+bitwise. Times are in `timings.jsonl`.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ from typing import Any, Protocol
 
 from zaya_jax.errors import InputError
 
-_SYNC_BYTES = 2**20  # rows kept in memory before they are synced, where checkpoints are rare
+_SYNC_BYTES = 2**20  # of rows in memory that trigger a sync between checkpoints
 
 
 class DiskGuard:
-    """Writes files of the run folder that training can wait for: a failure is one warning, not the end of the run."""
+    """Turns failures to write non-critical files of the run folder into one warning instead of ending the run."""
 
     def __init__(self, say: Callable[[str], object]) -> None:
-        """Report to `say`: one sentence when writing begins to fail, one when every file has been written again."""
+        """Report through `say`: once when writing starts to fail, once when every file is written again."""
         self.say = say
         self._failed: dict[Path, str] = {}
 
@@ -34,31 +34,31 @@ class DiskGuard:
         except OSError as error:
             self._failed[path] = f"{path} cannot be written: {error.strerror or error}."
             if not failing:
-                self.say(f"{self._failed[path]} Training continues; what could not be written is kept in memory and "
-                          "written when there is room.")  # fmt: skip
+                self.say(f"{self._failed[path]} Training continues; unwritten rows stay in memory until the disk "
+                         "accepts them.")  # fmt: skip
         else:
             self._failed.pop(path, None)
             if failing and not self._failed:
                 self.say(f"{path.parent} can be written again; no row is missing.")
 
     def problem(self, path: Path) -> str:
-        """The sentence about the last failure to write `path`; empty if it is written."""
+        """Return the message about the last failure to write `path`; empty if it is written."""
         return self._failed.get(path, "")
 
 
 class MetricSink(Protocol):
-    """Where the metrics of a run go. Nothing that it cannot write for now, as on a full disk, ends the run."""
+    """A destination for metrics. Failures to write, as on a full disk, must not end the run."""
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
-        """Take the row of a step: its numbers, and beside them what depends on time and machine load."""
+        """Write the row of a step; `timings` contains what depends on time and machine load."""
         ...
 
     def sync(self) -> str:
-        """Bring all rows to the disk, before a checkpoint that is newer; a sentence if that fails."""
+        """Flush all rows to disk before a checkpoint is saved; return a message if that fails."""
         ...
 
     def close(self) -> None:
-        """Write what is left; no row follows."""
+        """Write pending rows; no row follows."""
         ...
 
 
@@ -66,7 +66,7 @@ class JsonlSink:
     """`metrics.jsonl` and `timings.jsonl` of a run."""
 
     def __init__(self, metrics: "JsonlFile", timings: "JsonlFile") -> None:
-        """Write to both files, and close them."""
+        """Take over both files."""
         self._metrics, self._timings = metrics, timings
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class JsonlSink:
         self._timings.append(timings)
 
     def sync(self) -> str:
-        """Bring all rows to the disk; a sentence if that fails for `metrics.jsonl`, which resuming needs."""
+        """Flush both files; return a message if that fails for `metrics.jsonl`, which resuming needs."""
         self._timings.sync()
         return self._metrics.sync()
 
@@ -86,64 +86,68 @@ class JsonlSink:
 
 
 class JsonlFile:
-    """Appends rows; a run that resumes after step n first drops the rows after n (`dropped` of them).
+    """Appends rows to a file. A run that resumes after step n first drops the rows after n (`dropped` of them).
 
-    Rows that cannot be written, or that were written but not synced, stay in memory until they are on the disk.
+    Rows stay in memory until they are synced to disk.
     """
 
     def __init__(self, path: Path, step: int, first: int, disk: DiskGuard, *, complete: bool = False) -> None:
-        """Open the file `path` of a run that started after `first` steps and resumes after `step`, or create it.
+        """Open or create the file.
 
-        `disk` reports failures.
+        Args:
+          path: of the file.
+          step: the run resumes after this step.
+          first: the run started after this step.
+          disk: reports failures.
+          complete: require a row for every step from `first` to `step`.
 
         Raises:
-          InputError: the file must be `complete`, and the row of a step from `first` to `step` is missing or damaged;
-            the file is left as it is.
+          InputError: a required row is missing or damaged; the file is left unchanged.
         """
         self._path, self._disk = path, disk
         rows = list(_parse(path.read_bytes())) if path.exists() else []
-        # A run that has no checkpoint of its own starts anew, and may start after another step than the last time.
+        # A run without a checkpoint of its own starts over, perhaps after another step than last time.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         if complete:
             self._check([row["step"] for row, _ in kept], range(first + 1, step + 1))
         self.dropped = len(rows) - len(kept)
         self._file: int | None = None
-        self._synced = kept[-1][1] if kept else 0  # bytes of the file that are on the disk
-        self._rows = bytearray()  # after them
-        self._written = 0  # bytes of `_rows` that the file has
+        self._synced = kept[-1][1] if kept else 0  # bytes of the file that are synced
+        self._rows = bytearray()  # rows after those bytes
+        self._written = 0  # bytes of `_rows` already written, but not synced
         self._write()
 
     def _check(self, steps: list[int], expected: range) -> None:
         for index, step in enumerate(expected):
             if index >= len(steps) or steps[index] != step:
                 raise InputError(
-                    f"{self._path} must have a row for each of the {len(expected)} steps of the newest checkpoint, but "
-                    f"the row of step {step} is missing or damaged. Restore the file, or choose another run_dir."
+                    f"{self._path} must have a row for each of the {len(expected)} steps up to the newest checkpoint, "
+                    f"but the row of step {step} is missing or damaged. Restore the file, or choose another run_dir."
                 )
 
     def close(self) -> None:
-        """Write what is left and close the file."""
+        """Write pending rows and close the file."""
         self._write()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def append(self, row: dict[str, Any]) -> None:
-        """Write one row, null where a number is not finite; from here on it outlives the process."""
+        """Write one row, with null for numbers that are not finite; it survives a kill of the process."""
         self._rows += (json.dumps(finite(row), allow_nan=False) + "\n").encode()
         self._write()
         if len(self._rows) > _SYNC_BYTES:
             self.sync()
 
     def sync(self) -> str:
-        """Bring all rows to the disk, so that no checkpoint is newer than its rows; a sentence if that fails."""
+        """Flush all rows to disk, so that no checkpoint is newer than its rows; return a message if that fails."""
         self._write()
         if self._file is not None and self._written == len(self._rows):
             with self._disk.writing(self._path):
                 try:
                     os.fsync(self._file)
                 except OSError:
-                    self._written = 0  # the system may have dropped any of it
+                    self._written = 0  # the kernel may have dropped any part of it
                     raise
                 self._synced, self._rows, self._written = self._synced + self._written, bytearray(), 0
         return self._disk.problem(self._path)
@@ -152,7 +156,7 @@ class JsonlFile:
         with self._disk.writing(self._path):
             if self._file is None:
                 file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-                os.ftruncate(file, self._synced)  # needs no room on a full disk
+                os.ftruncate(file, self._synced)  # works on a full disk
                 self._file = file
             while self._written < len(self._rows):
                 rest = bytes(self._rows[self._written :])
@@ -160,7 +164,7 @@ class JsonlFile:
 
 
 def finite(value: Any) -> Any:
-    """`value` for JSON: null where a number is not finite."""
+    """Replace numbers that are not finite with None, for JSON."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -169,12 +173,12 @@ def finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows up to the first that is cut off (by a kill) or damaged."""
+    """Read the rows up to the first one that is truncated (by a kill) or damaged."""
     return [row for row, _ in _parse(path.read_bytes())] if path.exists() else []
 
 
 def _parse(content: bytes) -> Iterator[tuple[dict[str, Any], int]]:
-    """Each row up to the first that is cut off or damaged, and where in `content` its line ends."""
+    """Yield each row up to the first truncated or damaged one, and the offset in `content` where its line ends."""
     end = 0
     for line in content.splitlines(keepends=True):
         end += len(line)

@@ -1,4 +1,4 @@
-"""The style of all pictures, and how they are written."""
+"""Shared style and atomic saving of all plots."""
 
 import io
 import math
@@ -13,11 +13,11 @@ FAINT = 0.25  # opacity of raw values behind smoothed ones
 
 
 def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5)) -> Any:
-    """A matplotlib figure with a title and panels below each other, which share their x axis.
+    """Create a matplotlib figure with vertically stacked panels that share the x axis.
 
     Args:
-      title: of the figure.
-      heights: of the panels, relative to each other.
+      title: title of the figure.
+      heights: relative heights of the panels.
       size: width and height in inches.
 
     Returns:
@@ -36,28 +36,28 @@ def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float,
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure as a PNG that is there whole or not at all."""
+    """Write a figure as PNG, atomically."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=110, format="png")
     write_atomically(path, picture.getvalue())
 
 
 def legend_beside(panel: Any, title: str | None = None) -> None:
-    """Put the legend to the right of a panel, where it hides nothing; a panel without labels gets none."""
+    """Put the legend to the right of a panel, outside the data; a panel without labels gets no legend."""
     if panel.get_legend_handles_labels()[0]:
         panel.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, frameon=False,
                      fontsize="small")  # fmt: skip
 
 
 def integer_steps(panel: Any) -> None:
-    """Put ticks of the x axis at integers only."""
+    """Restrict the ticks of the x axis to integers."""
     from matplotlib.ticker import MaxNLocator
 
     panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def smoothed(values: Sequence[float], width: int) -> list[float]:
-    """The mean of the finite values around each value, `width` in all; NaN stays NaN."""
+    """Return a centered moving average over `width` values, ignoring non-finite ones; NaN stays NaN."""
     known = [math.isfinite(value) for value in values]
     sums = [0.0, *accumulate(value if finite else 0.0 for value, finite in zip(values, known, strict=True))]
     counts = [0, *accumulate(known)]

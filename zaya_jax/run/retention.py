@@ -1,4 +1,4 @@
-"""Which checkpoints are kept."""
+"""Checkpoint retention."""
 
 import math
 from collections.abc import Collection
@@ -10,11 +10,11 @@ from zaya_jax.run.checkpoints import Checkpoint
 def steps_to_keep(
     checkpoints: Collection[Checkpoint], config: CheckpointConfig, verified: Collection[int] = ()
 ) -> set[int]:
-    """The steps of the checkpoints that stay.
+    """Return the steps of the checkpoints to keep.
 
-    They are the newest `config.keep`, those of each `config.keep_every` steps, the `config.keep_best` of lowest
-    held-out loss, the pinned ones, and the newest that is verified or whose step is in `verified`: whatever else is
-    removed, that one never is.
+    Kept are the newest `config.keep`, multiples of `config.keep_every` steps, the `config.keep_best` with the lowest
+    held-out loss, all pinned ones, and always the newest verified one (marked as verified, or its step is in
+    `verified`).
     """
     steps = sorted(x.step for x in checkpoints)
     kept = set(steps[-config.keep :]) | {x.step for x in checkpoints if x.is_pinned}

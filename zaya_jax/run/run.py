@@ -1,4 +1,4 @@
-"""A run on disk, read without jax: `open_run(path)`."""
+"""Read a run on disk with `open_run(path)`, without jax."""
 
 import dataclasses
 import json
@@ -16,21 +16,18 @@ from zaya_jax.run.tokenizer import TOKENIZER_FOLDER
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run folder; each property reads its files anew, so that what is seen of a run in training is never stale."""
+    """A run folder. Each property reads its file on every access, so it is current while the run trains."""
 
     folder: Path
 
     @property
     def config(self) -> Config:
-        """The resolved configuration of the run; InputError where it has none, or another version wrote it."""
+        """The resolved configuration; InputError if it is missing or this version cannot read it."""
         return from_dict(read_config(self.folder))
 
     @property
     def changes(self) -> list[dict[str, Any]]:
-        """Settings that changed when the run resumed: dicts of `step` and `changes` (key → [old, new]).
-
-        The keys are those of this version, whatever version wrote them.
-        """
+        """Settings that changed when the run resumed: dicts of `step` and `changes` (key → [old, new])."""
         path = self.folder / CHANGES
         try:
             rows = [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
@@ -41,48 +38,48 @@ class Run:
 
     @property
     def phases(self) -> dict[str, int]:
-        """The last step of each phase that is done, by name; InputError where `phases.json` is damaged."""
+        """The last step of each finished phase by name; InputError if `phases.json` is damaged."""
         return phase_ends(self.folder)
 
     @property
     def status(self) -> Status | None:
-        """What became of the last process that trained the run; None where that is not known."""
+        """The status of the last process that trained the run; None if it is unknown."""
         return read_status(self.folder)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl`, up to the first that is damaged."""
+        """The rows of `metrics.jsonl`, up to the first damaged one."""
         return read_rows(self.folder / METRICS)
 
     @property
     def timings(self) -> list[dict[str, Any]]:
-        """The rows of `timings.jsonl`, up to the first that is damaged."""
+        """The rows of `timings.jsonl`, up to the first damaged one."""
         return read_rows(self.folder / TIMINGS)
 
     @property
     def checkpoints(self) -> list[Checkpoint]:
-        """The checkpoints in order of steps, also those that are damaged or superseded; arrays are not read."""
+        """The checkpoints by step, including damaged and superseded ones; arrays are not read."""
         return list_checkpoints(self.folder / CHECKPOINTS)
 
     @property
     def quarantined(self) -> list[Path]:
-        """The folders of checkpoints that were found damaged or superseded and are kept under another name."""
+        """The folders of quarantined checkpoints."""
         return quarantined(self.folder / CHECKPOINTS)
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder of the tokenizer and generation files; None where there is none."""
+        """The folder of the tokenizer and generation files; None if there is none."""
         folder = self.folder / TOKENIZER_FOLDER
         return folder if folder.is_dir() else None
 
 
 def open_run(path: str | Path) -> Run:
-    """The run in the folder `path`.
+    """Open the run in the folder `path`.
 
     Raises:
-      InputError: it holds no run.
+      InputError: the folder is not a run folder.
     """
     folder = Path(path).expanduser()
     if not any((folder / name).exists() for name in (CONFIG, CHECKPOINTS)):
-        raise InputError(f"{path} is no run folder: it has neither {CONFIG} nor {CHECKPOINTS}/.")
+        raise InputError(f"{path} is not a run folder: it contains neither {CONFIG} nor {CHECKPOINTS}/.")
     return Run(folder)

@@ -1,8 +1,8 @@
-"""Ctrl-C (SIGINT) and SIGTERM, answered at once, whatever the main thread is at: importing, compiling, or waiting.
+"""Immediate handling of Ctrl-C (SIGINT) and SIGTERM, even while the main thread imports, compiles or waits.
 
-Python runs the handler of a signal between two instructions of the main thread, which may be seconds away, and an
-exception that it raises can be swallowed or end in a traceback, as during imports and at the end of the process. So a
-signal also writes its number into a pipe, and a thread reads that.
+Python runs signal handlers between two bytecode instructions of the main thread, which can take seconds. Exceptions
+that a handler raises can be swallowed or end in a traceback during imports and shutdown. So a signal also writes its
+number to a pipe, and a thread reads the pipe.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 def exit_status(number: int) -> ExitCode:
-    """The exit status of a process that a signal of `NAMES` ends, as shells have it."""
+    """Return the exit status after a signal of `NAMES`, by the shell convention."""
     return ExitCode(128 + number)
 
 
 class Listener:
-    """Calls a function in a thread of its own for each signal that comes inside a `with` block; blocks may nest.
+    """Calls a function in a separate thread for each signal that arrives inside a `with` block; blocks can nest.
 
-    In another thread than the main one, which alone may set handlers, signals do what they did before.
+    Outside the main thread it does nothing, because only the main thread can set signal handlers.
     """
 
     def __init__(
@@ -35,20 +35,20 @@ class Listener:
         handler: Callable[[int, FrameType | None], object] = lambda number, frame: None,
         numbers: tuple[int, ...] = tuple(NAMES),
     ) -> None:  # fmt: skip
-        """Listen to nothing yet.
+        """Create a listener; `with` activates it.
 
         Args:
-          answer: is given the number of each signal, at once and in another thread.
-          handler: is called in the main thread, when that comes to it.
-          numbers: of the signals.
+          answer: called immediately with the signal's number, in another thread.
+          handler: called later in the main thread, as a regular signal handler.
+          numbers: of the signals to handle.
         """
         self._answer, self._handler, self._numbers = answer, handler, numbers
-        self.before: dict[int, Any] = {}  # handlers of the main thread
+        self.before: dict[int, Any] = {}  # previous handlers
         self._open = False
-        self._outer = -1  # the pipe of the listener around this one
+        self._outer = -1  # the pipe of the enclosing listener
 
     def __enter__(self) -> Self:
-        """Begin to listen."""
+        """Start listening."""
         if threading.current_thread() is not threading.main_thread():
             return self
         self._open = True
@@ -57,14 +57,14 @@ class Listener:
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
         self._outer = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        # What is ignored stays so: a shell has its background jobs ignore Ctrl-C.
+        # Keep ignored signals ignored: shells make background jobs ignore Ctrl-C.
         heard = [number for number in self._numbers if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._handler) for number in heard}
         os.register_at_fork(after_in_child=self._leave_to_child)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave signals to whoever had them before."""
+        """Restore the previous handlers."""
         if not self._open:
             return
         self._open = False
@@ -79,11 +79,11 @@ class Listener:
 
     @property
     def nested(self) -> bool:
-        """Whether there is a listener around this one."""
+        """Whether another listener encloses this one."""
         return self._outer >= 0
 
     def pass_on(self, number: int) -> None:
-        """Let the listener around this one answer."""
+        """Forward a signal to the enclosing listener."""
         if self.nested:
             os.write(self._outer, bytes([number]))
 
@@ -93,7 +93,7 @@ class Listener:
                 self._answer(number)
 
     def _leave_to_child(self) -> None:
-        """In a forked process, which would write into this one's pipe."""
+        """Reset a forked child, which would otherwise write to its parent's pipe."""
         if self._open:
             self._open = False
             signal.set_wakeup_fd(-1)
@@ -102,9 +102,9 @@ class Listener:
 
 
 def ignore_signals() -> None:
-    """Ignore Ctrl-C and SIGTERM from here on, for the last moments of a process whose exit status is decided.
+    """Ignore Ctrl-C and SIGTERM during shutdown, when the exit status is already decided.
 
-    Python restores their default handlers while it finalizes, so that a late signal would replace the status.
+    Python restores the default handlers during finalization, so a late signal would replace the status.
     """
     for number in NAMES:
         signal.signal(number, signal.SIG_IGN)
@@ -112,15 +112,15 @@ def ignore_signals() -> None:
 
 @contextlib.contextmanager
 def interrupts_kept_from_children() -> Iterator[None]:
-    """Processes started in this block leave Ctrl-C, which a terminal sends to all, to this one."""
+    """Block Ctrl-C in processes started inside the block; a terminal sends it to the whole process group."""
     from multiprocessing import resource_tracker
 
-    # The tracker removes what killed processes leave in shared memory, and nobody need be warned of that. It is started
-    # first, since doing so unblocks signals.
+    # The tracker cleans up shared memory of killed processes; silence its warning about that. Start it first, because
+    # starting it unblocks signals.
     sys.warnoptions.append("ignore:resource_tracker:UserWarning")
     resource_tracker.ensure_running()
     sys.warnoptions.pop()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which threads and processes inherit
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # threads and processes inherit the mask
     try:
         yield
     finally:
@@ -128,28 +128,28 @@ def interrupts_kept_from_children() -> Iterator[None]:
 
 
 def warn(sentence: str) -> None:
-    """Print `sentence` to standard error, which its reader may have closed, as `tee` does at Ctrl-C."""
+    """Print `sentence` to standard error, which may be closed, as by `tee` at Ctrl-C."""
     try:
         print(sentence, file=sys.stderr, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # else Python fails to flush at exit, and changes the status
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # or Python fails to flush at exit and changes the status
 
 
 def flush_output() -> None:
-    """Flush standard output, which may be closed, or whose reader may have ended."""
+    """Flush standard output, which may be closed."""
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
 
 
 def say_and_exit(sentence: str, status: int) -> NoReturn:
-    """End this process at once with a sentence, from any thread; processes that it started are ended, too."""
+    """Print a sentence and end this process and its children immediately, from any thread."""
     print_error(sentence)
     exit_at_once(status)
 
 
 def print_error(sentence: str) -> None:
-    """Print to stderr after what stdout has, from any thread, also where either is closed."""
-    flush = threading.Thread(target=flush_output, daemon=True)  # since nobody may be reading what is printed
+    """Flush stdout, then print to stderr, from any thread; both may be closed."""
+    flush = threading.Thread(target=flush_output, daemon=True)  # flushing blocks if nobody reads the pipe
     flush.start()
     flush.join(1)
     with contextlib.suppress(OSError):
@@ -157,7 +157,7 @@ def print_error(sentence: str) -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """End this process and those that it started, without waiting for threads or files."""
+    """End this process and its children without waiting for threads or files."""
     if "multiprocessing" in sys.modules:
         for child in sys.modules["multiprocessing"].active_children():
             child.kill()

@@ -1,4 +1,4 @@
-"""`status.json` of a run: what became of the last process that trained it, for tools that watch or report."""
+"""`status.json` of a run: the state of the last process that trained it, for monitoring tools."""
 
 import contextlib
 import json
@@ -13,23 +13,23 @@ from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.run.folder import STATUS, is_locked
 
 RUNNING, FINISHED, STOPPED = "running", "finished", "stopped"  # as written
-KILLED = "killed"  # as read: a process of this machine that is gone and has not written its end
+KILLED = "killed"  # as read: a process of this machine that is gone without having written its end
 
 
 class Status(NamedTuple):
-    """What became of a process."""
+    """The state of a training process."""
 
     state: str  # 'running', 'finished', 'stopped' or 'killed'
-    time: str  # since when, in UTC, as ISO 8601
+    time: str  # of the last change of state; UTC, ISO 8601
     host: str
     pid: int
-    exit_status: int | None = None  # see `ExitCode`; None while it runs, and where it was killed
-    message: str = ""  # why it stopped, in full sentences
+    exit_status: int | None = None  # see `ExitCode`; None while running and if killed
+    message: str = ""  # why it stopped
 
 
 @contextlib.contextmanager
 def track_status(folder: Path) -> Iterator[None]:
-    """Write `status.json` when the block begins and when it ends, however it ends; the run's lock must be held."""
+    """Write `status.json` at the start and the end of the block; the caller must hold the run's lock."""
     _write(folder, RUNNING)
     try:
         yield
@@ -41,7 +41,7 @@ def track_status(folder: Path) -> Iterator[None]:
 
 
 def read_status(folder: Path) -> Status | None:
-    """The status of a run; None where it has none, as runs of earlier versions, or it cannot be read."""
+    """Return the status of a run; None if it is missing, as in runs of earlier versions, or unreadable."""
     try:
         status = Status(**read_json(folder / STATUS))
     except (InputError, TypeError):
@@ -54,5 +54,5 @@ def read_status(folder: Path) -> Status | None:
 def _write(folder: Path, state: str, exit_status: int | None = None, message: str = "") -> None:
     now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     status = Status(state, now, os.uname().nodename, os.getpid(), exit_status, message)
-    with contextlib.suppress(OSError):  # a full disk is reported by what training needs
+    with contextlib.suppress(OSError):  # failures that matter to training report a full disk
         write_atomically(folder / STATUS, json.dumps(status._asdict(), indent=1) + "\n")

@@ -1,6 +1,6 @@
-"""The tokenizer and generation files of a run (`RUN_DIR/tokenizer/`) or of a folder of `transformers`.
+"""The tokenizer and generation files of a run (`RUN_DIR/tokenizer/`) or a `transformers` folder.
 
-They are what `transformers` needs beside the weights, so that an export of the run is complete.
+`transformers` needs them next to the weights, so exports include them.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_object, write_atomically
 
-TOKENIZER_FOLDER = "tokenizer"  # of a run
+TOKENIZER_FOLDER = "tokenizer"  # in a run folder
 GENERATION = "generation_config.json"
-# What stands beside the weights: tokenizer, chat template, generation.
+# Files next to the weights: tokenizer, chat template, generation.
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", GENERATION,
                    "vocab*", "merges.txt")  # fmt: skip
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -22,12 +22,12 @@ _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in config.json and ge
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The files of a folder that belong to its tokenizer or to generation."""
+    """List the tokenizer and generation files of a folder."""
     return sorted(path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file())
 
 
 def special_ids(folder: Path) -> dict[str, Any]:
-    """The ids of special tokens by `config.json` and, where that has none, `generation_config.json`."""
+    """Read the ids of special tokens from `config.json`, else from `generation_config.json`."""
     ids: dict[str, Any] = {}
     for path in (folder / GENERATION, folder / "config.json"):
         tree = read_object(path) if path.exists() else {}
@@ -36,13 +36,13 @@ def special_ids(folder: Path) -> dict[str, Any]:
 
 
 def run_tokenizer(checkpoint: Path) -> Path | None:
-    """The tokenizer folder of the run that a checkpoint is of; None where it has none."""
+    """Return the tokenizer folder of a checkpoint's run; None if it has none."""
     folder = checkpoint.parent.parent / TOKENIZER_FOLDER
     return folder if folder.is_dir() else None
 
 
 def copy_tokenizer(source: Path, run: Path) -> None:
-    """Copy the tokenizer and generation files of a folder into a run, if there are any."""
+    """Copy the tokenizer and generation files of a folder, if any, into a run."""
     files, target = tokenizer_files(source), run / TOKENIZER_FOLDER
     ids = special_ids(source)
     if not files and not ids:
@@ -60,21 +60,20 @@ def copy_tokenizer(source: Path, run: Path) -> None:
 class TrainedTokenizer(NamedTuple):
     """The tokenizer of a run's data, and how the run uses it."""
 
-    folder: Path  # of prepared data, whose tokenizer files are copied
-    file: str  # the tokenizer's own there
-    token_id: Callable[[str], int | None]  # of a token's text
-    bos: str | None  # begins a document
-    eos: str  # what `transformers` takes for the end
-    stops: Sequence[str]  # what ends a text in training; the first ends a document, and pads
-    template: str | None  # the chat template of the run, where it reads conversations
-    origin: Path | None  # a folder whose tokenizer files are copied too, where its tokenizer is the same
+    folder: Path  # prepared data folder with the tokenizer files
+    file: str  # name of the `tokenizer.json` there
+    token_id: Callable[[str], int | None]  # text of a token → id
+    bos: str | None  # token that begins a document
+    eos: str  # `eos_token` for `transformers`
+    stops: Sequence[str]  # tokens that end a text in training; the first ends a document and is the padding token
+    template: str | None  # chat template, if the run reads conversations
+    origin: Path | None  # folder with more tokenizer files to copy, used only if its tokenizer is the same
 
 
 def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[[str], object] = print) -> None:
-    """Write the files that the run folder lacks, and the chat template where the configuration changed it.
+    """Write missing tokenizer files into the run folder, and the chat template if the configuration changed it.
 
-    Where that fails, as on a full disk, `say` gets a sentence and the run continues: `export-hf --carry` adds a
-    tokenizer, too, and so does the next start.
+    A failure, as on a full disk, is reported through `say` and does not stop the run; the next start tries again.
     """
     target = run / TOKENIZER_FOLDER
     try:
@@ -85,12 +84,12 @@ def write_tokenizer_files(run: Path, tokenizer: TrainedTokenizer, say: Callable[
                 write_atomically(path, text)
     except (OSError, ValueError, RecursionError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error).removesuffix(".")
-        say(f"Warning: the tokenizer could not be written to {target}: {why}. Training continues; export-hf --carry "
-            "adds a tokenizer, too.")  # fmt: skip
+        say(f"Warning: the tokenizer could not be written to {target}: {why}. Training continues; exports can add a "
+            "tokenizer with export-hf --carry.")  # fmt: skip
 
 
 def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
-    """The files by name: the data's own, then those of `origin` if its tokenizer is the same, then made ones."""
+    """Return name → content: the data's files, then those of `origin` if it has the same tokenizer, then new ones."""
     origin, template, token_id = tokenizer.origin, tokenizer.template, tokenizer.token_id
     raw = (tokenizer.folder / tokenizer.file).read_bytes()
     files, ids = _texts(tokenizer.folder) | {_TOKENIZER: raw.decode("utf-8")}, {}
@@ -101,7 +100,7 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.stops[0],
     }  # fmt: skip
-    if template is not None:  # which the model was trained with, whatever the tokenizer's own is
+    if template is not None:  # the model was trained with it, so it replaces the tokenizer's own
         files[_TEMPLATE] = template
         settings.pop("chat_template", None)
     if _CONFIG not in files or template is not None:
@@ -126,11 +125,11 @@ def _json(tree: Mapping[str, Any]) -> str:
 def _object(text: str) -> dict[str, Any]:
     tree = json.loads(text)
     if not isinstance(tree, dict):
-        raise InputError("tokenizer_config.json or generation_config.json holds no JSON object.")
+        raise InputError("tokenizer_config.json or generation_config.json is not a JSON object.")
     return tree
 
 
 def _texts(folder: Path) -> dict[str, str]:
-    """The tokenizer's files of a folder that are text; a `tokenizer.model` is of a library that needs no other here."""
+    """Read the text files of a tokenizer; binary ones (`tokenizer.model`) are not needed."""
     return {path.name: path.read_bytes().decode("utf-8") for path in tokenizer_files(folder)
             if path.suffix in (".json", ".jinja", ".txt")}  # fmt: skip
