@@ -145,6 +145,6 @@ def _ending(run: Path, done: Damage, states: dict[int, Any]) -> str:
     step, state = newest(run, said, WIDTH)
     if differing(state, states[step]):
         return "silent"
-    assert (step == 1) == any("It is kept as 2.corrupt-" in sentence for sentence in said), (done, said)
+    assert (step == 1) == any("It was quarantined as 2.corrupt-" in sentence for sentence in said), (done, said)
     assert (run / "2").exists() == (step == 2), done
     return "harmless" if step == 2 else "found"

@@ -74,13 +74,16 @@ def test_inspect_gives_norms(run, capsys):
 
 
 def test_diff_is_empty_for_equal_ones_alone(run, capsys, tmp_path):
-    assert said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "1") == (0, ("They are equal.\n", ""))
+    assert said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "1") == (
+        0,
+        ("The checkpoints are identical.\n", ""),
+    )
     status, text = said(capsys, "diff", run / "checkpoints" / "1", run / "checkpoints" / "2")
     assert status == 1
     assert "step: max abs diff 1," in text.out
     other = save_run(tmp_path, [1], seed=5)
     status, text = said(capsys, "diff", run / "checkpoints" / "1", other)
-    assert (status, text.out) == (1, "seed: 0 and 5\n")
+    assert (status, text.out) == (1, "seed: 0 vs 5\n")
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "inspect"])
@@ -164,7 +167,7 @@ def test_files_that_are_nested_without_end_are_answered(tmp_path, capsys):
     assert said(capsys, "ls", tmp_path / "run")[0] == 0
     write_manifest(folder, deep)
     status, text = said(capsys, "verify", folder)
-    assert status == 2 or "is no manifest of a checkpoint" in text.out
+    assert status == 2 or "is not a checkpoint manifest" in text.out
     assert said(capsys, "inspect", tmp_path / "run")[0] == 0  # the newest checkpoint that has a manifest
 
 
@@ -190,7 +193,7 @@ def test_the_newest_whole_one_stays_though_newer_ones_are_damaged(tmp_path):
     flip(run / "checkpoints" / "3")
     flip(run / "checkpoints" / "4")
     text = prune(run, CheckpointConfig(keep=1))
-    assert "Kept, though damaged: 3, 4" in text
+    assert "Damaged checkpoints were kept: 3, 4" in text
     assert saved_steps(run / "checkpoints") == [2, 3, 4]
 
 
@@ -198,7 +201,7 @@ def test_nothing_is_removed_where_nothing_is_whole(tmp_path):
     run = save_run(tmp_path, [1, 2])
     for step in (1, 2):
         flip(run / "checkpoints" / str(step))
-    with pytest.raises(InputError, match=r"None of the 2 checkpoints .* none is removed"):
+    with pytest.raises(InputError, match=r"None of the 2 checkpoints .* so none was removed"):
         prune(run, CheckpointConfig(keep=1))
     assert saved_steps(run / "checkpoints") == [1, 2]
 

@@ -102,7 +102,7 @@ def read_only_for_a_while(root):
     assert names(folder) == sorted(["2", str(again), "GENERATION"])
     flip(data_file(folder / str(again)), 100_000)
     remount(root, "ro")
-    with pytest.raises(InputError, match="is damaged and cannot be renamed: Read-only file system"):
+    with pytest.raises(InputError, match=r"is damaged, but cannot be quarantined .*: Read-only file system"):
         restored(folder)
     remount(root, "rw")
     assert restored(folder) == 2

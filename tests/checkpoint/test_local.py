@@ -133,7 +133,7 @@ def test_a_copy_that_cannot_be_written_is_reported_once_and_not_used(tmp_path):
         shutil.rmtree(tmp_path / "node")
         (tmp_path / "node").write_text("in the way")
         store.save(4, make_state(4, WIDTH), ABOUT)
-    assert [f"checkpoint of step {step} in checkpoint.local_dir ({tmp_path / 'node'}" in text
+    assert [f"checkpoint of step {step} cannot be written to checkpoint.local_dir ({tmp_path / 'node'}" in text
             for step, text in zip((1, 4), said, strict=True)] == [True, True]  # fmt: skip
     assert "Not a directory" in said[0]
     assert restored(tmp_path) == 4

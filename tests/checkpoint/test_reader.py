@@ -148,7 +148,7 @@ def test_nothing_is_left_where_a_part_cannot_be_made(tmp_path):
 
 def test_what_is_there_stays(tmp_path):
     (tmp_path / "5").mkdir()
-    with pytest.raises(InputError, match="exists; a checkpoint is written into a new folder"):
+    with pytest.raises(InputError, match="already exists; choose a new run folder"):
         write_checkpoint(tmp_path / "5", 5, {}, LEAVES, parts((0, 4)))
 
 

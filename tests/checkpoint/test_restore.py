@@ -58,7 +58,7 @@ def test_each_checkpoint_that_differs_is_set_aside_until_none_is_left(tmp_path):
         flip(data_file(tmp_path / str(step)))
     said = []
     assert newest(tmp_path, said)[0] == 1
-    assert [sentence.rpartition("It is kept as ")[2][:9] for sentence in said] == ["3.corrupt", "2.corrupt"]
+    assert [sentence.rpartition("It was quarantined as ")[2][:9] for sentence in said] == ["3.corrupt", "2.corrupt"]
     assert saved_steps(tmp_path) == [1]
     flip(data_file(tmp_path / "1"))
     with pytest.raises(RunStopped, match=r"Every checkpoint in .* is damaged"):
@@ -90,7 +90,7 @@ def test_one_without_its_manifest_is_told_and_its_step_is_saved_again(tmp_path):
         assert restored(store, make_state(), said)[0] == 1
         store.take_over(1)
         store.save(2, make_state(2), ABOUT)
-    assert "contains 0 manifests, where a checkpoint has one. It is kept as 2.corrupt-" in said[0]
+    assert "contains 0 manifests, but must contain one. It was quarantined as 2.corrupt-" in said[0]
     check(tmp_path, 2)
 
 
@@ -109,14 +109,14 @@ def test_arrays_that_are_not_wanted_or_not_there_are_named(tmp_path):
         with open_store(tmp_path) as store:
             restored(store, {**state, **changes})
 
-    with pytest.raises(InputError, match=r"it holds no array extra\."):
+    with pytest.raises(InputError, match=r"it has no array extra\."):
         restore_as(extra=state["step"])
-    with pytest.raises(InputError, match=r"its step is int32 \[\], and here it is float32 \[\]\."):
+    with pytest.raises(InputError, match=r"its step is int32 \[\], but must be float32 \[\]\."):
         restore_as(step=state["step"].astype("float32"))
-    with pytest.raises(InputError, match=r"its params\.norm is bfloat16 \[3\], and here it is bfloat16 \[4\]\."):
+    with pytest.raises(InputError, match=r"its params\.norm is bfloat16 \[3\], but must be bfloat16 \[4\]\."):
         restore_as(params={**state["params"], "norm": jax.numpy.ones(4, "bfloat16")})
     del state["step"]
-    with pytest.raises(InputError, match=r"it also holds step\."):
+    with pytest.raises(InputError, match=r"it has extra arrays: step\."):
         restore_as()
     assert saved_steps(tmp_path) == [1]  # nothing of which is damage
 
@@ -126,13 +126,13 @@ def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     restored = read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
     assert not differing(restored.state, make_state(2))
     flip(data_file(tmp_path / "2"))
-    with pytest.raises(InputError, match=r"is not what was (saved|written)\. Take an older checkpoint"):
+    with pytest.raises(InputError, match=r"does not match its checksum\. Use an older checkpoint"):
         read_checkpoint(tmp_path / "2", lambda manifest: abstract(make_state()))
     assert saved_steps(tmp_path) == [1, 2]
     copied = Path(shutil.copytree(tmp_path / "1", tmp_path / "elsewhere" / "1"))  # without the folder's generations
     assert not differing(read_checkpoint(copied, lambda manifest: abstract(make_state())).state, make_state(1))
     copied.rename(copied.with_name("7"))
-    with pytest.raises(InputError, match=r"7 holds the checkpoint of step 1\."):
+    with pytest.raises(InputError, match=r"7 contains the checkpoint of step 1\."):
         read_checkpoint(copied.with_name("7"), lambda manifest: abstract(make_state()))
 
 

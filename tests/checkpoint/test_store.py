@@ -159,7 +159,7 @@ def test_a_run_stops_where_nothing_can_be_saved_for_too_long(tmp_path):
         store.save(1, make_state(1), ABOUT)
         time.sleep(0.6)
         with pytest.raises(
-            RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(0.5 s\); nothing is saved yet"
+            RunStopped, match=r"more than checkpoint.max_unsaved_seconds \(0.5 s\); there is no checkpoint yet"
         ):
             store.save(2, make_state(2), ABOUT)
 

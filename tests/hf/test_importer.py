@@ -154,7 +154,7 @@ def test_parameters_of_another_architecture_are_refused_before_memory_is_taken(f
 
 @pytest.mark.parametrize(("value", "dtype", "said"), [
     (np.nan, "float32", "NaN or infinite"), (-np.inf, "bfloat16", "NaN or infinite"),
-    (1e5, "float16", "beyond the largest float16")])  # fmt: skip
+    (1e5, "float16", "beyond the range of float16")])  # fmt: skip
 def test_a_value_that_is_not_finite_is_refused_and_its_tensor_named(folder, value, dtype, said, tmp_path):
     path, values, _ = folder
     shutil.copytree(path, tmp_path / "model")

@@ -74,7 +74,7 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path):
             assert path.read_bytes() == b"before"
             yield name, [b"x" * size]
 
-    for wrong, said in (([("a", 16)], "b was announced"), ([("a", 15), ("b", 8)], "15 bytes came of the tensor a"),
+    for wrong, said in (([("a", 16)], "b was declared"), ([("a", 15), ("b", 8)], "The tensor a has 15 bytes"),
                         ([("b", 8)], "b comes where a"), ([("a", 16), ("b", 8), ("c", 1)], "c comes")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             write_file(path, described, content(*wrong))
@@ -110,26 +110,26 @@ def refused(path):
     ({"x": entry(offsets=(8, 0))}, b"12345678", "the tensor x"),
     ({"x": entry(offsets=(0, 8, 8))}, b"12345678", "the tensor x"),
     ({"x": entry(offsets=())}, b"12345678", "the tensor x"),
-    ({"x": entry(shape=(-2,))}, b"12345678", "the tensor x has the shape [-2]"),
-    ({"x": entry(shape=(2.0,))}, b"12345678", "the tensor x has the shape [2.0]"),
-    ({"x": entry(shape=(True, 2))}, b"12345678", "the tensor x has the shape"),
+    ({"x": entry(shape=(-2,))}, b"12345678", "the tensor x has the invalid shape [-2]"),
+    ({"x": entry(shape=(2.0,))}, b"12345678", "the tensor x has the invalid shape [2.0]"),
+    ({"x": entry(shape=(True, 2))}, b"12345678", "the tensor x has the invalid shape"),
     ({"x": entry(shape=(2**40, 2**40))}, b"12345678", "the tensor x"),
     ({"x": entry(shape=(10**30,))}, b"12345678", "the tensor x"),
     ({"x": entry(offsets=(0, 10**15), shape=(250_000_000_000_000,))}, b"12345678", "the tensor x ends at byte"),
-    ({"x": entry("F128")}, b"12345678", "the tensor x is of the unknown dtype 'F128'"),
-    ({"x": entry(None)}, b"12345678", "the tensor x is of the unknown dtype None"),
-    ({"x": entry(["F32"])}, b"12345678", "the tensor x is of the unknown dtype ['F32']"),
+    ({"x": entry("F128")}, b"12345678", "the tensor x has the unknown dtype 'F128'"),
+    ({"x": entry(None)}, b"12345678", "the tensor x has the unknown dtype None"),
+    ({"x": entry(["F32"])}, b"12345678", "the tensor x has the unknown dtype ['F32']"),
     ({"x" * 1001: entry()}, b"12345678", "the name of a tensor has 1001 characters"),
-    ({"x": {"dtype": "F32"}}, b"", "the tensor x is not given by"),
-    ({"x": {**entry(), "more": 1}}, b"12345678", "the tensor x is not given by"),
-    ({"x": 3}, b"", "the tensor x is not given by"),
+    ({"x": {"dtype": "F32"}}, b"", "the tensor x must have"),
+    ({"x": {**entry(), "more": 1}}, b"12345678", "the tensor x must have"),
+    ({"x": 3}, b"", "the tensor x must have"),
     ({"__metadata__": {"a": 1}}, b"", "__metadata__"),
     ({"__metadata__": ["a"]}, b"", "__metadata__"),
     (b'{"x": 1, "x": 2}', b"", "'x' twice"),
     (b'{"x": {"dtype": "F32", "dtype": "F32"}}', b"", "'dtype' twice"),
-    (b"[]", b"", "no JSON object"),
-    (b"  {}", b"", "no JSON object"),
-    (b"", b"", "no JSON object"),
+    (b"[]", b"", "not a JSON object"),
+    (b"  {}", b"", "not a JSON object"),
+    (b"", b"", "not a JSON object"),
     (b"{", b"", "not JSON"),
     (b'{"\xff": 1}', b"", "not JSON"),
     (b'{"x":' * 100_000 + b"1" + b"}" * 100_000, b"", "not JSON"),
@@ -138,7 +138,7 @@ def test_a_damaged_file_is_named_with_its_tensor(header, data, said, tmp_path):
     raw_file(tmp_path / "file", header, data)
     message = refused(tmp_path / "file")
     assert said in message
-    assert "not a whole safetensors file" in message
+    assert "not a valid safetensors file" in message
 
 
 def test_a_name_that_is_there_twice_is_found_in_a_moment_among_many(tmp_path):
@@ -172,7 +172,7 @@ def test_a_header_of_any_json_is_read_or_refused(header, data, tmp_path_factory)
 def test_the_quantized_variants_are_refused_by_name(dtype, tmp_path):
     raw_file(tmp_path / "file", {"x.weight": entry(dtype)}, b"12345678")
     message = refused(tmp_path / "file")
-    assert f"The tensor x.weight in {tmp_path / 'file'} is of dtype {dtype}" in message
+    assert f"The tensor x.weight in {tmp_path / 'file'} has dtype {dtype}" in message
     assert "FP8 and MXFP4 variants are not supported" in message
 
 
@@ -180,7 +180,7 @@ def test_the_quantized_variants_are_refused_by_name(dtype, tmp_path):
 def test_a_header_longer_than_the_file_takes_no_memory(length, tmp_path):
     raw_file(tmp_path / "file", {"x": entry()}, b"12345678", length)
     tracemalloc.start()
-    assert f"said to be {length} bytes" in refused(tmp_path / "file")
+    assert f"claims {length} bytes" in refused(tmp_path / "file")
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2**20
@@ -190,7 +190,7 @@ def test_a_header_too_long_to_be_one_is_refused(tmp_path):
     with (tmp_path / "file").open("wb") as file:
         file.write(struct.pack("<Q", 2**30))
         file.truncate(2**31)  # sparse
-    assert "said to be 1073741824 bytes" in refused(tmp_path / "file")
+    assert "claims 1073741824 bytes" in refused(tmp_path / "file")
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 20, -1])

@@ -172,7 +172,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
     refused(
         config,
         begun,
-        r"cannot be read, cannot be identified|contains a run with another configuration",
+        r"cannot be identified|contains a run with another configuration",
     )
 
 

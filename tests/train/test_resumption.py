@@ -76,7 +76,7 @@ def test_an_optimizer_of_another_state_is_refused(run, key, value):
 def test_the_place_in_the_data_is_that_of_the_checkpoint_and_other_arrays_are_named(run):
     batches = Batches()
     with open_store(Path(run.run_dir) / "checkpoints") as store:
-        with pytest.raises(InputError, match="it holds no array params"):
+        with pytest.raises(InputError, match="it has no array params"):
             resume(run, make_programs(run), store, batches)
         assert batches.position == POSITION
         assert named_steps(store.folder) == [3]  # which is not damaged

@@ -86,7 +86,7 @@ def test_adapters_of_different_models_and_none_have_no_average(tuned, tmp_path, 
     shutil.copytree(folder / "run", tmp_path / "other")
     (tmp_path / "other" / BASE).write_text('{"fingerprint": "0123"}')
     assert main(["import-hf", str(folder / "model"), "--output", str(tmp_path / "whole")]) == 0
-    for other, said in (("other", "and 0123); average checkpoints"), ("whole", "holds all parameters")):
+    for other, said in (("other", "and 0123); average checkpoints"), ("whole", "contains all parameters")):
         command = ["average", str(folder / "run"), str(tmp_path / other), "--output", str(tmp_path / "mean")]
         assert main(command) == 2
         assert said in capsys.readouterr().err
@@ -98,7 +98,7 @@ def test_another_base_is_refused_and_the_right_one_can_be_named(tuned, tmp_path,
     save_pretrained(random_model(MODEL, 7), tmp_path / "other")
     command = ["export-hf", str(folder / "run"), str(tmp_path / "out"), "--base"]
     assert main([*command, f"hf:{tmp_path / 'other'}"]) == 2
-    assert "other is not what the adapters" in capsys.readouterr().err
+    assert "other is not the base model of the adapters" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main([*command, f"hf:{folder / 'model'}"]) == 0
 
@@ -108,7 +108,7 @@ def test_adapters_without_a_note_of_their_base_are_refused(tuned, tmp_path, caps
     (folder / "run" / BASE).rename(tmp_path / "note")
     try:
         assert main(["export-hf", str(folder / "run"), str(tmp_path / "out")]) == 2
-        assert "it is unknown what the adapters" in capsys.readouterr().err
+        assert "so the base model of the adapters" in capsys.readouterr().err
     finally:
         (tmp_path / "note").rename(folder / "run" / BASE)
 

@@ -45,5 +45,5 @@ def test_a_damaged_one_is_not_averaged(tmp_path):
 
 def test_one_alone_has_no_average(tmp_path):
     run = save_run(tmp_path / "run", [1])
-    with pytest.raises(InputError, match="1 checkpoint is given, but an average is of at least 2"):
+    with pytest.raises(InputError, match="average got 1 checkpoint, but needs at least 2"):
         average_checkpoints(folders(run, [1]), tmp_path / "mean")

@@ -70,13 +70,13 @@ def test_nan_is_imported_only_where_it_is_asked_for(tmp_path, capsys):
     set_value(tmp_path / "model", name, np.nan)
     command = ["import-hf", str(tmp_path / "model"), "--output", str(tmp_path / "run")]
     assert main(command) == 2
-    assert f"The tensor {name} in {tmp_path / 'model'} holds NaN" in capsys.readouterr().err
+    assert f"The tensor {name} in {tmp_path / 'model'} has NaN" in capsys.readouterr().err
     assert not (tmp_path / "run" / "checkpoints" / "0").exists()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     assert main([*command, "--allow-nonfinite"]) == 0
     assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").read_text() == "{}"
     assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "back")]) == 2
-    assert f"The tensor {name} holds NaN" in capsys.readouterr().err
+    assert f"The tensor {name} has NaN" in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 

@@ -151,7 +151,7 @@ def test_a_manifest_is_read_once(saved, source, monkeypatch):
     ("source", "match"),
     [
         ("{}/run@none", "path is .*run@none'.* short, long"),
-        ("{}", "path is .* must be the folder of a run"),
+        ("{}", "path is .* must be a run folder"),
         ("{}/model", "path is .*/model'.* write hf:"),
         ("hf:{}/run", r"run/config\.json cannot be read"),
     ],

@@ -25,7 +25,7 @@ def test_another_model_is_refused_by_the_key_that_differs(tmp_path):
     values = jax.device_get(random_values(tiny_config()))
     write_folder(tmp_path / "model", tiny_config(), read_arrays(values), "bfloat16")
     for source in (tmp_path / "model", f"hf:{tmp_path / 'model'}"):
-        with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, and 262272 in the 8B"):
+        with pytest.raises(InputError, match=r"is not ZAYA1-8B, .*: vocab_size is 37, but 262272 in the 8B"):
             verify_hf(source)
     check_released(dataclasses.replace(RELEASED_8B, layer_pattern=("full",) * 40, max_positions=32_768), "X")
     with pytest.raises(InputError, match=r"rope_base is 1000000\.0"):  # ZAYA1-base
@@ -39,13 +39,13 @@ def test_what_comes_out_is_compared_and_told(monkeypatch):
     first = compare(model)
     assert not first.good
     assert "differs" in str(first)
-    assert "The folder differs." in str(first)
+    assert "The logits differ from the released 8B." in str(first)
     monkeypatch.setattr(module, "LIKELIEST", first.likeliest)
     monkeypatch.setattr(module, "TAIL", np.asarray(first.tail) + 0.05)
     again = compare(model)
     assert again.good
     np.testing.assert_allclose(again.error, 0.05, rtol=1e-3)
-    assert str(again).endswith("The folder is the released 8B.")
+    assert str(again).endswith("OK: the logits match the released 8B.")
     assert len(str(again).splitlines()) == 14
     monkeypatch.setattr(module, "LIKELIEST", (*first.likeliest[:-1], first.likeliest[-1] + 1))
     assert not compare(model).good

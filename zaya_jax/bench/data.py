@@ -105,9 +105,7 @@ def measure_packing(inputs: Inputs, sizes: Sizes, repeats: int, *, workers: int)
         "peer": _grain(inputs, sizes, best, sizes.batches),
     }
     passes = interleave_subprocesses(sides, repeats)
-    seconds = {
-        name: timed.results for name, timed in passes.items()
-    }  # without start-up, unlike `timed.seconds`
+    seconds = {name: timed.results for name, timed in passes.items()}  # without start-up, unlike `timed.seconds`
     speeds = {name: sizes.batches * sizes.batch_tokens / statistics.median(times) for name, times in seconds.items()}
     ratio = speeds["ours"] / speeds["peer"]
     print(f"packing, {workers} workers: ours {speeds['ours'] / 1e6:.1f} million tokens/s, "

@@ -43,9 +43,7 @@ def grain_packing(
     from grain import experimental
 
     shards = sorted(str(path) for path in folder.glob("train-*.arrayrecord"))
-    source: Any = ArrayRecordDataSource(
-        shards
-    )  # Any: a parameter is named differently in Grain
+    source: Any = ArrayRecordDataSource(shards)  # Any: a parameter is named differently in Grain
     decode = Decode(open_manifest(folder).dtype)
 
     def step() -> float:

@@ -1,1 +1,1 @@
-"""State on disk: the run's own checkpoints, and `transformers` folders."""
+"""Save, restore, verify, inspect and prune the checkpoints of a run."""

@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.checkpoint VERB`: list, verify, compare, remove, average, import and export checkpoints."""
+"""`python -m zaya_jax.checkpoint VERB`: list, verify, compare, prune, average, import and export checkpoints."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from zaya_jax.errors import ExitCode, InputError, last_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status, see `ExitCode`."""
+    """Run the command and return its exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
     try:
         return _run(options)
@@ -20,66 +20,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.checkpoint", description="Checkpoints of runs.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    checkpoint = "RUN_DIR for its newest checkpoint, RUN_DIR@PHASE, or RUN_DIR/checkpoints/STEP"
+    program = "python -m zaya_jax.checkpoint"
+    plain = argparse.RawDescriptionHelpFormatter  # keeps the example on one line
+    parser = argparse.ArgumentParser(prog=program, description="Manage the checkpoints of runs.",
+                                     epilog=f"example: {program} ls runs/tiny", formatter_class=plain)  # fmt: skip
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    run_dir = "folder of the run"
+    checkpoint = "RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase) or RUN_DIR/checkpoints/STEP"
 
-    add = verbs.add_parser("ls", help="list the checkpoints of a run and its status")
-    add.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    def add_verb(name: str, what: str, example: str) -> argparse.ArgumentParser:
+        return verbs.add_parser(name, help=what, description=f"{what[0].upper()}{what[1:]}.", formatter_class=plain,
+                                epilog=f"example: {program} {name} {example}")  # fmt: skip
 
-    add = verbs.add_parser("verify", help="read a checkpoint, or all of a run, and compare its checksums")
+    add = add_verb("ls", "list the checkpoints of a run and its status", "runs/tiny")
+    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
+
+    add = add_verb("verify", "read a checkpoint and compare it with its checksums", "runs/tiny --all")
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("--all", action="store_true", help="verify all checkpoints of the run RUN_DIR")
+    add.add_argument("--all", action="store_true", help="verify every checkpoint of the run RUN_DIR")
 
-    add = verbs.add_parser("inspect", help="list the arrays of a checkpoint, with their norms, and its metadata")
+    add = add_verb("inspect", "print a checkpoint's metadata and the shape and norm of each array", "runs/tiny")
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=checkpoint)
 
-    add = verbs.add_parser("diff", help="list the arrays and configuration keys in which two checkpoints differ")
+    add = add_verb("diff", "list the arrays and configuration keys that differ between two checkpoints",
+                   "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250")  # fmt: skip
     add.add_argument("first", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("second", metavar="CHECKPOINT")
+    add.add_argument("second", metavar="CHECKPOINT", help="checkpoint to compare with")
 
-    add = verbs.add_parser("prune", help="remove checkpoints of a run")
-    add.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    add.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N, at least 1")
-    add.add_argument("--keep-every", type=int, metavar="STEPS", help="also keep those of every multiple of STEPS")
-    add.add_argument("--keep-best", type=int, default=0, metavar="N", help="also keep the N of lowest held-out loss")
+    add = add_verb("prune", "remove old checkpoints of a run", "runs/tiny --keep 2 --dry-run")
+    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
+    add.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N (at least 1)")
+    add.add_argument("--keep-every", type=int, metavar="STEPS", help="also keep every multiple of STEPS")
+    add.add_argument("--keep-best", type=int, default=0, metavar="N",
+                     help="also keep the N with the lowest held-out loss")  # fmt: skip
     add.add_argument("--quarantined", action="store_true", help="also remove quarantined checkpoints")
-    add.add_argument("--dry-run", action="store_true", help="only print what would be removed")
+    add.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
 
-    add = verbs.add_parser("average", help="average checkpoints into one that init_from takes")
+    add = add_verb("average", "average checkpoints into a new one, usable as init_from",
+                   "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250 --output runs/average")  # fmt: skip
     add.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help=checkpoint)
-    add.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new run folder")
-    add.add_argument("--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of the "
-                     "newest checkpoint's run)")  # fmt: skip
+    add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="new run folder")
+    add.add_argument("--base", metavar="SOURCE", help="base model of the adapters (default: init_from of the newest "
+                     "checkpoint's run)")  # fmt: skip
 
-    add = verbs.add_parser("import-hf", help="convert a transformers folder to a checkpoint")
-    add.add_argument("folder", metavar="FOLDER", help="FOLDER or hf:FOLDER")
-    add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="a new run folder")
+    add = add_verb("import-hf", "convert a transformers folder to a checkpoint",
+                   "models/ZAYA1-8B --output runs/zaya1_8b")  # fmt: skip
+    add.add_argument("folder", metavar="FOLDER", help="transformers folder: FOLDER or hf:FOLDER")
+    add.add_argument("--output", required=True, type=Path, metavar="RUN_DIR", help="new run folder")
     add.add_argument("--allow-nonfinite", action="store_true", help="import NaN and infinite values too")
 
-    add = verbs.add_parser("export-hf", help="convert a checkpoint to a folder that transformers, vLLM and SGLang load")
+    add = add_verb("export-hf", "convert a checkpoint to a folder that transformers, vLLM and SGLang load",
+                   "runs/tiny exported/tiny --dtype float32")  # fmt: skip
     add.add_argument("checkpoint", metavar="CHECKPOINT", help=f"{checkpoint}, or hf:FOLDER")
-    add.add_argument("folder", type=Path, metavar="FOLDER", help="new, or empty")
+    add.add_argument("folder", type=Path, metavar="FOLDER", help="new or empty output folder")
     add.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"],
-                     help="of the parameters (default: bfloat16)")  # fmt: skip
-    add.add_argument("--layout", default="hf", choices=["hf", "legacy"], help="names and nesting (default: hf)")
-    add.add_argument(
-        "--carry",
-        type=Path,
-        metavar="FOLDER",
-        help="folder whose tokenizer and generation files are exported, too (default: that of the run)",
-    )
-    add.add_argument(
-        "--base", metavar="SOURCE", help="model that the adapters belong to (default: init_from of their run)"
-    )
+                     help="dtype of the parameters (default: bfloat16)")  # fmt: skip
+    add.add_argument("--layout", default="hf", choices=["hf", "legacy"],
+                     help="tensor layout: hf for current transformers, legacy for the first release (default: hf)"
+                     )  # fmt: skip
+    add.add_argument("--carry", type=Path, metavar="FOLDER",
+                     help="folder whose tokenizer and generation files are copied (default: the run's)")  # fmt: skip
+    add.add_argument("--base", metavar="SOURCE",
+                     help="base model of the adapters (default: init_from of their run)")  # fmt: skip
 
-    add = verbs.add_parser("verify-hf", help="compare the released 8B here with transformers")
-    add.add_argument("folder", metavar="FOLDER", help="FOLDER or hf:FOLDER")
+    add = add_verb("verify-hf", "compare logits of the released 8B with those of transformers", "models/ZAYA1-8B")
+    add.add_argument("folder", metavar="FOLDER", help="transformers folder: FOLDER or hf:FOLDER")
     return parser
 
 
 def _run(options: argparse.Namespace) -> ExitCode:
-    """Each verb imports what it needs: `ls` works without jax."""
+    """Run a verb; each one imports only what it needs, so `ls` works without jax."""
     match options.verb:
         case "ls":
             from zaya_jax.checkpoint.listing import list_run
@@ -100,7 +110,7 @@ def _run(options: argparse.Namespace) -> ExitCode:
             from zaya_jax.checkpoint.commands import diff
 
             lines = list(diff(options.first, options.second))
-            print("\n".join(lines) or "They are equal.")
+            print("\n".join(lines) or "The checkpoints are identical.")
             return ExitCode.STOPPED if lines else ExitCode.OK
         case "prune":
             from zaya_jax.checkpoint.prune import prune

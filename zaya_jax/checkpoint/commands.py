@@ -1,4 +1,4 @@
-"""What `python -m zaya_jax.checkpoint` prints: verify, inspect, diff."""
+"""Output of `python -m zaya_jax.checkpoint` verify, inspect and diff."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from zaya_jax.run.run import open_run
 
 
 def verify(path: str, every: bool) -> tuple[str, bool]:
-    """What is damaged in a checkpoint, or in all of a run, and whether nothing is."""
+    """Verify a checkpoint, or every checkpoint of a run; return the report and whether all are intact."""
     if every:
         run = open_run(path)
         folders = [run.folder / CHECKPOINTS / str(checkpoint.step) for checkpoint in run.checkpoints]
@@ -24,14 +24,14 @@ def verify(path: str, every: bool) -> tuple[str, bool]:
             lines, intact = lines + damage, False
             continue
         manifest = read_manifest(folder)
-        checked = "all checksums match" if manifest.digests else "file sizes match, it has no checksums"
+        checked = "all checksums match" if manifest.digests else "file sizes match (saved without checksums)"
         lines.append(f"{folder}: OK, {checked} ({len(manifest.leaves)} arrays, "
                      f"{size_text(sum(manifest.files.values()))})")  # fmt: skip
     return "\n".join(lines) or f"{path} has no checkpoint.", intact
 
 
 def inspect(path: str) -> Iterator[str]:
-    """What a checkpoint says of itself, then a line for each array."""
+    """Yield lines with a checkpoint's metadata, then one line per array."""
     folder = checkpoint_folder(path, "CHECKPOINT")
     manifest, _ = open_checkpoint(folder)
     metadata = manifest.metadata
@@ -48,10 +48,10 @@ def inspect(path: str) -> Iterator[str]:
 
 
 def diff(first: str, second: str) -> Iterator[str]:
-    """A line for each array and each key of the configuration in which two checkpoints differ."""
+    """Yield one line per configuration key and per array that differ between two checkpoints."""
     folders = [checkpoint_folder(path, "CHECKPOINT") for path in (first, second)]
     for key, first_value, second_value in configurations(*(open_checkpoint(folder)[0] for folder in folders)):
-        yield f"{key}: {shown(first_value)} and {shown(second_value)}"
+        yield f"{key}: {shown(first_value)} vs {shown(second_value)}"
     for distance in compare_checkpoints(*folders):
         yield f"{distance.name}: " + (
             distance.note or f"max abs diff {distance.largest:.6g}, relative norm {distance.relative:.3g}"

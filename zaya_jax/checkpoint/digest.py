@@ -1,6 +1,6 @@
-"""Digests of arrays: one for each part of an array that one device holds.
+"""Digests of arrays, one per part that a device holds.
 
-They are taken of host memory: a digest of a file would bless what was written wrongly.
+They are computed from host memory: the digest of a file would not detect that wrong data was written.
 """
 
 import functools
@@ -13,25 +13,28 @@ import numpy as np
 
 from zaya_jax.run.digests import Digests, digest, read_slice, slice_text
 
-PIECE = 2**28  # bytes of an array that are read, written and digested as one, at most
+PIECE = 2**28  # maximum bytes of an array that are read, written and digested at once
 _THREADS = 8
 
 
 class ArrayPart(NamedTuple):
-    """A slice of an array, in host memory: what one device holds, or a piece of that."""
+    """A slice of an array in host memory: the shard of one device, or a piece of it."""
 
     name: str
-    where: str  # the slice of the whole array, see `slice_text`
+    where: str  # its slice of the whole array, see `slice_text`
     data: np.ndarray
 
 
 def array_digest(array: np.ndarray) -> str:
-    """The digest of an array's bytes in C order."""
+    """Return the digest of an array's bytes in C order."""
     return digest(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
 def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[ArrayPart]:
-    """What this process has to save, each part of an array once in all processes; waits for copies from devices."""
+    """List the parts that this process must save, so that all processes together save each part once.
+
+    Waits for the copies from the devices.
+    """
     shards = [
         (name, slice_text(shard.index, array.shape), shard.data)
         for name, array in arrays.items()
@@ -44,7 +47,7 @@ def parts_to_save(arrays: Mapping[str, jax.Array]) -> list[ArrayPart]:
 
 
 def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
-    """A part cut along its leading axis, such that a piece has at most `PIECE` bytes, or one index of that axis."""
+    """Cut a part along its leading axis into pieces of at most `PIECE` bytes, or of one index if that is larger."""
     count = -(-part.data.nbytes // PIECE)
     if count <= 1:
         yield part
@@ -58,7 +61,7 @@ def pieces(part: ArrayPart) -> Iterator[ArrayPart]:
 
 
 def digests(parts: Iterable[ArrayPart]) -> Digests:
-    """The digest of each part, several at a time."""
+    """Compute the digest of each part, several in parallel."""
     parts, taken = list(parts), {}
     with ThreadPoolExecutor(_THREADS, "digest") as pool:
         for part, text in zip(parts, pool.map(lambda part: array_digest(part.data), parts), strict=True):
@@ -67,10 +70,10 @@ def digests(parts: Iterable[ArrayPart]) -> Digests:
 
 
 def differing(arrays: Mapping[str, jax.Array], expected: Digests) -> tuple[list[str], dict[str, list[str]]]:
-    """Compare what this process has of `arrays` with what was saved.
+    """Compare this process's shards of `arrays` with the saved digests.
 
     Returns:
-      The arrays that differ, and by array the slices that were saved and that no device here holds whole.
+      The names of arrays that differ, and array name → saved slices that no local device holds completely.
     """
     jobs: list[tuple[str, str, np.ndarray]] = []
     not_held: dict[str, list[str]] = {}
@@ -101,7 +104,7 @@ def _within(inner: tuple[tuple[int, int], ...], outer: tuple[tuple[int, int], ..
 
 
 def assemble(leaf: Any, read: Callable[[str], np.ndarray]) -> jax.Array:
-    """The array that the abstract `leaf` describes; `read` gives a slice, once, whichever devices hold it."""
+    """Build the array that the abstract `leaf` describes; `read` is called once per distinct slice."""
     parts = functools.cache(read)
     return jax.make_array_from_callback(
         leaf.shape, leaf.sharding, lambda index: parts(slice_text(index or (), leaf.shape))

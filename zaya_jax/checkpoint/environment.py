@@ -1,4 +1,4 @@
-"""What a run computes on and with, as its checkpoints record it."""
+"""The hardware and software environment that checkpoints record."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from zaya_jax.hardware.detection import cpu_name
 
 
 def environment() -> dict[str, Any]:
-    """What two runs must share for their numbers to be bitwise equal."""
+    """Describe what two runs must share for bitwise equal results."""
     return {
         "jax": jax.__version__,
         "jaxlib": version("jaxlib"),
@@ -24,6 +24,6 @@ def environment() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of what else a checkpoint's content may depend on."""
+    """Return the versions of the packages that can affect a checkpoint."""
     names = ("zaya-jax", "orbax-checkpoint", "tensorstore", "flax", "optax", "grain", "numpy")
     return {"python": platform.python_version(), **{name: version(name) for name in names}}

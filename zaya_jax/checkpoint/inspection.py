@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and how two differ, read part by part."""
+"""Inspect a checkpoint and compare two, reading one part at a time."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from zaya_jax.run.manifest import Manifest, read_digests, read_manifest
 
 
 class Leaf(NamedTuple):
-    """Of an array of a checkpoint: `norm` is the Euclidean one, `largest` the largest absolute value."""
+    """Statistics of a saved array: `norm` is Euclidean, `largest` the maximum absolute value."""
 
     name: str
     dtype: str
@@ -25,7 +25,10 @@ class Leaf(NamedTuple):
 
 
 class Distance(NamedTuple):
-    """Between an array of two checkpoints: `largest` absolute difference, `relative` that of norms to the first's."""
+    """Difference of an array between two checkpoints.
+
+    `largest` is the maximum absolute difference, `relative` the norm of the difference over the norm of the first.
+    """
 
     name: str
     largest: float
@@ -34,24 +37,24 @@ class Distance(NamedTuple):
 
 
 def open_checkpoint(folder: Path) -> tuple[Manifest, CheckpointReader]:
-    """A checkpoint to read from; its values are not compared with its digests.
+    """Open a checkpoint for reading, without verifying its array data.
 
     Raises:
-      InputError: it is damaged, as far as that is known without reading its values.
+      InputError: the manifest or a file's size shows damage.
     """
     manifest = read_manifest(folder)
     return manifest, CheckpointReader(folder, manifest.leaves)
 
 
 def saved_slices(folder: Path, manifest: Manifest) -> dict[str, list[str]]:
-    """The slices each array was saved in; the whole of it where that is not known."""
+    """Return the slices in which each array was saved; one slice of the whole array if that is unknown."""
     digests = read_digests(folder, manifest)
     whole = {name: ",".join(f"0:{size}" for size in leaf["shape"]) for name, leaf in manifest.leaves.items()}
     return {name: sorted(digests.get(name, {whole[name]: ""})) for name in manifest.leaves}
 
 
 def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
-    """Its arrays in order of name."""
+    """Yield the statistics of each array, ordered by name."""
     manifest, reader = open_checkpoint(folder)
     for name, slices in sorted(saved_slices(folder, manifest).items()):
         squares, largest, finite = 0.0, 0.0, True
@@ -65,7 +68,7 @@ def inspect_checkpoint(folder: Path) -> Iterator[Leaf]:
 
 
 def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Distance]:
-    """What differs between two checkpoints, array by array; nothing where all arrays are bitwise equal."""
+    """Yield the arrays that are not bitwise equal in two checkpoints."""
     first, first_reader = open_checkpoint(first_folder)
     second, second_reader = open_checkpoint(second_folder)
     slices = saved_slices(first_folder, first)
@@ -83,7 +86,7 @@ def compare_checkpoints(first_folder: Path, second_folder: Path) -> Iterator[Dis
 
 
 def configurations(first: Manifest, second: Manifest) -> Iterator[tuple[str, Any, Any]]:
-    """The keys of the configurations that differ, with both values."""
+    """Yield the configuration keys that differ, with both values."""
     before, after = (dict(flatten_keys(manifest.metadata.get("config", {}))) for manifest in (first, second))
     for key in [*before, *(key for key in after if key not in before)]:
         if before.get(key) != after.get(key):

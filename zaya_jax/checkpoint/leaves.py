@@ -1,4 +1,4 @@
-"""A state as flat arrays by name, which is the form it is saved in."""
+"""A training state as flat arrays by name, the form in which it is saved."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,16 +8,15 @@ import jax.numpy as jnp
 
 
 def named(state: Any) -> dict[str, Any]:
-    """The leaves of a pytree by dotted name, such as 'params.blocks.0.attention.query'.
+    """Return the leaves of a pytree by dotted name, such as 'params.blocks.0.attention.query'.
 
-    Arrays without an element are left out, since they hold nothing; keys of random numbers are given as their data
-    (uint32 [2]). Leaves may be abstract.
+    Empty arrays are left out; PRNG keys become their data (uint32 [2]). Leaves can be abstract.
     """
     return {name: _plain(leaf) for name, leaf in _leaves(state) if leaf.size}
 
 
 def like(abstract: Any, arrays: Mapping[str, jax.Array]) -> Any:
-    """`arrays` as the pytree that `abstract` is; the inverse of `named`."""
+    """Build the pytree that `abstract` describes from `arrays`; the inverse of `named`."""
     treedef = jax.tree.structure(abstract)
     return jax.tree.unflatten(treedef, [_restored(leaf, arrays.get(name)) for name, leaf in _leaves(abstract)])
 

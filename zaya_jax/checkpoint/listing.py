@@ -1,4 +1,4 @@
-"""What `python -m zaya_jax.checkpoint ls` prints, without jax."""
+"""Output of `python -m zaya_jax.checkpoint ls`, without jax."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from zaya_jax.run.run import open_run
 
 
 def list_run(path: Path) -> str:
-    """A line for each checkpoint of a run, each that was quarantined, and the run's status."""
+    """Return one line per checkpoint and per quarantined checkpoint of a run, and its status."""
     run = open_run(path)
     lines = [f"{'step':>9}  {'phase':<14}{'tokens':>16}  {'held-out':>9}  {'size':>10}  notes",
              *map(_line, run.checkpoints), *(f"quarantined: {folder.name}" for folder in run.quarantined)]  # fmt: skip
@@ -33,6 +33,6 @@ def _line(checkpoint: Checkpoint) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes as a person reads them."""
+    """Format bytes with a decimal unit, such as '47.5 MB'."""
     power = next((power for power in range(4) if size < 1000 ** (power + 1)), 4)
     return f"{size:.0f} B" if power == 0 else f"{size / 1000**power:.1f} {'kMGT'[power - 1]}B"

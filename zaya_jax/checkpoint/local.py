@@ -1,7 +1,7 @@
-"""A copy of the newest checkpoint on each node's own disk or memory, from which a run that is started again reads.
+"""Node-local copies of the newest checkpoint, for fast restarts.
 
-Each process keeps the bytes of what its devices hold. They count only where every process finds all it needs, and
-all of it has the digests of the checkpoint itself.
+Each process stores the shards of its devices. A copy is used only if every process finds all its shards and they match
+the checkpoint's digests.
 """
 
 import json
@@ -22,10 +22,10 @@ _INDEX = "index.json"
 
 
 class LocalCopies:
-    """The folder of copies of one run on this node; nothing where there is none configured."""
+    """The local copies of one run on this node; does nothing if `checkpoint.local_dir` is null."""
 
     def __init__(self, folder: str | None, run: Path) -> None:
-        """`run` is the folder of the checkpoints that are copied, by whose path copies of several runs differ."""
+        """Use a subfolder of `folder` that is derived from `run`, the run's checkpoint folder."""
         self._home: Path | None = None
         if folder is not None:
             name = f"{digest(str(run).encode())[:12]}-{jax.process_index()}"
@@ -34,7 +34,7 @@ class LocalCopies:
         self._warned = False  # since a copy was last written
 
     def stage(self, arrays: Mapping[str, jax.Array]) -> None:
-        """Take what this process has of `arrays` into host memory, until `keep`."""
+        """Copy this process's shards of `arrays` into host memory, until `commit` or `discard`."""
         if self._home is None:
             return
         self._staged = {
@@ -44,16 +44,14 @@ class LocalCopies:
         }
 
     def discard(self) -> None:
-        """Let go of what is staged."""
+        """Drop the staged shards."""
         self._staged = {}
 
     def commit(self, step: int) -> str:
-        """Write what is staged as the copy of the checkpoint of `step`, and remove older ones.
-
-        A copy that cannot be written is none: there is still the checkpoint.
+        """Write the staged shards as the copy of the checkpoint of `step`, and remove older copies.
 
         Returns:
-          A sentence where the copy cannot be written, the first time in a row; otherwise nothing.
+          A message for the first of consecutive failures, otherwise an empty string.
         """
         staged, self._staged = self._staged, {}
         if self._home is None or not staged:
@@ -72,19 +70,19 @@ class LocalCopies:
             for path in self._home.iterdir():
                 if path.name != str(step):
                     shutil.rmtree(path, ignore_errors=True)
-        except (OSError, ValueError) as error:  # ValueError: a path that no folder can have
+        except (OSError, ValueError) as error:  # ValueError: an invalid path
             shutil.rmtree(part, ignore_errors=True)
             warned, self._warned = self._warned, True
             why = getattr(error, "strerror", None) or str(error)
             return "" if warned else (
-                f"The copy of the checkpoint of step {step} in checkpoint.local_dir ({self._home}) cannot be written: "
-                f"{why}. Training continues without local copies."
+                f"The local copy of the checkpoint of step {step} cannot be written to checkpoint.local_dir "
+                f"({self._home}): {why}. Training continues without local copies."
             )  # fmt: skip
         self._warned = False
         return ""
 
     def read(self, step: int, abstract: Mapping[str, Any], digests: Digests) -> dict[str, jax.Array] | None:
-        """The arrays as `abstract` has them laid out; None where the copy lacks a part or differs."""
+        """Read the arrays with the layout of `abstract`; None if a part is missing or differs."""
         if self._home is None:
             return None
         folder = self._home / str(step)
@@ -92,17 +90,17 @@ class LocalCopies:
             index = read_json(folder / _INDEX)
             files = {(name, where): folder / str(number) for number, (name, where) in enumerate(index)}
             return {name: _array(name, leaf, files, digests[name]) for name, leaf in abstract.items()}
-        except (OSError, ValueError, KeyError, TypeError):  # what a damaged index may bring about, too
+        except (OSError, ValueError, KeyError, TypeError):  # also raised by a damaged index
             return None
 
 
 def _array(name: str, leaf: Any, files: Mapping[tuple[str, str], Path], digests: Mapping[str, str]) -> jax.Array:
-    """One array of the copy; KeyError or ValueError where a part is missing or differs."""
+    """Read one array of the copy; KeyError or ValueError if a part is missing or differs."""
 
     def read(where: str) -> np.ndarray:
         path, shape = files[name, where], [axis.stop - axis.start for axis in read_slice(where)]
-        if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is taken
-            raise ValueError(f"{path} has another size than {name}[{where}].")
+        if path.stat().st_size != math.prod(shape) * leaf.dtype.itemsize:  # before memory is allocated
+            raise ValueError(f"{path} does not have the size of {name}[{where}].")
         data = np.fromfile(path, leaf.dtype)
         if array_digest(data) != digests[where]:
             raise ValueError(f"{name}[{where}] does not match its checksum.")

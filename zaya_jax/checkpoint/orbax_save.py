@@ -1,4 +1,4 @@
-"""Arrays of a save, given to Orbax: which writes them in the background, each process its own."""
+"""Asynchronous saving of arrays with Orbax; each process writes its own shards."""
 
 import functools
 import logging
@@ -17,23 +17,23 @@ _HANDLERS.add(ocp.handlers.PyTreeHandler)
 
 
 def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
-    """Write arrays into the folder `work` in the background; they may be donated at once.
+    """Start writing arrays into the folder `work` in the background; the arrays can be donated at once.
 
-    Until the end Orbax logs nothing, in whichever thread: errors are raised here.
+    Orbax's logging is silenced until the save ends, because its errors are raised here.
 
     Args:
       work: a new folder.
-      arrays: by name; arrays of numpy are written by process 0.
+      arrays: by name; process 0 writes numpy arrays.
 
     Returns:
-      Waits until this process's arrays are durable, and raises what writing them did.
+      A function that waits until this process's arrays are durable, and raises any error of writing them.
 
     Raises:
-      ValueError, OSError, RuntimeError, MemoryError: of Orbax, in this process and maybe not in others.
+      ValueError, OSError, RuntimeError, MemoryError: from Orbax, perhaps in this process only.
     """
     log = logging.getLogger("absl")
     level = log.level
-    # Where one of Orbax's threads has failed, another may fail after the end. A filter is added once, for good.
+    # After one of Orbax's threads has failed, others can fail later, so the filter stays.
     log.addFilter(_is_of_no_thread)
     _hide_closed_loops()
     log.setLevel(logging.CRITICAL)
@@ -55,27 +55,27 @@ def start_save(work: Path, arrays: Mapping[str, Any]) -> Callable[[], None]:
 
 def _context() -> ocp.Context:
     context = ocp.Context()
-    # Orbax makes one of every handler it knows, twice a save, to find the one for a tree of arrays.
+    # The default registry would instantiate every handler twice per save to find the one for a tree of arrays.
     context.checkpointables.registry = _HANDLERS
-    # Compression saves 8 % of fp32 noise, for twice the time and a copy in memory.
+    # Compression saves 8 % on fp32 weights, for twice the time and a copy in memory.
     saving = context.array.saving
     saving.use_compression = False
     saving.scoped_storage_options_creator = _in_chunks
-    saving.enable_pinned_host_transfer = False  # or there are two copies, with the one that digests are of
+    saving.enable_pinned_host_transfer = False  # digests already need a host copy; avoid a second one
     return context
 
 
 def _in_chunks(key: Any, value: Any) -> Any:
-    """How Orbax cuts a large array: whoever reads a part reads the chunks it lies in whole, and in memory."""
+    """Chunk large arrays: reading a part loads all its chunks into memory."""
     del key
     if value.nbytes <= PIECE:
         return None
     return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=PIECE, shard_axes=(0,))
 
 
-@functools.cache  # a hook is set once, for good
+@functools.cache  # install the hook only once
 def _hide_closed_loops() -> None:
-    """Print no traceback where tensorstore ends an operation of a failed save whose event loop Orbax has closed."""
+    """Suppress tracebacks of tensorstore operations that end after Orbax closed the event loop of a failed save."""
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:

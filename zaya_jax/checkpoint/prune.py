@@ -1,4 +1,4 @@
-"""Removing checkpoints by hand."""
+"""Remove checkpoints of a run on command."""
 
 import contextlib
 import shutil
@@ -15,19 +15,22 @@ from zaya_jax.run.run import open_run
 
 
 def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_run: bool = False) -> str:
-    """Remove the checkpoints of a run but those to keep, and say which.
+    """Remove all checkpoints of a run except those to keep.
 
-    The last one of each phase stays. Checkpoints are verified from the newest down until one is intact: that one is
-    never removed, and damaged ones above it stay but do not count as kept.
+    The last checkpoint of each phase is always kept. Checkpoints are verified from the newest down until one is intact,
+    which is never removed. Damaged checkpoints newer than it stay and do not count towards `config.keep`.
 
     Args:
-      path: of the run's folder; no process may be training in it.
-      config: which are kept.
-      quarantined: remove quarantined checkpoints as well.
-      dry_run: only say it.
+      path: folder of the run; no process may be training it.
+      config: the retention policy.
+      quarantined: also remove quarantined checkpoints.
+      dry_run: only report what would be removed.
+
+    Returns:
+      A sentence that says what was removed.
 
     Raises:
-      InputError: a number is out of range, a process trains in the run, or no checkpoint is intact.
+      InputError: a number is out of range, the run is being trained, or no checkpoint is intact.
     """
     config.check()
     run = open_run(path)
@@ -40,7 +43,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
                 break
             damaged.add(checkpoint.step)
         else:
-            raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact: none is removed.")
+            raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact, so none was removed.")
         intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
         kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
         with contextlib.suppress(InputError):  # phases.json is damaged
@@ -54,5 +57,5 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
             else:
                 shutil.rmtree(target)
     names = ", ".join(target.name for target in gone) or "nothing"
-    left = f" Kept, though damaged: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
+    left = f" Damaged checkpoints were kept: {', '.join(map(str, sorted(damaged)))}." if damaged else ""
     return f"{'Would remove' if dry_run else 'Removed'} {names} ({size_text(size)}).{left}"

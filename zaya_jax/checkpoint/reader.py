@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint, read in pieces into host memory, without devices."""
+"""Read and verify the arrays of a checkpoint in host memory, without devices."""
 
 import errno
 import re
@@ -16,12 +16,12 @@ from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
 
-_THREADS = 4  # each with a piece of an array
-_CACHE = 2**26  # bytes, for the index of where arrays are
+_THREADS = 4  # each reads one piece of an array at a time
+_CACHE = 2**26  # bytes, for the storage index
 
 
 class CheckpointReader:
-    """The arrays of the checkpoint in `folder`, which need not be finished; `leaves` are those of its manifest."""
+    """Reads arrays of the checkpoint in `folder`, finished or not; `leaves` is the manifest's."""
 
     def __init__(self, folder: Path, leaves: Mapping[str, Mapping[str, Any]]) -> None:
         self.folder = folder
@@ -30,15 +30,15 @@ class CheckpointReader:
         self._lock = threading.Lock()
         self._store = {"driver": "ocdbt", "base": f"file://{(folder / STATE).resolve()}/"}
         self._open: dict[str, Any] = {}
-        # One for all arrays: each would read the store's own index anew.
+        # Arrays share one context, or each would read the storage index again.
         self._context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
 
     def read(self, name: str, where: tuple[Any, ...] = ()) -> np.ndarray:
-        """The array `name`, or the part of it at the index `where`.
+        """Read the array `name`, or its part at the index `where`.
 
         Raises:
-          Damaged: what lies there is not a part of it.
-          Unreadable: the machine does not read it.
+          Damaged: the stored data is missing or invalid.
+          Unreadable: the system could not read it.
         """
         try:
             leaf = self._leaves.get(name, {})
@@ -48,7 +48,7 @@ class CheckpointReader:
         except (ValueError, TypeError, IndexError, OverflowError, OSError) as error:
             why = " ".join(str(error).split())[:200]
             message = f"The array {name} in {self.folder} cannot be read: {why}"
-            # What the system says, but that there is no such file, says nothing against what lies there.
+            # A system error other than a missing file does not mean that the data is damaged.
             system = re.search(r"OS error (\d+)", str(error))
             if system is not None and int(system.group(1)) != errno.ENOENT:
                 raise Unreadable(message) from error
@@ -61,14 +61,14 @@ class CheckpointReader:
         return np.asarray(self._open[name][where].read().result())
 
     def _small_arrays(self) -> np.ndarray:
-        with self._lock:  # the first of several threads reads it for all
+        with self._lock:  # the first thread reads for all
             if self._small is None:
                 self._small = self._array(SMALL_ARRAYS)
             return self._small
 
 
 def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
-    """Read the parts of arrays that `expected` names; yield a sentence for each that does not match its checksum."""
+    """Read the array parts that `expected` names; yield a message for each that does not match its checksum."""
 
     def check(job: tuple[str, str, str]) -> str | None:
         name, where, text = job
@@ -84,12 +84,12 @@ def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
 
 
 def verify_checkpoint(folder: Path) -> list[str]:
-    """Read a whole checkpoint, and describe what of it is damaged; nothing where it is intact.
+    """Read a whole checkpoint and list its damage; an empty list means it is intact.
 
-    Of one that was saved without digests only names and sizes of files are known.
+    For a checkpoint saved without digests, only the names and sizes of files are checked.
 
     Raises:
-      InputError: it is of a newer format.
+      InputError: the checkpoint has a newer format.
     """
     try:
         manifest = read_manifest(folder)

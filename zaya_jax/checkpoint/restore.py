@@ -1,4 +1,4 @@
-"""Restoring the newest intact checkpoint onto any layout; a damaged one is never restored."""
+"""Restore the newest intact checkpoint onto any device layout; damaged checkpoints are never restored."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,12 +18,12 @@ from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current
 from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
 
-_PATIENCE = 3600  # seconds that the slowest process may need to read its part
+_PATIENCE = 3600  # seconds that the slowest process may take to read its part
 _THREADS = 8
 
 
 class Restored(NamedTuple):
-    """A state, and what the checkpoint says of itself."""
+    """A restored state and the manifest of its checkpoint."""
 
     state: Any
     manifest: Manifest
@@ -32,18 +32,18 @@ class Restored(NamedTuple):
 def restore_newest(
     store: CheckpointStore, prepare: Callable[[Manifest], Any], say: Callable[[str], object]
 ) -> Restored | None:
-    """Restore the newest intact checkpoint of a run; damaged ones are quarantined, and reported.
+    """Restore the newest intact checkpoint of a run; quarantine and report damaged ones.
 
     Args:
-      store: of the run.
-      prepare: gives for a manifest the abstract state, laid out as it is to be; it may raise `InputError`.
-      say: tells a person in one sentence what is quarantined.
+      store: checkpoints of the run.
+      prepare: returns the abstract state with its shardings for a manifest; can raise `InputError`.
+      say: prints one sentence per quarantined checkpoint.
 
     Returns:
-      None where no checkpoint was ever finished.
+      The restored state; None if no checkpoint was ever finished.
 
     Raises:
-      InputError: of `prepare`; or the checkpoint holds other arrays.
+      InputError: raised by `prepare`, or the checkpoint's arrays do not match the state.
       RunStopped: every checkpoint is damaged.
     """
     folder, quarantined = store.folder, ""
@@ -54,9 +54,9 @@ def restore_newest(
         except Damaged as error:
             quarantined = primary_first(lambda step=steps[-1]: _quarantine(folder, step))
             if is_primary():
-                say(f"{error} It is kept as {quarantined}, and an older checkpoint is taken where there is one.")
+                say(f"{error} It was quarantined as {quarantined}; an older checkpoint is restored if there is one.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
-        raise RunStopped(f"Every checkpoint in {folder} is damaged; they are kept there. Start again with another "
+        raise RunStopped(f"Every checkpoint in {folder} is damaged. They are kept there; start again in another "
                          "run_dir.")  # fmt: skip
     return None
 
@@ -64,41 +64,41 @@ def restore_newest(
 def read_checkpoint(
     folder: Path, prepare: Callable[[Manifest], Any], *, part: bool = False, manifest: Manifest | None = None
 ) -> Restored:
-    """A checkpoint of any run, which is left as it is.
+    """Restore one checkpoint of any run, without changing that run.
 
     Args:
       folder: of the checkpoint.
-      prepare: gives for a manifest the abstract state.
-      part: whether that may be a part of what was saved.
-      manifest: its own, where it has been read; read here where None.
+      prepare: returns the abstract state for a manifest.
+      part: allow the state to be a subset of what was saved.
+      manifest: of the checkpoint, if it was read before; None reads it.
 
     Raises:
-      InputError: it is damaged, cannot be read, or holds other arrays than asked for.
+      InputError: the checkpoint is damaged, cannot be read, or does not match the state.
     """
     try:
         manifest = _manifest(folder.parent, int(folder.name), manifest)
         return _restore(None, folder, manifest, prepare(manifest), part)
     except Damaged as error:
-        raise InputError(f"{error} Take an older checkpoint: RUN_DIR/{names.CHECKPOINTS}/STEP.") from error
+        raise InputError(f"{error} Use an older checkpoint: RUN_DIR/{names.CHECKPOINTS}/STEP.") from error
 
 
 def _quarantine(folder: Path, step: int) -> str:
     try:
         return names.quarantine(folder, step, "corrupt").name if is_primary() else ""
     except OSError as error:
-        raise InputError(f"{folder / str(step)} is damaged and cannot be renamed: "
+        raise InputError(f"{folder / str(step)} is damaged, but cannot be quarantined (renamed): "
                          f"{error.strerror}.") from error  # fmt: skip
 
 
 def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Manifest:
-    """The manifest of a checkpoint, read if need be; all processes agree on whether it can be used."""
+    """Read the manifest of a checkpoint unless given; all processes agree on whether it can be used."""
     path, problem = folder / str(step), None
     try:
         manifest = manifest or read_manifest(path)
         if manifest.step != step:
-            raise Damaged(f"{path} holds the checkpoint of step {manifest.step}.")
+            raise Damaged(f"{path} contains the checkpoint of step {manifest.step}.")
         if not is_current(folder, step, manifest.fencing_token):
-            raise Damaged(f"{path} was saved by processes that had been given up for dead.")
+            raise Damaged(f"{path} was saved by superseded processes, after others had resumed the run.")
     except InputError as error:
         problem = error
     _raise_everywhere(problem)
@@ -108,9 +108,10 @@ def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Mani
 
 
 def _raise_everywhere(problem: Exception | None) -> None:
-    """Raise in every process what one has met.
+    """Raise the error of any process in every process.
 
-    Another `InputError` comes before `Damaged`: a checkpoint that one process cannot read is not quarantined.
+    Other `InputError`s take precedence over `Damaged`, so a checkpoint that one process cannot read is not
+    quarantined.
     """
     for kind in (InputError, Damaged):
         text = str(problem) if problem is not None and isinstance(problem, Damaged) == (kind is Damaged) else ""
@@ -132,7 +133,7 @@ def _restore(
     except InputError as error:
         problem = error
     _raise_everywhere(problem)
-    # All from their own copies, or none: what Orbax reads, all processes read together.
+    # Either all processes use their local copies or none does.
     if not all(all_gather("restore", arrays is not None, _PATIENCE)) or arrays is None:
         arrays = {}
         try:
@@ -148,7 +149,7 @@ def _restore(
 
 
 def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any], part: bool) -> None:
-    """Raise `InputError` where a checkpoint holds other arrays than are wanted."""
+    """Raise `InputError` if the checkpoint's arrays do not match the expected ones."""
 
     def mismatch(reason: str) -> InputError:
         return InputError(f"The checkpoint {folder} cannot be restored into this configuration: {reason}")
@@ -156,23 +157,23 @@ def _check_arrays(folder: Path, manifest: Manifest, expected: Mapping[str, Any],
     for name, leaf in expected.items():
         saved = manifest.leaves.get(name)
         if saved is None:
-            raise mismatch(f"it holds no array {name}.")
+            raise mismatch(f"it has no array {name}.")
         if tuple(saved["shape"]) != leaf.shape or saved["dtype"] != str(leaf.dtype):
-            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, and here it is {leaf.dtype} "
-                         f"{list(leaf.shape)}.")  # fmt: skip
+            raise mismatch(f"its {name} is {saved['dtype']} {saved['shape']}, but must be {leaf.dtype} "
+                           f"{list(leaf.shape)}.")  # fmt: skip
     if more := [name for name in manifest.leaves if name not in expected and not part]:
-        raise mismatch(f"it also holds {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
+        raise mismatch(f"it has extra arrays: {', '.join(more[:3])}{' and others' if len(more) > 3 else ''}.")
 
 
 def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Each array, of which this process reads what its devices hold, several arrays at a time."""
+    """Read this process's shards of each array, several arrays in parallel."""
 
     def load(name: str) -> jax.Array:
         leaf = expected[name]
         array = assemble(leaf, lambda where: reader.read(name, read_slice(where)))
-        if array.dtype != leaf.dtype:  # 64 bits in a process whose jax has no more than 32
-            raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, and jax would make it "
-                             f"{array.dtype}: set JAX_ENABLE_X64=1.")  # fmt: skip
+        if array.dtype != leaf.dtype:  # 64 bits without JAX_ENABLE_X64
+            raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, but jax would truncate it to "
+                             f"{array.dtype}; set JAX_ENABLE_X64=1.")  # fmt: skip
         return array
 
     with ThreadPoolExecutor(_THREADS, "restore") as pool:
@@ -180,10 +181,10 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
 
 
 def _compare(folder: Path, manifest: Manifest, arrays: Mapping[str, jax.Array], digests: Digests) -> None:
-    """Raise `Damaged` where an array does not match its checksums.
+    """Raise `Damaged` if an array does not match its checksums.
 
-    Each process compares what lies on its devices, and of the rest what is assigned to it; between them, the processes
-    compare every part of every array.
+    Each process checks the shards on its devices and its assigned share of the rest, so together the processes check
+    every part of every array.
     """
     wrong, not_held = differing(arrays, digests)
     if wrong:

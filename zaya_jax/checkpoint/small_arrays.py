@@ -1,4 +1,4 @@
-"""Small arrays that every process has whole, saved as one: to Orbax each array is the same work, however small."""
+"""Pack small replicated arrays into one, because Orbax's cost per array does not depend on its size."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -10,28 +10,28 @@ from zaya_jax.checkpoint.digest import ArrayPart, parts_to_save
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.digests import slice_text
 
-SMALL_ARRAYS = "bundle"  # the name, among the arrays of a checkpoint, of all small ones together
-_SMALL = 2**14  # bytes of an array, at most
+SMALL_ARRAYS = "bundle"  # name of the packed array in a checkpoint
+_SMALL = 2**14  # maximum bytes of a small array
 
 
 class PackedArrays(NamedTuple):
-    """Arrays as they are written."""
+    """Arrays in the form in which they are written."""
 
-    arrays: dict[str, Any]  # by name; the small ones are in `SMALL_ARRAYS` (uint8 [bytes of all of them])
-    small: dict[str, np.ndarray]  # the small ones in host memory; none but in process 0, which writes them
+    arrays: dict[str, Any]  # by name; small ones are packed into `SMALL_ARRAYS` (uint8 [total bytes])
+    small: dict[str, np.ndarray]  # small arrays in host memory, in process 0 only
     types: dict[str, tuple[np.dtype, tuple[int, ...]]]  # dtype and shape of each array
-    offsets: dict[str, int]  # where each small one begins in `SMALL_ARRAYS`, in bytes
+    offsets: dict[str, int]  # byte offset of each small array in `SMALL_ARRAYS`
 
     def large_parts(self) -> list[ArrayPart]:
-        """What this process has to save of the arrays that are not small; waits for copies from devices."""
+        """List this process's parts of the large arrays; waits for copies from devices."""
         return parts_to_save({name: x for name, x in self.arrays.items() if name != SMALL_ARRAYS})
 
     def small_parts(self) -> list[ArrayPart]:
-        """The same of the small ones, which are in host memory: training need not wait for this."""
+        """List the small arrays as parts; they are already in host memory, so training does not wait."""
         return [ArrayPart(name, slice_text((slice(None),) * x.ndim, x.shape), x) for name, x in self.small.items()]
 
     def leaves(self) -> dict[str, dict[str, Any]]:
-        """What each array is, as the manifest has it; of a small one also where it begins (`at`)."""
+        """Describe each array for the manifest: dtype, shape, and for a small array its offset (`at`)."""
         return {
             name: {"dtype": str(dtype), "shape": list(shape)}
             | ({"at": self.offsets[name]} if name in self.offsets else {})
@@ -40,7 +40,7 @@ class PackedArrays(NamedTuple):
 
 
 def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
-    """Put the small arrays that are whole on every device together; waits for their copies from devices."""
+    """Pack the small, fully replicated arrays; waits for their copies from devices."""
     types = {name: (x.dtype, x.shape) for name, x in arrays.items()}
     packed, offsets, end = {}, {}, 0
     for name, x in arrays.items():
@@ -50,7 +50,7 @@ def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
         return PackedArrays(dict(arrays), {}, types, {})
     content, small = np.zeros(end, np.uint8), {}
     if is_primary():
-        if jax.default_backend() != "cpu":  # where asking costs more than reading
+        if jax.default_backend() != "cpu":  # on a CPU the request costs more than the copy
             for x in packed.values():
                 x.copy_to_host_async()
         small = {name: np.asarray(x) for name, x in packed.items()}
@@ -60,10 +60,10 @@ def pack_arrays(arrays: Mapping[str, jax.Array]) -> PackedArrays:
 
 
 def unpack_array(content: np.ndarray, leaf: Mapping[str, Any]) -> np.ndarray:
-    """The array that the manifest describes as `leaf`, from the content of `SMALL_ARRAYS`.
+    """Extract the array that the manifest describes as `leaf` from the content of `SMALL_ARRAYS`.
 
     Raises:
-      ValueError: that ends before it.
+      ValueError: the content is too short.
     """
     dtype = np.dtype(leaf["dtype"])
     size = dtype.itemsize * int(np.prod(leaf["shape"], dtype=np.int64))

@@ -1,7 +1,7 @@
-"""Saving a run: asynchronous, verified, atomic; training goes on whatever the disk does, for as long as it may.
+"""Asynchronous, verified and atomic saving; training continues while saves fail, up to a limit.
 
-Every process writes what it has (Orbax), and a digest of each part of it that was taken of host memory. The manifest
-comes last, and only then does the checkpoint get the name that makes it one.
+Every process writes its shards with Orbax, and their digests, computed in host memory. Process 0 then writes the
+manifest, and finally renames the folder to the checkpoint's name.
 """
 
 import contextlib
@@ -34,66 +34,66 @@ from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, Manifest, file_digests, list_files, try_read, write_manifest
 from zaya_jax.run.retention import steps_to_keep
 
-_PATIENCE = 600  # seconds a process is waited for by the others at the end of a save
-_FAREWELL = 60  # seconds for the save under way, where something else has gone wrong
-_RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next try after a save that failed, doubled each time
-_SPARE = 1.05  # of a checkpoint's arrays that must be free, for what lies beside them
+_PATIENCE = 600  # seconds that processes wait for each other at the end of a save
+_FAREWELL = 60  # seconds to wait for a save in progress after another error
+_RETRY, _RETRY_MOST = 10.0, 300.0  # seconds to the next attempt after a failed save, doubled each time
+_SPARE = 1.05  # required free space over the size of the arrays, for metadata
 
 
 class SaveFailed(Exception):
-    """A save came to nothing: a full sentence says why."""
+    """A save failed; the message says why."""
 
 
 class _SaveStatus(enum.StrEnum):
-    """How the last save stands, by process 0."""
+    """State of the last save, according to process 0."""
 
-    WAITING = enum.auto()  # it is under way, or has failed and is not yet to be tried again
+    WAITING = enum.auto()  # in progress, or failed and not yet due again
     DONE = enum.auto()
     RETRY = enum.auto()
 
 
 class _Prospect(NamedTuple):
-    """What process 0 sees before a save."""
+    """Result of process 0's checks before a save."""
 
-    is_saved: bool = False  # there is a checkpoint of the step already
-    problem: str = ""  # that stands against saving, a sentence
+    is_saved: bool = False  # the step already has a checkpoint
+    problem: str = ""  # why saving is impossible, if it is
 
 
 @dataclasses.dataclass
 class _Saving:
-    """A save under way."""
+    """A save in progress."""
 
     step: int
-    work: Path  # its folder before it has its name
+    work: Path  # temporary folder
     metadata: dict[str, Any]
     parts: list[ArrayPart] = dataclasses.field(default_factory=list)
     packed: PackedArrays | None = None
     leaves: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)  # for the manifest
-    wait: Callable[[], None] | None = None  # for the arrays to be durable
-    problem: str = ""  # that kept it from beginning in this process
+    wait: Callable[[], None] | None = None  # waits until the arrays are durable
+    problem: str = ""  # why the save could not start in this process
 
 
 class CheckpointStore:
-    """The folder `checkpoints/` of a run, for the processes that train it."""
+    """Saves and retains checkpoints in the folder `checkpoints/` of a run, for the processes that train it."""
 
     def __init__(
         self, folder: Path, config: CheckpointConfig, pinned: Collection[int] = (),
         say: Callable[[str], object] = print,
     ) -> None:  # fmt: skip
-        """Open the folder, which need not be there; nothing is written yet.
+        """Open the folder, which need not exist; nothing is written yet.
 
         Args:
-          folder: the same in all processes, on a file system that all of them see.
-          config: when and what is saved and kept.
+          folder: on a file system that all processes share.
+          config: when and what to save and keep.
           pinned: steps whose checkpoints are never removed.
-          say: tells a person in one sentence what went wrong.
+          say: prints one sentence about a problem.
         """
         self.folder = folder.resolve()
         self.say = say
         self._config, self._pinned = config, set(pinned)
         self._pool = ThreadPoolExecutor(1, "checkpoint")
         self._token = 0
-        self._newest: int | None = None  # the step these processes went on from
+        self._newest: int | None = None  # the step from which these processes resumed
         self._in_flight: tuple[int, Future[None]] | None = None
         self._problem = ""  # of the last save, until one succeeds
         self._pause, self._again_at = _RETRY, 0.0
@@ -106,7 +106,7 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait for the save that is under way; where this process ends alone, without asking the others."""
+        """Wait for the save in progress; after an error, without communicating with other processes."""
         if kind is None:
             self.wait()
         elif self._in_flight is not None:
@@ -115,29 +115,29 @@ class CheckpointStore:
         self._pool.shutdown(wait=kind is None)
 
     def steps(self) -> list[int]:
-        """The steps there are finished checkpoints of."""
+        """List the steps of finished checkpoints."""
         return names.saved_steps(self.folder)
 
     def latest(self) -> int | None:
-        """The newest step there is a finished checkpoint of."""
+        """Return the step of the newest finished checkpoint."""
         return max(self.steps(), default=None)
 
     def mark_verified(self, step: int) -> None:
-        """Record that a checkpoint was read and is intact: it stays until a newer one is."""
+        """Record that a checkpoint was read and is intact; it is kept until a newer one is verified."""
         self._verified.add(step)
 
     def take_over(self, step: int | None = None) -> None:
-        """Take the next fencing token: what other processes of this run save from now on is superseded.
+        """Take the next fencing token, which supersedes all other processes of this run.
 
-        What unfinished saves have left is removed, and superseded checkpoints are quarantined.
-        So that processes which end too soon do not pile them up, checkpoints that need not be kept are removed too.
+        Also removes leftovers of unfinished saves, quarantines superseded checkpoints and applies retention, so that
+        processes that keep ending early do not accumulate checkpoints.
 
         Args:
-          step: that these processes go on from; later ones that others have saved since are quarantined too.
+          step: from which these processes resume; newer checkpoints are quarantined too.
         """
         self._newest = step
         if problem := self._take_over():
-            self._report(f"{problem} Training continues; the next save tries again.")
+            self._report(f"{problem} Training continues; the next save will try again.")
 
     def _take_over(self) -> str:
         problem, token = "", 0
@@ -157,40 +157,41 @@ class CheckpointStore:
         return problem
 
     def _tokens(self, newest: int | None) -> dict[int, int]:
-        """The fencing token of each current checkpoint; the others are quarantined."""
+        """Return step → fencing token of the current checkpoints; quarantine the others."""
         tokens = {}
         for step in self.steps():
             manifest = try_read(self.folder / str(step))
             if manifest is None:
-                continue  # which restoring would tell
+                continue  # restoring reports it
             if is_current(self.folder, step, manifest.fencing_token) and (newest is None or step <= newest):
                 tokens[step] = manifest.fencing_token
             else:
                 quarantined = names.quarantine(self.folder, step, "stale")
-                self.say(f"The checkpoint of step {step} was saved by processes that had been given up for dead: it is "
-                         f"now {quarantined.name}.")  # fmt: skip
+                self.say(f"The checkpoint of step {step} was saved by superseded processes; it was quarantined as "
+                         f"{quarantined.name}.")  # fmt: skip
         return tokens
 
     def save(self, step: int, state: Any, metadata: Mapping[str, Any], ready: Callable[[], str] = str) -> None:
-        """Start saving; the arrays may be donated to the next step at once.
+        """Start saving; the arrays can be donated to the next step at once.
 
-        One save is in flight at a time: where another is, it is waited for. A save that fails is reported, and should
-        be tried again when `due` says so, not before (`backing_off`), except at the end of a phase or of the process.
+        Waits for the previous save first. A failed save is reported; retry it when `due` returns true, except at the
+        end of a phase or of the process, which do not wait for the back-off (`backing_off`).
 
         Args:
-          step: of the run; a checkpoint of it that there already is stays.
+          step: of the run; an existing checkpoint of this step is kept.
           state: a pytree of arrays.
           metadata: of the checkpoint, see `Manifest.metadata`; JSON.
-          ready: syncs what must not be older than the checkpoint, in process 0; a sentence where that fails.
+          ready: called in process 0 to sync files that must not be older than the checkpoint; returns a message if
+            that fails.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
+          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
         self.wait()
         arrays = named(state)
         problem = "" if self._token else self._take_over()
         work = self.folder / names.unfinished_name(step, self._token)
-        if not problem:  # one message, since training waits for each
+        if not problem:  # a single broadcast, since training waits for it
             size = sum(x.nbytes for x in arrays.values())
             prospect = self._prospect(step, work, size, ready) if is_primary() else _Prospect()
             is_saved, problem = _Prospect(**broadcast(prospect._asdict()))
@@ -205,27 +206,27 @@ class CheckpointStore:
             saving.parts = packed.large_parts() if self._config.verify != "none" else []
             self.local.stage(arrays)
             saving.wait = start_save(work, packed.arrays)
-            saving.packed = packed._replace(arrays={})  # which the next step is given
-        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # in this process, maybe not in others
+            saving.packed = packed._replace(arrays={})  # the next step may donate them
+        except (ValueError, OSError, RuntimeError, MemoryError) as error:  # perhaps in this process only
             saving.problem = as_sentence(error)
         self._in_flight = (step, self._pool.submit(self._finish, saving))
 
     def _prospect(self, step: int, work: Path, size: int, ready: Callable[[], str]) -> _Prospect:
-        """Of saving `size` bytes of `step` as `work`; what has its checkpoint's name and is none is quarantined."""
+        """Check whether `size` bytes can be saved to `work`; quarantine an unusable folder with the step's name."""
         path = self.folder / str(step)
         manifest = try_read(path)
         if manifest is not None and is_current(self.folder, step, manifest.fencing_token):
             return _Prospect(is_saved=True)
         if path.exists():
-            with contextlib.suppress(OSError):  # what is in the way then is told at the end of the save
+            with contextlib.suppress(OSError):  # if it stays in the way, the end of the save reports it
                 names.quarantine(self.folder, step, "corrupt" if manifest is None else "stale")
         return _Prospect(problem=ready() or self._check_free_space(size) or self._remove_leftovers(work))
 
     def due(self) -> bool:
-        """Whether a save that failed is to be tried again now; the same in all processes.
+        """Return whether to retry a failed save now; the same in all processes.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
+          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
         if self._in_flight is None and not self._problem:
             return False
@@ -236,14 +237,14 @@ class CheckpointStore:
         return status is _SaveStatus.RETRY
 
     def backing_off(self) -> bool:
-        """Whether a save has failed and its next try is not due; the same in all processes."""
+        """Return whether a failed save is not yet due again; the same in all processes."""
         return bool(self._problem) and self._save_status() is _SaveStatus.WAITING
 
     def finish(self, save: Callable[[], None], should_stop: Callable[[], bool]) -> bool:
-        """Wait until the last save has succeeded, calling `save` again where it has not, or until `should_stop()`.
+        """Wait until the last save has succeeded, retrying with `save`, or until `should_stop()`.
 
         Returns:
-          Whether it has.
+          Whether it has succeeded.
         """
         self.wait()
         while broadcast(bool(self._problem)) and not should_stop():
@@ -254,7 +255,7 @@ class CheckpointStore:
         return not self._problem
 
     def _save_status(self) -> _SaveStatus:
-        """Process 0's, in every process."""
+        """Return process 0's status in every process."""
         if self._in_flight is not None:
             status = _SaveStatus.DONE if self._in_flight[1].done() else _SaveStatus.WAITING
         else:
@@ -262,10 +263,10 @@ class CheckpointStore:
         return _SaveStatus(broadcast(str(status)))
 
     def wait(self) -> bool:
-        """Wait for the save under way; whether the last one succeeded.
+        """Wait for the save in progress; return whether the last save succeeded.
 
         Raises:
-          RunStopped: nothing could be saved for longer than `checkpoint.max_unsaved_seconds`.
+          RunStopped: saves have failed for longer than `checkpoint.max_unsaved_seconds`.
         """
         if self._in_flight is None:
             return not self._problem
@@ -287,13 +288,13 @@ class CheckpointStore:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing_seconds = now - self._failing_since
         newest = self.latest()
-        since = "nothing is saved yet" if newest is None else f"the newest checkpoint is that of step {newest}"
+        since = "there is no checkpoint yet" if newest is None else f"the newest checkpoint is that of step {newest}"
         if broadcast(failing_seconds > self._config.max_unsaved_seconds):
             raise RunStopped(f"The checkpoint of step {step} could not be saved: {problem} Saves have failed for "
                              f"{failing_seconds:.0f} s, more than checkpoint.max_unsaved_seconds "
                              f"({self._config.max_unsaved_seconds:g} s); {since}.")  # fmt: skip
-        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues, {since}; trying "
-                   f"again in about {self._pause:.0f} s.")  # fmt: skip
+        self._report(f"The checkpoint of step {step} could not be saved: {problem} Training continues; {since}. "
+                     f"Retrying in about {self._pause:.0f} s.")  # fmt: skip
         self._problem, self._again_at = problem, time.monotonic() + self._pause
         self._pause = min(2 * self._pause, _RETRY_MOST)
 
@@ -302,7 +303,7 @@ class CheckpointStore:
             self.say(sentence)
 
     def _check_free_space(self, size: int) -> str:
-        """What stands against saving `size` bytes; nothing where there is room, which is made if need be."""
+        """Explain why `size` bytes cannot be saved; empty if they can. Applies retention if space is short."""
         need = round(size * _SPARE)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -314,15 +315,15 @@ class CheckpointStore:
             free = shutil.disk_usage(self.folder).free
         except OSError as error:
             return f"{self.folder} cannot be used: {error.strerror}."
-        return "" if free >= need else f"{self.folder} has {free:,} bytes free, and {need:,} are needed."
+        return "" if free >= need else f"{self.folder} has {free:,} bytes free, but {need:,} are needed."
 
     def _remove_leftovers(self, work: Path) -> str:
-        """Remove what an earlier try has left under the same name; what stands against it, or against saving there."""
+        """Remove leftovers of an earlier attempt; return why that, or writing there, is impossible."""
         try:
             for path in (work, *self.folder.glob(f"{work.name}.*")):
                 if path.exists():
                     shutil.rmtree(path)
-            # Where Orbax cannot make its folder, threads of it are left waiting that keep the process from ending.
+            # If Orbax cannot create its folder, its threads hang and keep the process from exiting.
             work.mkdir()
             work.rmdir()
         except OSError as error:
@@ -330,7 +331,7 @@ class CheckpointStore:
         return ""
 
     def _finish(self, saving: _Saving) -> None:
-        """The rest of a save, in a thread of each process."""
+        """Finish a save in a background thread of each process."""
         problem, verifying = saving.problem, self._config.verify != "none"
         try:
             if saving.wait is None or saving.packed is None:
@@ -348,7 +349,7 @@ class CheckpointStore:
             saving.parts.clear()
             if self._config.verify == "readback":
                 problem = next(wrong_parts(CheckpointReader(saving.work, saving.leaves), own_digests), "")
-        except Exception as error:  # whatever it is, training goes on
+        except Exception as error:  # training continues after any error
             problem = as_sentence(error)
         problems = [text for text in all_gather("saved", problem, _PATIENCE) if text]
         verdict = ""
@@ -364,17 +365,17 @@ class CheckpointStore:
         if self._config.verify == "readback":
             self._verified.add(saving.step)
         if problem := self.local.commit(saving.step):
-            (self.say if is_primary() else print)(problem)  # each process has a node's disk of its own
+            (self.say if is_primary() else print)(problem)  # local disks differ between processes
         if is_primary():
             self._retain()
 
     def _commit(self, saving: _Saving) -> str:
-        """Write the manifest and give the checkpoint its name; what stands against it."""
+        """Write the manifest and rename the folder to its final name; return a message if that fails."""
         try:
             verifying, shapes = self._config.verify != "none", {name: x["shape"] for name, x in saving.leaves.items()}
             taken = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
             if verifying and (unseen := uncovered(taken, shapes)):
-                return f"The digests of {unseen[0]} that its processes took are not all to be seen in {saving.work}."
+                return f"Some digests of {unseen[0]} are missing in {saving.work}; do all processes share this folder?"
             leaves = {name: leaf | ({"digest": leaf_digest(taken[name])} if name in taken else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(
@@ -390,7 +391,7 @@ class CheckpointStore:
         return ""
 
     def _retain(self) -> None:
-        """Remove what need not be kept; in process 0. What cannot be removed stays: a full disk will be told."""
+        """Apply retention in process 0; checkpoints that cannot be removed stay."""
         with contextlib.suppress(OSError):
             usable = names.usable_checkpoints(self.folder)
             kept = steps_to_keep(usable, self._config, self._verified) | self._pinned

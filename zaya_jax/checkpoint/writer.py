@@ -1,6 +1,6 @@
-"""A checkpoint written from host memory, part by part, by one process: what is averaged or imported.
+"""Write an averaged or imported checkpoint from host memory, part by part, in one process.
 
-It is laid out as Orbax lays out its own, so that the same code reads both.
+The layout is Orbax's, so the same code reads both.
 """
 
 import json
@@ -24,21 +24,20 @@ from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_ma
 def write_checkpoint(
     folder: Path, step: int, metadata: Mapping[str, Any], leaves: Mapping[str, Any], parts: Iterator[ArrayPart]
 ) -> None:
-    """Write the checkpoint `folder`, durably; it appears whole or not at all.
+    """Write a checkpoint atomically and durably.
 
     Args:
       folder: RUN_DIR/checkpoints/STEP, which must not exist.
-      step: it is of.
-      metadata: of the checkpoint, see `Manifest`.
-      leaves: dtype and shape of each array by name.
-      parts: of the arrays, each alike in size to the first of its array but for the last along an axis; together
-        they are all of them.
+      step: of the checkpoint.
+      metadata: see `Manifest`.
+      leaves: array name → dtype and shape.
+      parts: cover all arrays; the parts of an array have equal shapes, except for the last along an axis.
 
     Raises:
       InputError: `folder` exists, or cannot be written.
     """
     if folder.exists():
-        raise InputError(f"{folder} exists; a checkpoint is written into a new folder.")
+        raise InputError(f"{folder} already exists; choose a new run folder.")
     work = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(work, ignore_errors=True)
@@ -65,7 +64,7 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPa
     store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
     arrays: dict[str, Any] = {}
     digests: Digests = {}
-    # One part is written while the next is made: two are in memory.
+    # Overlap writing one part with producing the next: two parts are in memory.
     with ThreadPoolExecutor(1, "write") as pool:
         writing: Future[None] | None = None
         for part in parts:

@@ -1,1 +1,1 @@
-"""From a folder of text to batches: corpus → tokenizer → shards → windows → pipeline; none of it imports jax."""
+"""The data pipeline: corpus → tokenizer → shards → packed rows → batches. None of it imports jax."""

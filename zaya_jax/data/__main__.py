@@ -9,7 +9,7 @@ from zaya_jax.errors import InputError, RunStopped, is_disk_full, last_words
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, 2 for bad input, 1 for work that had to stop, 130 for Ctrl-C."""
+    """Run the command and return its exit status, see `ExitCode`."""
     options = _parser().parse_args(arguments)
     try:
         options.run(options)
@@ -32,48 +32,68 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m zaya_jax.data", description="Prepare and inspect training data.")
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    program, plain = "python -m zaya_jax.data", argparse.RawDescriptionHelpFormatter  # keeps examples on one line
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description="Prepare and inspect training data.",
+        epilog=f"example: {program} describe configs/tiny.yaml",
+        formatter_class=plain,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    prepare = verbs.add_parser("prepare", help="write documents to token shards; rerun the command to resume")
+    prepare = verbs.add_parser(
+        "prepare", help="tokenize documents into shards", formatter_class=plain,
+        description="Tokenize documents into shards. Rerun an interrupted command to resume it.",
+        epilog=f"example: {program} prepare --input corpus/*.jsonl.gz --tokenizer tokenizer.json --output data/web",
+    )  # fmt: skip
     prepare.add_argument("--input", nargs="+", required=True, metavar="PATH",
                          help="files and folders: text, .jsonl (.gz, .zst), .parquet, saved Hugging Face datasets, "
                               "Megatron .bin with .idx")  # fmt: skip
-    prepare.add_argument("--tokenizer", required=True, type=Path, metavar="FILE", help="any tokenizer.json")
+    prepare.add_argument("--tokenizer", required=True, type=Path, metavar="FILE",
+                         help="a tokenizer.json of the tokenizers library")  # fmt: skip
     prepare.add_argument("--output", required=True, type=Path, metavar="FOLDER",
-                         help="a new folder, or that of an interrupted preparation")  # fmt: skip
+                         help="new folder, or the folder of an interrupted preparation")  # fmt: skip
     prepare.add_argument("--chat", action="store_true", help="read conversations (lists of messages) instead of text")
-    prepare.add_argument("--field", metavar="NAME", help="key or column (default: text, with --chat messages)")
+    prepare.add_argument("--field", metavar="NAME",
+                         help="JSON key or column to read (default: text, or messages with --chat)")  # fmt: skip
     prepare.add_argument("--suffixes", nargs="+", default=[".txt"], metavar="SUFFIX",
-                         help="suffixes of text files, each one document (default: .txt)")  # fmt: skip
+                         help="suffixes of text files; each file is one document (default: .txt)")  # fmt: skip
     prepare.add_argument("--eot", metavar="TOKEN",
-                         help="token that ends a document (default: the known one of the tokenizer)")  # fmt: skip
+                         help="token that ends a document (default: the tokenizer's, if it has a common one)"
+                         )  # fmt: skip
     prepare.add_argument("--bos", metavar="TOKEN",
-                         help="token that begins a document, or 'none' (default: that of tokenizer_config.json beside "
-                              "the tokenizer)")  # fmt: skip
+                         help="token that begins a document, or 'none' (default: bos_token in tokenizer_config.json "
+                              "next to the tokenizer)")  # fmt: skip
     prepare.add_argument("--heldout", type=float, default=0.01, metavar="FRACTION",
-                         help="fraction of documents held out, by a hash of their content (default: 0.01)")  # fmt: skip
+                         help="fraction of documents to hold out, chosen by a hash of their content (default: 0.01)"
+                         )  # fmt: skip
     prepare.add_argument("--max-bad", type=int, default=0, metavar="N",
                          help="maximum number of unusable documents to skip (default: 0)")  # fmt: skip
-    prepare.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one for each core)")
-    prepare.add_argument("--task", type=int, default=0, metavar="K", help="number of this task, from 0 (default: 0)")
-    prepare.add_argument("--of", type=int, default=1, metavar="N", help="number of tasks (default: 1)")
+    prepare.add_argument("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    prepare.add_argument("--task", type=int, default=0, metavar="K", help="index of this task, from 0 (default: 0)")
+    prepare.add_argument("--of", type=int, default=1, metavar="N",
+                         help="number of tasks that share the work (default: 1)")  # fmt: skip
     prepare.set_defaults(run=_prepare)
 
-    merge = verbs.add_parser("merge", help="merge a folder once all its tasks are done")
-    merge.add_argument("folder", type=Path, help="the --output folder of prepare")
+    merge = verbs.add_parser("merge", help="finish a preparation after all its tasks are done", formatter_class=plain,
+                             description="Finish a preparation with several tasks (--of) after all of them are done.",
+                             epilog=f"example: {program} merge data/web")  # fmt: skip
+    merge.add_argument("folder", type=Path, metavar="FOLDER", help="the --output folder of prepare")
     merge.set_defaults(run=_merge)
 
-    describe = verbs.add_parser("describe", help="report on a run's data: sources, phases, padding, samples")
+    describe = verbs.add_parser("describe", help="report on a run's data", formatter_class=plain,
+                                description="Report on a run's data: sources, phases, padding, storage load, samples.",
+                                epilog=f"example: {program} describe configs/tiny.yaml --samples 2")  # fmt: skip
     describe.add_argument("config", metavar="CONFIG", help="YAML file of the configuration")
-    describe.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the file's")
+    describe.add_argument("overrides", nargs="*", metavar="section.key=value",
+                          help="values that override the configuration's")  # fmt: skip
     describe.add_argument("--png", type=Path, metavar="FILE", help="write a histogram of document lengths to FILE")
     describe.add_argument("--samples", type=int, default=1, metavar="N",
-                          help="number of rows to print of each source (default: 1)")  # fmt: skip
+                          help="number of rows to print per phase and source (default: 1)")  # fmt: skip
     describe.add_argument("--step-seconds", type=float, default=2.5, metavar="S",
-                          help="seconds a step takes, for the load on storage (default: 2.5)")  # fmt: skip
+                          help="duration of a step, to estimate the storage load (default: 2.5)")  # fmt: skip
     describe.add_argument("--max-iops", type=float, default=70_000, metavar="N",
-                          help="reads a second that the storage sustains (default: 70000)")  # fmt: skip
+                          help="reads per second that the storage sustains (default: 70000)")  # fmt: skip
     describe.set_defaults(run=_describe)
     return parser
 
@@ -88,7 +108,7 @@ def _prepare(options: argparse.Namespace) -> None:
     manifest = prepare(options.input, options.tokenizer, options.output, settings, max_bad=options.max_bad,
                        workers=options.workers, task=options.task, tasks=options.of)  # fmt: skip
     if manifest is None:
-        print(f"Task {options.task} of {options.of} is done. When all are: "
+        print(f"Task {options.task} of {options.of} is done. After the last one, run "
               f"python -m zaya_jax.data merge {options.output}")  # fmt: skip
     else:
         print(summary(options.output, manifest))

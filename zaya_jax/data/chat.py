@@ -1,4 +1,4 @@
-"""Conversations to text and tokens, with the parts that the assistant wrote and those that are reasoning marked."""
+"""Render conversations to text and tokens, marking the assistant's parts and reasoning."""
 
 import hashlib
 import re
@@ -100,7 +100,7 @@ def _parse_message(value: Any, where: str) -> dict[str, Any]:
     if role not in ROLES:
         raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
     if any(_HALF_OF_PAIR.search(text) for text in _strings(value)):
-        raise ValueError(f"{where} holds half of a surrogate pair")
+        raise ValueError(f"{where} contains an unpaired surrogate")
     message = dict(value)
     if "content" in value or role != "assistant" or not value.get("tool_calls"):
         message["content"] = _content(value, where)
@@ -130,7 +130,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
         raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
     for part in content:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"{where} has a part in its content that is no text")
+            raise ValueError(f"{where} has a content part that is not text")
     return "".join(part["text"] for part in content)
 
 
@@ -217,7 +217,7 @@ class Template:
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
             raise InputError(
-                f"The chat template {name} does not say what the assistant writes; put that between "
+                f"The chat template {name} does not mark what the assistant writes; put it between "
                 "{% generation %} and {% endgeneration %}."
             )
 
@@ -245,10 +245,10 @@ class Template:
         names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
         plain, marked = self._run(_request(conversation, names), _request(conversation, names, marked=True))
         if _HALF_OF_PAIR.search(plain):
-            raise ValueError("the chat template writes half of a surrogate pair")
+            raise ValueError("the chat template writes an unpaired surrogate")
         pieces = _cut(marked)
         if "".join(piece.text for piece in pieces) != plain:
-            raise ValueError("the chat template does more with reasoning or with generation than write it whole")
+            raise ValueError("the chat template must write reasoning and generation whole and unchanged")
         if any(message.get("tool_calls") for message in conversation):
             self._check_tool_calls(conversation, names, plain)
         return pieces
@@ -267,7 +267,7 @@ class Template:
         try:
             answer = run_template(self.source, list(renderings))
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"the chat template cannot be given the conversation: {_shorten(str(error))}") from error
+            raise ValueError(f"the chat template cannot read the conversation: {_shorten(str(error))}") from error
         if "texts" not in answer:
             [message] = (answer[key] for key in ("render", "compile", "syntax") if key in answer)
             raise ValueError(f"the chat template fails: {_shorten(message)}")
@@ -352,7 +352,7 @@ def _cut(marked: str) -> list[Piece]:
             pieces.append(Piece(marked[start : mark.start()], generated, reasoning))
         start = mark.end()
         if mark.group() == _GENERATION and generated:
-            raise ValueError("the chat template has generation inside generation")
+            raise ValueError("the chat template nests generation blocks")
         if mark.group() in (_GENERATION, _GENERATION_END):
             generated = mark.group() == _GENERATION
         else:

@@ -1,7 +1,7 @@
-"""Units of input to shards, on all cores.
+"""Convert units of input to shards on all cores, resumably.
 
-A unit's output depends on the unit alone, never on the number of processes, and a note that describes it is written
-last. So work can be killed at any moment, shared among tasks, and resumed: units that have a note are passed over.
+The output of a unit depends only on the unit, not on the number of processes. A note that describes the output is
+written last, so interrupted work resumes by skipping units that have a note.
 """
 
 import dataclasses
@@ -154,8 +154,8 @@ def remove_notes(folder: Path) -> None:
 def refuse_in_worker() -> None:
     """Raise `InputError` in a worker process, which re-imports a script without a `__main__` guard."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise InputError("Work in several processes was begun while a script is imported by one of them; put what the "
-                         "script does under `if __name__ == '__main__':`.")  # fmt: skip
+        raise InputError("A worker process tried to start workers while importing the main script; put the script's "
+                         "work under `if __name__ == '__main__':`.")  # fmt: skip
 
 
 def _note_path(folder: Path, number: int) -> Path:
@@ -165,7 +165,7 @@ def _note_path(folder: Path, number: int) -> Path:
 def _refusal(skipped: Counter[str], examples: Sequence[str], limit: int, advice: str) -> str:
     count = skipped.total()
     reasons = ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
-    allowed = f", {limit} may be skipped" if limit else ""
+    allowed = f", but at most {limit} may be skipped" if limit else ""
     listed = "".join(f"\n  {example}" for example in examples[:EXAMPLES])
     more = f"\n  and {count - EXAMPLES} more" if count > EXAMPLES else ""
     return (f"{count} document{'s' if count > 1 else ''} cannot be used ({reasons}){allowed}. "
@@ -189,9 +189,9 @@ def _run_jobs(jobs: list[_Job], convert: _Convert, workers: int,
             for future in as_completed(futures):
                 yield futures[future], future.result()
     except BrokenProcessPool as error:
-        raise RunStopped("A process that prepared data ended: it was killed, perhaps for want of memory, or a script "
-                         "begins the work without `if __name__ == '__main__':`. The same command goes on from what is "
-                         "done.") from error  # fmt: skip
+        raise RunStopped("A data worker process ended: it was killed, perhaps by running out of memory, or a script "
+                         "starts the work without `if __name__ == '__main__':`. Rerun the command to resume."
+                         ) from error  # fmt: skip
     finally:
         stop.set()  # where this ends before its time, no worker need finish its unit
         pool.shutdown(cancel_futures=True)

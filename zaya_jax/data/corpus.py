@@ -95,16 +95,16 @@ def find_corpus(config: DataConfig) -> Corpus:
     suffixes = ", ".join(config.suffixes)
     if not files:
         raise InputError(
-            f"data.corpus is {config.corpus!r}, but {root} holds no file that ends in {suffixes} and is not empty; "
-            "change data.corpus or data.suffixes."
+            f"data.corpus is {config.corpus!r}, but {root} contains no non-empty file that ends in {suffixes}; change "
+            "data.corpus or data.suffixes."
         )
     hashes = {file: content_hash(_read(root / file).encode()) for file in files}
     ordered = sorted(set(hashes.values()))
     if len(ordered) == 1:
         raise InputError(
-            f"data.corpus is {config.corpus!r}, but {root} holds one text only ({files[0]}, {len(files)} "
-            f"file{'s' if len(files) > 1 else ''} that end{'' if len(files) > 1 else 's'} in {suffixes}), and one must "
-            "be held out of training; add a file, or split this one."
+            f"data.corpus is {config.corpus!r}, but {root} contains only one distinct text ({files[0]}; {len(files)} "
+            f"file{'s' if len(files) > 1 else ''} in {suffixes}), and one must be held out from training; add a file, "
+            "or split this one."
         )
     below = sum(value < config.heldout_fraction * 2**64 for value in ordered)
     last = ordered[min(max(below, 1), len(ordered) - 1) - 1]
@@ -125,7 +125,7 @@ def _read(path: Path) -> str:
 
 def _files(root: Path, suffixes: tuple[str, ...], excluded: frozenset[str]) -> Iterator[str]:
     def fail(error: OSError) -> None:
-        raise InputError(f"The folder {error.filename} of the corpus cannot be listed: {error.strerror}.") from error
+        raise InputError(f"The corpus folder {error.filename} cannot be listed: {error.strerror}.") from error
 
     for folder, subfolders, names in os.walk(root, onerror=fail):
         subfolders[:] = [name for name in subfolders if name not in excluded]

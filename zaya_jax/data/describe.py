@@ -38,7 +38,7 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     """
     for option, value in (("--step-seconds", step_seconds), ("--max-iops", max_iops)):
         if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{option} is {value:g}, but must be finite and greater than zero.")
+            raise InputError(f"{option} is {value:g}, but must be a finite number greater than 0.")
     prepared = open_sources(config)
     plan = plan_run(config, prepared)
     parts = [_sources(prepared)]
@@ -57,8 +57,8 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
                 row = share.phase_rows.row(number)
-                parts.append(f"Phase {phase.config.name}, {name}, row {number}, [[what the loss counts]], ---- between "
-                             f"documents:\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
+                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[covered by the loss]], ---- "
+                             f"between documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
     return "\n\n".join(parts)
 
 
@@ -100,7 +100,7 @@ def _sources(prepared: Prepared) -> str:
             entry = source.manifest.split(split)
             rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
                          f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
-        left_out += [f"{name}: left out {count:,} documents: {why}" for why, count in source.manifest.counts.items()]
+        left_out += [f"{name}: skipped {count:,} documents: {why}" for why, count in source.manifest.counts.items()]
         left_out += [f"  {example}" for example in source.manifest.examples]
     return "\n".join([_table(rows), *left_out])
 
@@ -120,10 +120,11 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
         if share.counts:
             outcomes = ", ".join(f"{share.counts.get(outcome, 0):,} {outcome.replace('_', ' ')}"
                                  for outcome in get_args(Outcome))  # fmt: skip
-            trimmed.append(f"{name}: conversations made to fit {phase.context:,} tokens: {outcomes}")
+            trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {outcomes}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
     head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
-            f"{phase.context:,} tokens a step, {settings.packing}, {phase.rows * phase.context:,} tokens")  # fmt: skip
+            f"{phase.context:,} tokens per step, {settings.packing}, {phase.rows * phase.context:,} tokens in all"
+            )  # fmt: skip
     return "\n".join([head, _table(rows), *trimmed])
 
 
@@ -135,10 +136,10 @@ def _documents_per_row(phase: PhasePlan) -> float:
 
 
 def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
-    return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB a step, {load.operations_per_step:,.6g} reads of a page "
-            f"(fragmentation {load.fragmentation:.2f}); at {step_seconds:g} s a step "
-            f"{load.operations_per_second:,.6g} reads/s; {max_iops:,.6g} reads/s feed steps of "
-            f"{load.shortest_step_seconds:.3g} s and more")  # fmt: skip
+    return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
+            f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
+            f"{step_seconds:g} s/step. Storage with {max_iops:,.6g} reads/s sustains "
+            f"{load.shortest_step_seconds:.3g} s/step")  # fmt: skip
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

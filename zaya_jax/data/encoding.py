@@ -67,7 +67,7 @@ class PrepareWork:
         if isinstance(document.value, np.ndarray):
             return _check_ids(tokenizer, document, document.value)
         if not isinstance(document.value, str):
-            return _skipped(document, "wrong type", f"the field {self.settings.field!r} holds no text; --chat reads "
+            return _skipped(document, "wrong type", f"the field {self.settings.field!r} is not text; --chat reads "
                             "conversations")  # fmt: skip
         return document.value
 
@@ -83,7 +83,7 @@ class PrepareWork:
             if isinstance(value, str):
                 tokens, text = next(encoded), value.encode()
                 if tokenizer.eot in tokens:  # of a tokenizer that does not mark it as special
-                    yield _skipped(document, "end inside", f"its text makes the token {tokenizer.eot_text!r}")
+                    yield _skipped(document, "end inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
                 # Text and token ids of any dtype are split alike, so the text of the ids decides.
@@ -119,7 +119,7 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
         return _skipped(document, "wrong tokens", "a document needs tokens, each at least 0 and below "
                         f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary")  # fmt: skip
     if (ids == tokenizer.eot).any():
-        return _skipped(document, "end inside", f"it holds the token {tokenizer.eot_text!r} before its end")
+        return _skipped(document, "end inside", f"it contains the token {tokenizer.eot_text!r} before its end")
     return ids
 
 
@@ -133,11 +133,11 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
         return _skipped(document, "no conversation", str(error))
     special = find_special(conversation, tokenizer.specials)
     if special is not None:
-        return _skipped(document, "special token", f"it holds the text {special!r}, which would end a turn")
+        return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
         _to_json(conversation)
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
-        return _skipped(document, "no conversation", f"it holds what JSON cannot: {error}")
+        return _skipped(document, "no conversation", f"it contains what JSON cannot represent: {error}")
     return conversation
 
 

@@ -130,17 +130,17 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
         raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
     if manifest is None:  # its fields may be others too
         raise InputError(
-            f"The manifest {folder / MANIFEST} is of format {version}, but this version reads {FORMAT}. {remedy}"
+            f"The manifest {folder / MANIFEST} has format {version}, but this version reads format {FORMAT}. {remedy}"
         )
     for entry in manifest.files():
         if not isinstance(entry.file, str) or Path(entry.file).name != entry.file:
-            raise InputError(f"The manifest {folder / MANIFEST} names {entry.file!r}, which is no file name. {remedy}")
+            raise InputError(f"The manifest {folder / MANIFEST} lists {entry.file!r}, not a file name. {remedy}")
         path = folder / entry.file
         if not path.is_file():
             raise InputError(f"The data file {path} is missing. {remedy}")
         size = path.stat().st_size
         if size != entry.bytes:
-            raise InputError(f"The data file {path} has {size} bytes instead of {entry.bytes}. {remedy}")
+            raise InputError(f"The data file {path} has {size} bytes, but must have {entry.bytes}. {remedy}")
     return manifest
 
 
@@ -154,9 +154,9 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     manifest = Manifest(**files, **splits, **tree)
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):
         if value not in allowed:
-            raise ValueError(f"its {name} is {value!r}, which is none of {', '.join(allowed)}")
+            raise ValueError(f"its {name} is {value!r}, but must be one of {', '.join(allowed)}")
     if not isinstance(manifest.counts, dict) or not isinstance(manifest.content, str):
-        raise ValueError("its counts or its content are of another type")
+        raise ValueError("its counts or content have the wrong type")
     return manifest
 
 

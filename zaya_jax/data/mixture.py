@@ -43,7 +43,7 @@ class Mixture:
         """
         for name, weight in weights.items():
             if not (math.isfinite(weight) and weight > 0):
-                raise InputError(f"The weight of the source {name!r} is {weight}; it must be finite and above 0.")
+                raise InputError(f"The weight of the source {name!r} is {weight}, but must be finite and above 0.")
         self.names: tuple[str, ...] = tuple(weights)
         self._per_period = _integers([Fraction(str(weight)) for weight in weights.values()])
         self.period: int = sum(self._per_period)

@@ -58,8 +58,8 @@ class TrainBatches(Iterator[Batch]):
                 raise
             code = str(error).partition("exit code ")[2].partition(".")[0].replace("-", "signal ")
             raise WorkerLost(
-                f"A process that reads data was killed ({code}), as happens where memory runs out: lower data.workers, "
-                f"now {self._workers} (with 0 this process reads), or give the run more memory."
+                f"A data worker process was killed ({code}), probably because memory ran out. Lower data.workers "
+                f"(now {self._workers}; 0 reads data in the training process), or give the run more memory."
             ) from error
         self._sequences += _stage_at_row(self._stages, self._sequences).sequences
         return batch
@@ -96,15 +96,14 @@ class TrainBatches(Iterator[Batch]):
         """
         if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
-                "The saved position is in other data: the content of a source or of the corpus, a key of data, of a "
-                "phase that is begun, model.vocab_size or seed has changed since, or an older version saved it, which "
-                "held out files of data.corpus by path and encoded conversations piece by piece. Restore the old "
-                "values, or start a new run_dir."
+                "The saved position belongs to other data: a source, the corpus, a key of data or of a phase that has "
+                "started, model.vocab_size or seed has changed since the checkpoint, or an older version of zaya_jax "
+                "saved it. Restore the old values, or start a new run_dir."
             )
         if not _is_step_boundary(self._stages, int(state["sequences"])):
             raise InputError(
-                f"The saved position is after {state['sequences']} rows, where no step of this run begins: the batch "
-                "of a phase that is begun has changed since. Restore the old one, or start a new run_dir."
+                f"The saved position is after {state['sequences']} rows, which is not a step boundary: the batch size "
+                "of a phase that has started was changed. Restore it, or start a new run_dir."
             )
         self._batches.close()
         self._sequences = int(state["sequences"])
@@ -175,8 +174,8 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
         count = shares[stage.phase][1] if shares else 1
         if stage.sequences % count:
             raise InputError(
-                f"The batch of phase {config.phases[stage.phase].name} has {stage.sequences} sequences a step, but "
-                f"must have a multiple of the {count} processes that share it."
+                f"The batch of phase {config.phases[stage.phase].name} has {stage.sequences} sequences per step, but "
+                f"must have a multiple of {count}, the number of processes that share it."
             )
     start = rows_before(config, first_step(config))
     return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,

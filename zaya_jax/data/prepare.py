@@ -83,7 +83,7 @@ def prepare(
     try:
         is_file = os.path.lexists(output) and not stat.S_ISDIR(output.stat().st_mode)
     except (OSError, ValueError) as error:
-        raise InputError(f"--output is {str(output)!r}, which can be no folder: {error}.") from error
+        raise InputError(f"--output is {str(output)!r}, which is not a valid folder: {error}.") from error
     if is_file:
         raise InputError(f"--output is {str(output)!r}, which is a file, but must be a folder.")
     special = find_special_tokens(tokenizer, chat=settings.kind == "chat", eot=settings.eot, bos=settings.bos)
@@ -114,7 +114,7 @@ def merge(output: Path) -> Manifest:
       InputError: `output` holds no preparation, or tasks are missing (the message names them).
     """
     if not output.is_dir():
-        raise InputError(f"{output} is no folder; give the --output of prepare.")
+        raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
     if not (output / PLAN).exists() and not (output / MANIFEST).exists():
         _read_plan(output)  # raises, before a lock is left in somebody else's folder
     with locked(output / ".merge.lock", "The prepared folder"):
@@ -175,14 +175,14 @@ def open_manifest(folder: Path) -> Manifest:
     if not (folder / MANIFEST).is_file() and (folder / PLAN).is_file():
         raise InputError(_incomplete(folder, missing_tasks(folder), _read_plan(folder)["tasks"]))
     if not folder.is_dir():
-        raise InputError(f"The folder {folder} of prepared data is not there; make it with "
+        raise InputError(f"The prepared folder {folder} does not exist; create it with "
                          "python -m zaya_jax.data prepare.")  # fmt: skip
     return read_manifest(folder, remedy(folder))
 
 
 def remedy(folder: Path) -> str:
     """The advice for a damaged prepared folder."""
-    return f"Bring the file back, or prepare the data anew in another folder than {folder}."
+    return f"Restore the file, or prepare the data again in a folder other than {folder}."
 
 
 def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens,
@@ -218,7 +218,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
     if not (output / MANIFEST).exists():
         return False
     if read_manifest(output, remedy(output)).inputs != plan["digest"]:
-        raise InputError(f"The folder {output} holds data prepared of other inputs or settings; choose another "
+        raise InputError(f"The folder {output} contains data prepared from other inputs or settings; choose another "
                          "--output.")  # fmt: skip
     return True
 
@@ -250,9 +250,9 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
     for key, value in plan.items():
         if saved.get(key) != value:
             of_files = key in ("files", "digest")
-            how = "a name, a size or a time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
-            raise InputError(f"The folder {output} holds an unfinished preparation with other {key}: {how}. "
-                             "Continue with the same, or choose another --output.")  # fmt: skip
+            how = "a name, size or time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
+            raise InputError(f"The folder {output} contains an unfinished preparation with other {key}: {how}. "
+                             "Rerun the original command, or choose another --output.")  # fmt: skip
     return True
 
 
@@ -260,12 +260,12 @@ def _read_plan(output: Path) -> dict[str, Any]:
     try:
         plan = json.loads((output / PLAN).read_text(encoding="utf-8"))
         if plan["format"] != FORMAT:
-            raise ValueError(f"it is of format {plan['format']}, but this version reads {FORMAT}")
+            raise ValueError(f"it has format {plan['format']}, but this version reads format {FORMAT}")
         for key in ("bos", "eos"):  # as in a manifest without them
             plan.setdefault(key, plan["eot"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
-            f"The folder {output} holds no preparation: {output / PLAN} cannot be read ({error})."
+            f"The folder {output} contains no preparation: {output / PLAN} cannot be read ({error})."
         ) from error
     return plan
 
@@ -274,9 +274,10 @@ def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
     if not missing:
         return f"The prepared folder {folder} is not merged; run python -m zaya_jax.data merge {folder}."
     if tasks == 1:
-        return f"The prepared folder {folder} is not complete; run the same prepare command again to finish it."
-    return (f"The prepared folder {folder} is not complete: of its {tasks} tasks, {', '.join(map(str, missing))} "
-            f"{'is' if len(missing) == 1 else 'are'} missing. Run them with --task, then merge.")  # fmt: skip
+        return f"The prepared folder {folder} is incomplete; rerun the prepare command to finish it."
+    return (f"The prepared folder {folder} is incomplete: {len(missing)} of {tasks} tasks "
+            f"{'is' if len(missing) == 1 else 'are'} missing ({', '.join(map(str, missing))}). Run "
+            f"{'it' if len(missing) == 1 else 'them'} with --task, then merge.")  # fmt: skip
 
 
 def _refuse_foreign(output: Path) -> None:
@@ -288,7 +289,7 @@ def _refuse_foreign(output: Path) -> None:
         path.name for path in output.iterdir() if path.name not in ours and path.suffix not in (".lock", ".partial")
     ]
     if foreign:
-        raise InputError(f"The folder {output} holds other files, such as {min(foreign)!r}; choose a new or an empty "
+        raise InputError(f"The folder {output} contains other files, such as {min(foreign)!r}; choose a new or empty "
                          "--output.")  # fmt: skip
 
 
@@ -316,6 +317,6 @@ def summary(folder: Path, manifest: Manifest) -> str:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "
                      f"into another --output with --heldout {fraction:.1g}.")  # fmt: skip
-    lines += [f"  left out, {reason}: {count:,}" for reason, count in manifest.counts.items()]
+    lines += [f"  skipped, {reason}: {count:,}" for reason, count in manifest.counts.items()]
     lines += [f"    {example}" for example in manifest.examples]
     return "\n".join(lines)

@@ -49,7 +49,7 @@ class WorkProgress:
         if self._lines and time.monotonic() - self._reported >= _LINE_EVERY:
             self._reported = time.monotonic()
             elapsed = self._reported - self._started
-            left = f"{(self._total - done) * elapsed / done:.0f} s left" if done else "just begun"
+            left = f"{(self._total - done) * elapsed / done:.0f} s left" if done else "just started"
             self._line(f"{100 * done / max(self._total, 1):.0f} %, {left}")
 
     @contextmanager

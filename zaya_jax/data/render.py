@@ -87,7 +87,7 @@ def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str 
     loaded = load_template(template)
     inputs = json_digest(FORMAT, manifest.content, split, loaded.digest, limit)
     target = cache / inputs
-    remedy = f"Delete the folder {target}, so that it is made anew."
+    remedy = f"Delete the folder {target}; the next run creates it again."
     with locked(target.with_suffix(".lock"), "The folder data.cache_dir"):
         if not (target / MANIFEST).exists():
             _render(folder, manifest, split, loaded, limit, target, inputs)
@@ -103,9 +103,9 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
     shards = manifest.split(split).shards
     work = RenderWork(target / TOKENIZER, manifest.special, template, limit, folder, split)
     conversion = Conversion(target, shards, [shard.bytes for shard in shards],
-                            f"The chat template {template.name} must write out each of them.",
+                            f"The chat template {template.name} must render all of them.",
                             workers=default_workers())  # fmt: skip
-    conversion.convert(work, f"writing out the {split} conversations of {folder.name}")
+    conversion.convert(work, f"rendering the {split} conversations of {folder.name}")
     write_merged(target, len(shards), kind="masked", inputs=inputs, special=manifest.special)
     remove_notes(target)
 

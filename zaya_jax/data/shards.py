@@ -94,8 +94,8 @@ class ShardWriter:
 
     def _failed(self, error: Exception) -> RunStopped:
         why = " ".join(str(error).split())[:300]
-        return RunStopped(f"The shard {self._path} cannot be written: {why}. Is the disk full? The same command goes "
-                          "on from what is done.")  # fmt: skip
+        return RunStopped(f"The shard {self._path} cannot be written: {why}. Is the disk full? Rerun the command to "
+                          "resume.")  # fmt: skip
 
 
 @dataclass
@@ -150,7 +150,7 @@ class Records:
         """The error for a record whose bytes were altered."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
         return InputError(f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
-                          "Prepare the data again, or bring the file back.")  # fmt: skip
+                          "Prepare the data again, or restore the file.")  # fmt: skip
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle without open files."""

@@ -95,11 +95,11 @@ def open_sources(config: Config) -> Prepared:
                 f"data.sources.{first.name} with {first.manifest.bos!r}; prepare both with the same --bos."
             )
         if source.manifest.train.documents == 0:
-            raise InputError(f"data.sources.{source.name} holds no document to train on.")
+            raise InputError(f"data.sources.{source.name} contains no training document.")
     read = {name for phase in config.phases for name in phase.mixture or sources}
     if not any(sources[name].manifest.heldout.documents for name in read):
-        raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) holds out a document, so nothing "
-                         "could be evaluated; prepare one with a larger --heldout.")  # fmt: skip
+        raise InputError(f"No source that a phase reads ({', '.join(sorted(read))}) has a held-out document, so there "
+                         "is nothing to evaluate; prepare one with a larger --heldout.")  # fmt: skip
     for source in sources.values():
         advice = remedy(source.folder) if config.data.sources else cache_remedy(source.folder)
         try:

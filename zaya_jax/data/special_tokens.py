@@ -48,13 +48,13 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     else:
         known = [text for text in BOS_TEXTS if text in loaded.specials]
         if len(known) > 1:
-            raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; name the token that begins a "
-                             "document with --bos.")  # fmt: skip
+            raise InputError(f"The tokenizer file {tokenizer} has {' and '.join(known)}; choose the token that begins "
+                             "a document with --bos.")  # fmt: skip
         begin = known[0] if known else loaded.eot_text
     if begin is not None and loaded.token_id(begin) is None:
         where = "--bos" if bos is not None else f"bos_token of {path}"
-        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; give --bos one of "
-                         "its tokens, or none.")  # fmt: skip
+        raise InputError(f"{where} is {begin!r}, which the tokenizer file {tokenizer} does not have; pass --bos with "
+                         "one of its tokens, or none.")  # fmt: skip
     return SpecialTokens(loaded.eot_text, begin, eos if "eos_token" in config else loaded.eot_text)
 
 
@@ -62,9 +62,9 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"The file {path} beside the tokenizer cannot be read: {error}.") from error
+        raise InputError(f"The file {path} next to the tokenizer cannot be read: {error}.") from error
     if not isinstance(config, dict):
-        raise InputError(f"The file {path} beside the tokenizer is not a JSON object.")
+        raise InputError(f"The file {path} next to the tokenizer is not a JSON object.")
     return config
 
 
@@ -73,5 +73,5 @@ def _text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(f"{key} of {path} is {token!r:.100}, but must be null, a text or an object with a content.")
+        raise InputError(f"{key} of {path} is {token!r:.100}, but must be null, text, or an object with a content.")
     return text

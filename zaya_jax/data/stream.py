@@ -117,8 +117,8 @@ class Packer(NamedTuple):
         everything = whole_documents(documents.lengths)
         later = self._pack(documents, everything, self.seed)
         if later.rows.per_epoch == 0:
-            raise InputError(f"{key} gives no row of {self.context} tokens: its {len(documents)} documents are all too "
-                             f"short, or left out by over_length {self.over_length!r}.")  # fmt: skip
+            raise InputError(f"{key} yields no row of {self.context} tokens: its {len(documents)} documents are all "
+                             f"too short, or dropped by over_length {self.over_length!r}.")  # fmt: skip
         if position.rest is None:
             return PhaseRows(position.epoch, later, later, content, documents.lengths)
         # Conversations written out anew have other tokens: one that was begun is over.

@@ -52,7 +52,7 @@ class _Runner:
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         data = json.dumps(request).encode() + b"\n"
         if len(data) > LONGEST:
-            return {"render": f"its input takes more than {LONGEST // 2**20} MiB as JSON"}
+            return {"render": f"its input is larger than {LONGEST // 2**20} MiB as JSON"}
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._close()  # it was killed while it waited, for which no template is to blame
@@ -67,8 +67,9 @@ class _Runner:
         if status == -signal.SIGXCPU:
             return {"render": f"it takes more than {request['seconds']} s"}
         if status < 0:
-            return {"render": f"its process was ended by {signal.Signals(-status).name}, perhaps for want of memory"}
-        raise RunStopped(f"The process that runs chat templates cannot run: it ended with status {status}. Try "
+            name = signal.Signals(-status).name
+            return {"render": f"its process was ended by {name}, perhaps because it ran out of memory"}
+        raise RunStopped(f"The chat template process cannot run: it ended with status {status}. Try "
                          f"{sys.executable} -c 'import jinja2'.")  # fmt: skip
 
     def _send(self, data: bytes) -> bytes:

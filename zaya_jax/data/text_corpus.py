@@ -66,7 +66,7 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
 
 def cache_remedy(folder: Path) -> str:
     """The advice for a damaged folder of the cache."""
-    return f"Delete the folder {folder}, so that the next run prepares it anew."
+    return f"Delete the folder {folder}; the next run prepares it again."
 
 
 def read_baselines(folder: Path) -> dict[str, float]:
@@ -93,7 +93,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
         if find_corpus(config.data).digest() != corpus_digest:  # the texts were read several times
-            raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; start again.")
+            raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; rerun the command.")
         manifest = Manifest(
             format=FORMAT,
             kind="tokens",

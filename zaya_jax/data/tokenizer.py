@@ -66,7 +66,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"The text cannot be encoded: its character at position {error.start} is half of a surrogate pair."
+                f"The text cannot be encoded: its character at position {error.start} is an unpaired surrogate."
             ) from error
         return self._backend.encode(text, add_special_tokens=False).ids
 
@@ -156,10 +156,10 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
     if eot_text is not None:
         for text, role in ((eot_text, "end"), (bos_text, "begin")):
             if text is not None and backend.token_to_id(text) is None:
-                raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document with.")
+                raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     else:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
-        raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document with --eot.")
+        raise InputError(f"The tokenizer file {path} {has}; choose the token that ends a document with --eot.")
     return Tokenizer(backend, eot_text, bos_text)
 
 
@@ -168,7 +168,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
-            "give the model at least as many."
+            f"raise model.vocab_size to at least {tokenizer.vocab_size}."
         )
 
 
@@ -177,5 +177,5 @@ def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:
     if -(-tokenizer.vocab_size // _PADDED_TO) * _PADDED_TO >= vocab_size:
         return None
     return (f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "
-            f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are computed with and never used. Lower "
-            "model.vocab_size, or take a larger tokenizer.")  # fmt: skip
+            f"{vocab_size - tokenizer.vocab_size:,} rows of the embedding are never used. Lower model.vocab_size, or "
+            "use a larger tokenizer.")  # fmt: skip

@@ -34,7 +34,7 @@ def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> 
                 for entry, digest in zip(batch, actual, strict=True):
                     if digest != entry.digest:
                         path = folder / entry.file
-                        raise InputError(f"The data file {path} was altered: its digest does not fit. {remedy}")
+                        raise InputError(f"The data file {path} was altered: its checksum does not match. {remedy}")
                     verified[entry.file] = _stamp(folder, entry)
                 write_atomically(notes, json.dumps(verified))
 

@@ -1,1 +1,1 @@
-"""Folders of `transformers`: their layouts, read and written."""
+"""Read and write `transformers` folders in both layouts."""

@@ -1,9 +1,10 @@
-"""`config.json` of a `transformers` ZAYA folder to `ModelConfig` and back (zaya1.md §12.1)."""
+"""Convert `config.json` of a `transformers` ZAYA folder to `ModelConfig` and back (docs/reference.md §12.1)."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.config.checks import shown
 from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
 
@@ -24,15 +25,19 @@ _SIZES = {  # ours: theirs
 _KINDS: dict[str, AttentionKind] = {"hybrid": "full", "hybrid_sliding": "sliding"}
 _ONLY = {"attention": "cca", "router": "zaya", "residual_scaling": True}
 _FIXED = {"hidden_act": ("silu",), "tie_word_embeddings": (True,), "num_experts_per_tok": (1,)}
-_LARGEST = 1e300  # of a number: a longer integer is no float
+_LARGEST = 1e300  # a larger integer would overflow a float
 _QUANTIZED = ("quantization_config", "compression_config", "vision_config", "vision_lora")
 
 
 def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
-    """The architecture a `config.json` describes.
+    """Parse the architecture of a `config.json`.
+
+    Args:
+      tree: content of the file.
+      where: its path, for messages.
 
     Raises:
-      InputError: a key is missing or has a value this model has no form of; `where` is named.
+      InputError: a key is missing, or its value is not supported.
     """
     require_zaya(tree, _FIXED, where)
     sizes = {ours: whole(tree, theirs, where) for ours, theirs in _SIZES.items()}
@@ -54,19 +59,19 @@ def from_hf(tree: dict[str, Any], where: str) -> ModelConfig:
 
 
 def build(where: str, **fields: Any) -> ModelConfig:
-    """The configuration of these fields, found to be one that can be."""
+    """Build and check a configuration."""
     config = ModelConfig(**fields)
     try:
         config.check()
     except InputError as error:
-        raise InputError(f"{where} describes no model that can be: {error}") from error
+        raise InputError(f"{where} describes an invalid model: {error}") from error
     return config
 
 
 def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str) -> None:
-    """Refuse another model, and a ZAYA with more or other weights than this one or another value of a `fixed` key."""
+    """Raise `InputError` for another model type, a quantized or vision variant, or another value of a `fixed` key."""
     if tree.get("model_type") != "zaya":
-        raise InputError(f"{where} has model_type {tree.get('model_type')!r:.200}, but must have 'zaya'.")
+        raise InputError(f"{where} has model_type {tree.get('model_type')!r:.200}, but it must be 'zaya'.")
 
     for key in _QUANTIZED:
         if tree.get(key):
@@ -77,33 +82,33 @@ def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], whe
 
 
 def whole(tree: dict[str, Any], key: str, where: str) -> int:
-    """A size."""
+    """Read a positive whole number."""
     if type(tree.get(key)) is not int or tree[key] < 1:
-        raise InputError(f"{where} has {key} {tree.get(key)!r:.200}, but must have a positive whole number.")
+        raise InputError(f"{where} has {key} {tree.get(key)!r:.200}, but it must be a positive whole number.")
     return tree[key]
 
 
 def window(tree: dict[str, Any], where: str) -> int | None:
-    """The tokens that a query of a sliding layer sees, itself included; None where it is not given."""
+    """Read the sliding window: keys that a query attends to, itself included; None if not given."""
     value = tree.get("sliding_window")
     if value is not None and type(value) is not int:
-        raise InputError(f"{where} has sliding_window {value!r:.200}, but must have a whole number.")
+        raise InputError(f"{where} has sliding_window {value!r:.200}, but it must be a whole number.")
     return value
 
 
 def flag(tree: dict[str, Any], key: str, where: str) -> bool:
-    """True or false; false where it is not given."""
+    """Read a boolean, false by default."""
     value = tree.get(key, False)
     if type(value) is not bool:
-        raise InputError(f"{where} has {key} {value!r:.200}, but must have true or false.")
+        raise InputError(f"{where} has {key} {value!r:.200}, but it must be true or false.")
     return value
 
 
 def number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
-    """A number; `default` where it is not given."""
+    """Read a number."""
     value = tree.get(key, default)
-    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # NaN is not, either
-        raise InputError(f"{where} has {key} {value!r:.200}, but must have a number.")
+    if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # also rejects NaN
+        raise InputError(f"{where} has {key} {value!r:.200}, but it must be a number.")
     return float(value)
 
 
@@ -112,43 +117,43 @@ def _layer_types(tree: dict[str, Any], num_layers: int, where: str) -> list[str]
     if types is None:
         types = ["hybrid"] * num_layers
     if not isinstance(types, list):
-        raise InputError(f"{where} has layer_types {types!r:.200}, but must have a list.")
+        raise InputError(f"{where} has layer_types {types!r:.200}, but it must be a list.")
     if len(types) != num_layers:
-        raise InputError(f"{where} has {len(types)} layer_types for {num_layers} layers.")
+        raise InputError(f"{where} has {len(types)} layer_types, but num_hidden_layers is {num_layers}.")
     for kind in types:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise InputError(f"{where} has the layer type {kind!r:.200}, but supported are {', '.join(_KINDS)}.")
+            raise InputError(f"{where} has the layer type {kind!r:.200}, but it must be one of {', '.join(_KINDS)}.")
     return types
 
 
 def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, float], float]:
-    """Base of each kind of layer and the rotated fraction, which all kinds share."""
+    """Return the RoPE base of each layer type, and the rotated fraction that all of them share."""
     bases, fractions = {"hybrid": 5.0e6, "hybrid_sliding": 1.0e4}, []
     parameters = {} if parameters is None else parameters
-    # A rope_type beside the sections is in the released 8B's file and means nothing (zaya1.md §12.1).
+    # The released 8B has a meaningless rope_type next to the sections (docs/reference.md §12.1).
     known = {*_KINDS, "rope_type"}
     if not isinstance(parameters, dict) or not known.issuperset(parameters):
-        raise InputError(f"{where} has rope_parameters {parameters!r:.200}, but must have sections "
+        raise InputError(f"{where} has rope_parameters {parameters!r:.200}, but it must have the sections "
                          f"{', '.join(_KINDS)}.")  # fmt: skip
     for kind in dict.fromkeys(types):
         section = parameters.get(kind)
         section = {} if section is None else section
         if not isinstance(section, dict):
-            raise InputError(f"{where} has rope_parameters {section!r:.200} for {kind}, but must have a section.")
+            raise InputError(f"{where} has rope_parameters.{kind} {section!r:.200}, but it must be a section.")
         if section.get("rope_type", "default") != "default":
             raise InputError(f"{where} has rope_type {section['rope_type']!r:.200}, but only 'default' is supported.")
         bases[kind] = number(section, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
         fractions.append(number(section, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
     if len(set(fractions)) > 1:
-        raise InputError(f"{where} rotates different fractions ({fractions}) in different layers; one is supported.")
+        raise InputError(f"{where} has different partial_rotary_factor values ({fractions}), but they must be equal.")
     return bases, fractions[0]
 
 
 def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What `transformers` reads as the same architecture.
+    """Return the content of `config.json` for `transformers`.
 
     Raises:
-      InputError: a part of ZAYA1 is taken away, of which `transformers` has no form; its key is named.
+      InputError: the architecture is an ablation that `transformers` cannot represent.
     """
     theirs = {kind: name for name, kind in _KINDS.items()}
     pattern = config.period * config.num_groups
@@ -170,13 +175,13 @@ def to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
 
 
 def header(config: ModelConfig, dtype: str, fixed: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What every `config.json` begins with; refuses a part of ZAYA1 taken away, of which the folders have no form."""
+    """Return the keys that start every `config.json`; `InputError` for ablations that the layouts cannot represent."""
     if unknown := set(config.layer_pattern).difference(_KINDS.values()):
-        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but a model can be written for transformers only "
-                         f"where its layers are {' and '.join(_KINDS.values())}.")  # fmt: skip
+        raise InputError(f"model.layer_pattern has {min(unknown)!r}, but only models whose layers are "
+                         f"{' and '.join(_KINDS.values())} can be exported to transformers.")  # fmt: skip
     for key, value in _ONLY.items():
         if getattr(config, key) != value:
-            raise InputError(f"model.{key} is {getattr(config, key)!r}, but a model can be written for transformers "
-                             f"only where it is {value!r}.")  # fmt: skip
+            raise InputError(f"model.{key} is {shown(getattr(config, key))}, but must be {shown(value)} to export to "
+                             "transformers.")  # fmt: skip
     return {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype,
             **{key: values[0] for key, values in fixed.items()}}  # fmt: skip

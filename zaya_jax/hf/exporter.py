@@ -1,4 +1,4 @@
-"""A folder for `transformers`, either layout, written layer by layer from wherever the parameters are."""
+"""Write a `transformers` folder in either layout, one layer at a time."""
 
 import json
 import shutil
@@ -38,28 +38,27 @@ Read = Callable[[str, int | None], np.ndarray]
 def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax.typing.DTypeLike,
                  layout: Layout = "hf", carry: str | Path | None = None,
                  max_shard_bytes: int = 5 * 10**9) -> None:  # fmt: skip
-    """Write a model; the folder appears whole or not at all. One process does it.
+    """Write a model atomically, from one process.
 
-    The host holds one layer's part of one parameter at a time, as `read` gives it.
+    The host holds one layer of one parameter at a time.
 
     Args:
-      folder: new, or an empty one.
+      folder: new or empty.
       config: the architecture.
-      read: from a parameter's name (`model.tree`) and the index in its stack (None where it is not stacked) to its
-        value, [...] without the stack.
-      dtype: of the parameters in the folder; balancing biases are fp32 whatever it is.
-      layout: 'hf', that of `transformers` (zaya1.md §12.1), or 'legacy' (§12.2).
-      carry: a folder whose tokenizer, chat template and generation files, and special tokens in `config.json`, are
-        taken along.
-      max_shard_bytes: of a file, unless it is of one larger tensor.
+      read: returns a parameter, given its name (`model.tree`) and its index in the stack (None if it is not stacked).
+      dtype: of the parameters in the folder; balancing biases are always fp32.
+      layout: 'hf' for current `transformers` (docs/reference.md §12.1), 'legacy' for the first release (§12.2).
+      carry: folder to copy the tokenizer, chat template and generation files from, and the special tokens of
+        `config.json`.
+      max_shard_bytes: maximum size of a file, unless a single tensor is larger.
 
     Raises:
-      InputError: `folder` is not free, `carry` is no folder, the layout has no form of the architecture, or a value
-        is not finite in `dtype`; there is no folder then.
+      InputError: `folder` is not empty, `carry` is not a folder, the layout cannot represent the architecture, or a
+        value is not finite in `dtype`; nothing is written.
     """
     kind, folder = np.dtype(jnp.dtype(dtype)), Path(folder).expanduser()
     if kind not in DTYPES.values():
-        raise InputError(f"The dtype is {kind.name}, but a folder's parameters are one of "
+        raise InputError(f"The dtype is {kind.name}, but must be one of "
                          f"{', '.join(known.name for known in DTYPES.values())}.")  # fmt: skip
     describe, names = LAYOUTS[layout]
     described = describe(config, kind.name)
@@ -81,17 +80,17 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
 
 
 def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
-    """Write `model` so that `transformers` loads it, in the dtype of its embedding.
+    """Write `model` as a `transformers` folder, in the dtype of its embedding.
 
     Raises:
-      InputError: see `write_folder`; nothing is written then.
+      InputError: see `write_folder`.
     """
     values = {**parameters(model), **balancing_biases(model)}
     write_folder(folder, model.config, read_arrays(values), model.dtype, layout)
 
 
 def read_arrays(values: Mapping[str, jax.Array]) -> Read:
-    """`write_folder`'s `read` from parameters and balancing biases on devices of this process."""
+    """Return `write_folder`'s `read` for parameters and balancing biases on this process's devices."""
     return lambda name, group: np.asarray(values[name] if group is None else values[name][group])
 
 
@@ -119,7 +118,7 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
 
 
 def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
-    """A tensor's bytes, cast and laid out a few rows at a time."""
+    """Yield a tensor's bytes, converted a few rows at a time."""
     ours = read(tensor.leaf, tensor.group)
     x = tensor.to_theirs(ours if tensor.part is None else ours[tensor.part])
     rows = max(1, _BLOCK // max(1, x[:1].nbytes))
@@ -133,12 +132,12 @@ def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
 
 
 def _latest(read: Read) -> Read:
-    """`read`, its last result kept: a legacy folder's experts come out of it one by one."""
+    """Cache the last result of `read`, since the legacy layout stores the experts of one parameter separately."""
     last: list[Any] = [None, None]
 
     def read_once(name: str, group: int | None) -> np.ndarray:
         if last[0] != (name, group):
-            last[:] = None, None  # given back before the next one is taken
+            last[:] = None, None  # free the memory before the next read
             last[:] = (name, group), read(name, group)
         return last[1]
 
@@ -147,24 +146,24 @@ def _latest(read: Read) -> Read:
 
 def _check_free(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder; a model is saved into a new one.")
+        raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
 
 
 def _remove_remains(partial: Path) -> None:
-    """Remove what a killed export left, and nothing else."""
+    """Remove leftovers of a killed export, and nothing else."""
     if not partial.exists():
         return
     if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
-        raise InputError(f"{partial} is in the way: it holds more than an export that was cut off. Move it away.")
+        raise InputError(f"{partial} is in the way: it contains files that no interrupted export left. Move it away.")
     shutil.rmtree(partial)
 
 
 def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
-    """The files to copy; the special tokens go into `described`."""
+    """Return the files to copy; add the special tokens to `described`."""
     if carry is None:
         return []
     carry = Path(carry).expanduser()
     if not carry.is_dir():
-        raise InputError(f"{carry} is no folder, so that no tokenizer can be taken from it.")
+        raise InputError(f"{carry} is not a folder, so no tokenizer can be copied from it.")
     described.update(special_ids(carry))
     return tokenizer_files(carry)

@@ -1,16 +1,16 @@
-"""Weights that are NaN or infinite, found in host memory at 5 GB/s and more."""
+"""Detect NaN and infinite weights in host memory, at 5 GB/s and more."""
 
 import numpy as np
 
 from zaya_jax.errors import InputError
 
-_BLOCK = 2**20  # elements looked at together, so that they stay in the cache
+_BLOCK = 2**20  # elements checked at a time, so that they stay in the cache
 
 
 def is_finite(x: np.ndarray) -> bool:
-    """Whether an array of floats of any width holds neither NaN nor an infinity; not contiguous ones are copied."""
-    # Without its sign bit, the pattern of a number grows with the number; infinity and then NaN come last. NumPy's own
-    # `isfinite` takes seven times as long for 16 bits.
+    """Return whether all elements of a float array are finite; copies arrays that are not contiguous."""
+    # Without the sign bit, bit patterns order like numbers, followed by infinity and NaN. NumPy's own `isfinite` takes
+    # seven times as long for 16 bits.
     bits = np.dtype(f"u{x.dtype.itemsize}")
     pattern, infinity = x.reshape(-1).view(bits), np.array(np.inf, x.dtype).view(bits)
     magnitude = bits.type(2 ** (8 * x.dtype.itemsize - 1) - 1)
@@ -18,14 +18,14 @@ def is_finite(x: np.ndarray) -> bool:
 
 
 def not_finite(tensor: str, stored: np.ndarray, dtype: np.dtype, remedy: str) -> InputError:
-    """The error where `stored` has no finite values in `dtype`.
+    """Build the error for a tensor that is not finite in `dtype`.
 
     Args:
-      tensor: what it is, for the message: 'The tensor NAME in FOLDER'.
-      stored: its values before they were cast.
-      dtype: they were cast to.
-      remedy: a clause that says what to do about a tensor that is damaged.
+      tensor: subject of the message: 'The tensor NAME in FOLDER'.
+      stored: the values before the cast.
+      dtype: of the cast.
+      remedy: a clause that says what to do if the stored values are not finite.
     """
     if not is_finite(stored):
-        return InputError(f"{tensor} holds NaN or infinite values; {remedy}.")
-    return InputError(f"{tensor} has values beyond the largest {dtype.name}; choose a wider dtype.")
+        return InputError(f"{tensor} has NaN or infinite values; {remedy}.")
+    return InputError(f"{tensor} has values beyond the range of {dtype.name}; choose a wider dtype.")

@@ -1,4 +1,4 @@
-"""A folder of `transformers`, either layout: what it holds, checked before any of it is read."""
+"""Open a `transformers` folder of either layout and check it before reading tensors."""
 
 from itertools import islice
 from pathlib import Path
@@ -21,41 +21,41 @@ _BLOCK = 2**26  # bytes compared at once
 
 
 class Folder(NamedTuple):
-    """A folder whose tensors are those of its architecture."""
+    """A checked folder, whose tensors match its architecture."""
 
     path: Path
-    config: ModelConfig  # the architecture its `config.json` describes
-    legacy: bool  # whether it is of alternating layers (zaya1.md §12.2)
-    tensors: tuple[Tensor, ...]  # what it holds and where that belongs
-    stored: dict[str, Stored]  # by name, where each is
+    config: ModelConfig
+    legacy: bool  # whether it has the legacy layout of alternating layers (docs/reference.md §12.2)
+    tensors: tuple[Tensor, ...]  # the tensors and the parameters they belong to
+    stored: dict[str, Stored]  # name → location in a file
 
 
 def open_folder(folder: str | Path) -> Folder:
-    """Look at a folder: its configuration and the headers of its files, in memory independent of its size.
+    """Read a folder's configuration and the headers of its files, without reading the tensors.
 
     Raises:
-      InputError: a file is missing or damaged, an option is not supported, or a tensor is missing, extra, misshapen or
-        of a dtype that parameters do not have; the file or tensor is named.
+      InputError: a file is missing or damaged, an option is not supported, or a tensor is missing, unexpected, or has
+        the wrong shape or an unsupported dtype.
     """
     folder = Path(folder).expanduser()
     tree = read_object(folder / "config.json")
     stored = _stored(folder)
     legacy = is_legacy(stored)
     layers = tree.get("num_hidden_layers")
-    if type(layers) is int and layers > len(stored):  # a layer has several; checked before lists of layers are made
-        raise InputError(f"{folder / 'config.json'} has num_hidden_layers {layers}, but the folder's files hold only "
+    if type(layers) is int and layers > len(stored):  # checked first, to bound the memory for a hostile file
+        raise InputError(f"{folder / 'config.json'} has num_hidden_layers {layers}, but the folder has only "
                          f"{len(stored)} tensors.")  # fmt: skip
     config = (from_legacy if legacy else from_hf)(tree, str(folder / "config.json"))
-    # One more than are stored is enough to know that one is missing, however many a configuration asks for.
+    # One more than stored is enough to detect a missing tensor, however many the configuration asks for.
     expected = tuple(islice((legacy_tensors if legacy else tensors)(config), len(stored) + 1))
     for tensor in expected:
         if tensor.name not in stored:
             raise InputError(f"The tensor {tensor.name} is missing in {folder}.")
         _check_shape(folder, tensor.name, stored[tensor.name], tensor.shape)
-    names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head may be stored again
+    names = {tensor.name for tensor in expected} | {_HEAD}  # a tied head can be stored redundantly
     for name in stored:
         if name not in names:
-            raise InputError(f"The tensor {name} in {folder} belongs to no parameter of this architecture.")
+            raise InputError(f"The tensor {name} in {folder} does not belong to this architecture.")
     if _HEAD in stored:
         _check_shape(folder, _HEAD, stored[_HEAD], stored[_EMBEDDING].shape)
         _check_tied(folder, stored[_HEAD], stored[_EMBEDDING])
@@ -64,8 +64,8 @@ def open_folder(folder: str | Path) -> Folder:
 
 def _check_shape(folder: Path, name: str, stored: Stored, shape: tuple[int, ...]) -> None:
     if stored.shape != shape:
-        raise InputError(f"The tensor {name} in {folder} has the shape {list(stored.shape)}, but the configuration "
-                         f"makes it {list(shape)}.")  # fmt: skip
+        raise InputError(f"The tensor {name} in {folder} has shape {list(stored.shape)}, but config.json requires "
+                         f"{list(shape)}.")  # fmt: skip
 
 
 def _check_tied(folder: Path, head: Stored, embedding: Stored) -> None:
@@ -76,11 +76,11 @@ def _check_tied(folder: Path, head: Stored, embedding: Stored) -> None:
         for at in range(0, len(head_vd), rows)
     )
     if not same:
-        raise InputError(f"The tensor {_HEAD} in {folder} is another than {_EMBEDDING}, but the head is tied to it.")
+        raise InputError(f"The tensor {_HEAD} in {folder} differs from {_EMBEDDING}, but the head must be tied to it.")
 
 
 def _stored(folder: Path) -> dict[str, Stored]:
-    """Where each tensor is."""
+    """Locate each tensor."""
     if not (folder / INDEX).exists():
         return read_header(folder / "model.safetensors")
     weight_map = read_object(folder / INDEX).get("weight_map")
@@ -93,9 +93,9 @@ def _stored(folder: Path) -> dict[str, Stored]:
     headers = {file: read_header(folder / file) for file in dict.fromkeys(weight_map.values())}
     for name, file in weight_map.items():
         if name not in headers[file]:
-            raise InputError(f"The tensor {name:.200} is missing in {folder / file}, where {INDEX} places it.")
+            raise InputError(f"The tensor {name:.200} is missing in {folder / file}, but {INDEX} places it there.")
     for file, header in headers.items():
         for name in header:
             if weight_map.get(name) != file:
-                raise InputError(f"The tensor {name} stands in {folder / file}, where {INDEX} does not place it.")
+                raise InputError(f"The tensor {name} is in {folder / file}, but {INDEX} does not place it there.")
     return {name: headers[file][name] for name, file in weight_map.items()}

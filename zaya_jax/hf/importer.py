@@ -1,8 +1,7 @@
-"""Parameters out of a folder of `transformers`, tensor by tensor, straight into the devices' parts.
+"""Load parameters from a `transformers` folder directly into device shards.
 
-Of the whole, the host holds one piece of one tensor at a time: it is mapped from the file, copied to the devices in the
-dtype it is stored in, cast and put into its place there. Every process maps the same files and reads of them what its
-own devices take.
+The host holds one piece of one tensor at a time: it maps the piece from the file, copies it to the devices in the
+stored dtype, and casts and places it there. Every process maps the same files and reads only what its devices need.
 """
 
 import functools
@@ -23,27 +22,27 @@ from zaya_jax.hf.tensors import Tensor
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
 
-PIECE = 2**28  # bytes of a tensor under way at once
+PIECE = 2**28  # maximum bytes of a tensor in host memory at once
 
 
 def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """The parameters and the balancing biases of a folder.
+    """Load the parameters and balancing biases of a folder.
 
     Args:
-      folder: found good by `open_folder`.
-      abstract: shape, dtype and sharding of each one that is wanted, by the names of `model.tree`.
+      folder: from `open_folder`.
+      abstract: name (`model.tree`) → shape, dtype and sharding of each array to load.
 
     Returns:
-      Arrays as `abstract` says; the first layer's router state scale, which no folder has, is one.
+      The arrays of `abstract`. The first layer's router state scale, which folders do not store, is one.
 
     Raises:
-      InputError: `abstract` is of another architecture than the folder, in which case nothing is allocated, or a
-        tensor is NaN or infinite somewhere, as stored or in the dtype of `abstract`; it is named.
+      InputError: `abstract` does not match the folder's architecture (nothing is allocated), or a tensor is not finite
+        as stored or in the dtype of `abstract`.
     """
     for name, x in abstract.items():
         there = abstract_weights(folder.config).get(name)
         if there is None or there.shape != x.shape:
-            raise InputError(f"{folder.path} is of another architecture: it has no parameter {name} of shape "
+            raise InputError(f"{folder.path} has a different architecture: it has no parameter {name} of shape "
                              f"{list(x.shape)}.")  # fmt: skip
     made = _allocate(abstract)
     for tensor in folder.tensors:
@@ -65,10 +64,10 @@ def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Arr
 
 
 def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> tuple[jax.Array, bool]:
-    """`leaf` with a tensor in its place, and whether that is finite; `leaf` is donated."""
-    whole = tensor.to_ours(stored.open())  # a view: nothing is read yet
+    """Write a tensor into its place in `leaf`, which is donated; also return whether it is finite."""
+    whole = tensor.to_ours(stored.open())  # a view; nothing is read yet
     if whole.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
-        with np.errstate(over="ignore"):  # which is found below
+        with np.errstate(over="ignore"):  # overflow is detected below
             whole = whole.astype(np.float32)
     finite = True
     stack = leaf.ndim - whole.ndim
@@ -86,12 +85,12 @@ def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> tuple[jax.Array,
             piece.shape, _piece_sharding(leaf, piece, spec, stack), lambda i, x=piece: np.ascontiguousarray(x[i])
         )
         leaf, good = _writer(leaf.sharding)(leaf, placed, {axis: np.int32(start) for axis, start in here.items()})
-        finite = finite and bool(good)  # waits: or the host would run ahead and hold many pieces
+        finite = finite and bool(good)  # wait, or the host would run ahead and hold many pieces
     return leaf, finite
 
 
 def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
-    """How the axes behind the stack are split over the mesh; of no sharding but a named one is that known."""
+    """Return the partition spec of the axes after the stack; unsharded if the sharding is not a `NamedSharding`."""
     if not isinstance(leaf.sharding, NamedSharding):
         return (None,) * (leaf.ndim - stack)
     spec = (*leaf.sharding.spec, *[None] * leaf.ndim)
@@ -99,7 +98,7 @@ def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
 
 
 def _cut(whole: np.ndarray, spec: tuple[Any, ...]) -> tuple[int, int]:
-    """The axis along which a tensor is cut into pieces, one that is not split over devices, and a piece's length."""
+    """Choose an axis that is not sharded for cutting a tensor into pieces, and the length of a piece."""
     free = [axis for axis, over in enumerate(spec) if over is None] or [0]
     axis = max(free, key=lambda axis: whole.strides[axis] if whole.shape[axis] > 1 else 0)
     count = max(1, math.ceil(whole.nbytes / PIECE))
@@ -107,7 +106,7 @@ def _cut(whole: np.ndarray, spec: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _piece_sharding(leaf: jax.Array, piece: np.ndarray, spec: tuple[Any, ...], stack: int) -> jax.sharding.Sharding:
-    """A piece is split as its parameter is, except along axes of which it is a part."""
+    """Shard a piece like its parameter, except along the axes that are cut."""
     if not isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding
     kept = [over if size == full else None for over, size, full in zip(spec, piece.shape, leaf.shape[stack:],
@@ -117,9 +116,9 @@ def _piece_sharding(leaf: jax.Array, piece: np.ndarray, spec: tuple[Any, ...], s
 
 @functools.lru_cache(maxsize=64)
 def _writer(sharding: jax.sharding.Sharding) -> Callable[..., jax.Array]:
-    """Compiled once for each pair of shapes: where a piece goes is an argument, on axes of which it is a part.
+    """Return a jitted function that writes a piece into its place; start indices are arguments, to compile only once.
 
-    Whether a piece is finite is asked here, after the cast, so that all processes come to the same answer.
+    It also checks for finite values, on devices and after the cast, so that all processes get the same answer.
     """
 
     def write(leaf: jax.Array, piece: jax.Array, starts: dict[int, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -1,8 +1,8 @@
-"""Which tensor of a legacy ZAYA folder, of alternating layers, is which parameter here (zaya1.md §12.2).
+"""Map every tensor of a legacy ZAYA folder, with alternating layers, to a parameter (docs/reference.md §12.2).
 
-Layer 2i there is the attention of layer i here, layer 2i + 1 its mixture. Each merge stands there at the beginning of
-the next sublayer: the first holds the model's input scale and bias, the last is the model's own. Experts are tensors
-each by itself.
+Legacy layer 2i is the attention of layer i here, legacy layer 2i + 1 its mixture of experts. A legacy sublayer starts
+with the residual scaling that ends the previous sublayer here: the first one holds the model's input scale and bias,
+and the last one belongs to the model. Each expert is a separate tensor.
 """
 
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ _MODEL = {
     "model.input_hidden_states_bias": "model.layers.0.res_scale.hidden_states_bias",
     "model.norm.weight": "model.final_norm.weight",
 }
-# Of one layer: the beginning of a name in the layout of 40, and in the legacy one by sublayer.
+# Name prefixes within a layer: current layout → legacy sublayer.
 _ATTENTION = {
     "input_layernorm.": "input_norm.",
     "self_attn.qkv_proj.q_proj.": "self_attn.qkv.linear_q.",
@@ -43,12 +43,12 @@ _EXPERT = {"mlp.experts.gate_up_proj": "linear_fc1", "mlp.experts.down_proj": "l
 
 
 def is_legacy(names: Collection[str]) -> bool:
-    """Whether a folder with tensors of these names is of the legacy layout."""
+    """Return whether these tensor names are of the legacy layout."""
     return any(".zaya_block." in name for name in names)
 
 
 def legacy_tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of a legacy folder with this architecture."""
+    """List every tensor of a legacy folder with this architecture."""
     for tensor in tensors(config):
         head, _, rest = tensor.name.removeprefix("model.layers.").partition(".")
         if not tensor.name.startswith("model.layers."):

@@ -1,15 +1,15 @@
-"""`config.json` of a legacy ZAYA folder to `ModelConfig` and back (zaya1.md §12.2, §12.3).
+"""Convert `config.json` of a legacy ZAYA folder to `ModelConfig` and back (docs/reference.md §12.2, §12.3).
 
-Two dialects exist: the released 8B's with a number a key, and ZAYA1-base's with a list a key, one entry a sublayer.
-Decided here, where the sources are silent:
-- `zaya_layers`, where it stands, says how many sublayers there are; `num_hidden_layers` beside it is stale.
-- Query heads are those of `cca_num_q_heads`, where it stands; `num_attention_heads` beside it counts the heads before
-  compression, by which the width divides into heads where neither `head_dim` nor `kv_channels` says how wide one is.
-- A list may be longer than there are sublayers (the surplus is ignored), and all sublayers of a kind must agree.
-- All layers that slide must have the same window. A window there counts the tokens before the present one, so that
-  one of a single token cannot be written.
-- A key of ZAYA's own (its name begins as `_OWN` says) that is neither known nor obsolete is refused, since it might
-  change what is computed; of other keys `quantization_config` and its like are refused, the rest is of no matter.
+There are two dialects: the released 8B has a number per key, ZAYA1-base a list per key with one entry per sublayer.
+Our decisions where the sources are silent:
+- `zaya_layers`, if present, sets the number of sublayers and overrides `num_hidden_layers`.
+- `cca_num_q_heads`, if present, is the number of query heads; `num_attention_heads` is then the number before
+  compression, which gives the head size if neither `head_dim` nor `kv_channels` does.
+- Lists can have surplus entries, which are ignored; all sublayers of a kind must agree.
+- All sliding layers must have the same window. The legacy value excludes the current token, so a window of one token
+  cannot be written.
+- Unknown keys with a ZAYA prefix (`_OWN`) are rejected, because they might change the computation. Of the other keys,
+  only those like `quantization_config` are rejected.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import build, flag, header, number, require_zaya, whole, window
 
-_FIXED: dict[str, tuple[Any, ...]] = {  # what the model here does; the first is written
+_FIXED: dict[str, tuple[Any, ...]] = {  # supported values; the first is written
     "cca": (True,),
     "activation_func": ("swiglu",),
     "normalization": ("RMSNorm",),
@@ -38,22 +38,26 @@ _READ = {"num_hidden_layers", "num_attention_heads", "num_key_value_heads", "num
          "num_query_groups_list", "ffn_hidden_size", "ffn_hidden_size_list", "zaya_layers", "zaya_mlp_expansion",
          "cca_num_q_heads", "cca_time0", "cca_time1", "swa_layers", "swa_rotary_base", "rope_theta", "rotary_base",
          "rope_pct"}  # fmt: skip
-# Of the trainer's and the servers' inner working, or true of every model here.
+# Keys without effect on the architecture.
 _OBSOLETE = {"zaya_high_prec", "num_experts_per_tok", "num_attention_heads_list", "rope_type"}
 _OWN = ("zaya_", "cca_", "moe_", "swa_", "rope_", "rotary_", "num_", "ffn_", "router_", "smoe_")
 _SLIDING = {"full_attention": "full", "hybrid": "full", "sliding_attention": "sliding", "hybrid_sliding": "sliding"}
 
 
 def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
-    """The architecture that the `config.json` of a legacy folder describes.
+    """Parse the architecture of a legacy folder's `config.json`.
+
+    Args:
+      tree: content of the file.
+      where: its path, for messages.
 
     Raises:
-      InputError: a key is missing, unknown, or has a value this model has no form of; `where` is named.
+      InputError: a key is missing or unknown, or its value is not supported.
     """
     require_zaya(tree, _FIXED, where)
     for key in tree:
         if key.startswith(_OWN) and key not in _READ | _OBSOLETE | set(_FIXED):
-            raise InputError(f"{where} has {key}, which is not known: the model may compute something else by it.")
+            raise InputError(f"{where} has the unknown key {key}, which might change what the model computes.")
     sublayers = _sublayers(tree, where)
     attention, mixture = range(0, sublayers, 2), range(1, sublayers, 2)
     heads = whole(tree, "num_attention_heads", where)
@@ -61,7 +65,7 @@ def from_legacy(tree: dict[str, Any], where: str) -> ModelConfig:
     width = tree.get("head_dim") or tree.get("kv_channels")
     fused = _one_of(tree, ("ffn_hidden_size_list", "ffn_hidden_size"), mixture, where)
     if fused % 2:
-        raise InputError(f"{where} has an ffn_hidden_size of {fused}, but must have an even one, of gate and up.")
+        raise InputError(f"{where} has ffn_hidden_size {fused}, but it must be even (gate and up).")
     pattern, sliding_window = _windows(tree, sublayers, where)
     sizes = {
         "vocab_size": whole(tree, "vocab_size", where),
@@ -95,55 +99,53 @@ def _sublayers(tree: dict[str, Any], where: str) -> int:
     if layers is None:
         count = whole(tree, "num_hidden_layers", where)
         if count % 2:
-            raise InputError(f"{where} has {count} num_hidden_layers, but attention and mixture alternate: an even "
-                             "number of them.")  # fmt: skip
+            raise InputError(f"{where} has num_hidden_layers {count}, but it must be even: attention and experts "
+                             "alternate.")  # fmt: skip
         return count
     if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
             or any(type(experts) is not int for experts in layers[1::2])):  # fmt: skip
-        raise InputError(
-            f"{where} has zaya_layers {layers!r:.200}, but must have 'a' and a number of experts by turns."
-        )
+        raise InputError(f"{where} has zaya_layers {layers!r:.200}, but it must alternate 'a' and a number of experts.")
     return len(layers)
 
 
 def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) -> int:
-    """The size under the first of `keys` that is given; of a list the entries `at` are asked, which must agree."""
+    """Read the size under the first of `keys` that is present; in a list, the entries `at` must agree."""
     key = next((key for key in keys if tree.get(key) is not None), keys[-1])
     entries = tree.get(key)
     if not isinstance(entries, list):
         return whole(tree, key, where)
     if len(entries) <= at[-1]:
-        raise InputError(f"{where} has {len(entries)} entries of {key}, but must have one for each of at least "
-                         f"{at[-1] + 1} sublayers.")  # fmt: skip
+        raise InputError(f"{where} has {len(entries)} entries in {key}, but needs at least {at[-1] + 1}, one per "
+                         "sublayer.")  # fmt: skip
     values = [entries[index] for index in at]
     if any(value != values[0] for value in values):
-        raise InputError(f"{where} has different {key} in different layers ({values!r:.200}); one is supported.")
+        raise InputError(f"{where} has different {key} in different layers ({values!r:.200}), but they must be equal.")
     return whole({key: values[0]}, key, where)
 
 
 def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[AttentionKind, ...], int | None]:
-    """Which layers slide, and the tokens that a query of theirs sees, itself included."""
+    """Return the kind of each layer, and the sliding window with the query itself included."""
 
     def by_layer(key: str) -> list[Any]:
         entries, layers = tree[key], sublayers // 2
         if not isinstance(entries, list) or (len(entries) < sublayers and len(entries) != layers):
-            raise InputError(f"{where} has {key} {entries!r:.200}, but must have a list of {sublayers} sublayers or "
-                             f"{layers} layers.")  # fmt: skip
+            raise InputError(f"{where} has {key} {entries!r:.200}, but it must be a list with one entry per sublayer "
+                             f"({sublayers}) or per layer ({layers}).")  # fmt: skip
         return entries if len(entries) == layers else entries[:sublayers:2]
 
     windows = [0] * (sublayers // 2) if tree.get("swa_layers") is None else by_layer("swa_layers")
     if any(type(tokens) is not int or tokens < 0 for tokens in windows):
-        raise InputError(f"{where} has swa_layers {windows!r:.200}, but must have the tokens each layer looks back, 0 "
-                         "where it sees all.")  # fmt: skip
+        raise InputError(f"{where} has swa_layers {windows!r:.200}, but it must list the tokens each layer looks back "
+                         "(0 for full attention).")  # fmt: skip
     kinds: list[Any] = ["sliding" if tokens else "full" for tokens in windows]
     if tree.get("layer_types") is not None:
         types = by_layer("layer_types")
         if any(not isinstance(name, str) or name not in _SLIDING for name in types):
-            raise InputError(f"{where} has layer_types {types!r:.200}, but supported are {', '.join(_SLIDING)}.")
+            raise InputError(f"{where} has layer_types {types!r:.200}, but each must be one of {', '.join(_SLIDING)}.")
         kinds = [_SLIDING[name] for name in types]
     spans = {tokens for tokens, kind in zip(windows, kinds, strict=True) if tokens and kind == "sliding"}
     if len(spans) > 1:
-        raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}); one is supported.")
+        raise InputError(f"{where} has swa_layers of different widths ({sorted(spans)}), but they must be equal.")
     width = window(tree, where)
     if width is None and spans:
         width = spans.pop() + 1
@@ -151,17 +153,17 @@ def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[At
 
 
 def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
-    """What readers of legacy folders take for the same architecture, in the released 8B's dialect.
+    """Return the content of a legacy `config.json`, in the released 8B's dialect.
 
     Raises:
-      InputError: the legacy layout has no form of the architecture; its key is named.
+      InputError: the legacy layout cannot represent the architecture.
     """
     described = header(config, dtype, _FIXED)
     pattern = config.period * config.num_groups
     sliding = "sliding" in pattern
     if sliding and config.sliding_window == 1:
-        raise InputError("model.sliding_window is 1, but a legacy folder counts the tokens before the present one, and "
-                         "takes 0 for all of them: write the layout of transformers.")  # fmt: skip
+        raise InputError("model.sliding_window is 1, which the legacy layout cannot represent (it stores the window "
+                         "minus 1, and 0 means full attention); export with --layout hf.")  # fmt: skip
     back = (config.sliding_window or 1) - 1
     return {
         **described,
@@ -181,7 +183,7 @@ def to_legacy(config: ModelConfig, dtype: str) -> dict[str, Any]:
         "cca_time1": config.grouped_kernel,
         "swa_layers": [tokens for kind in pattern for tokens in (back * (kind == "sliding"), 0)] if sliding else None,
         "swa_rotary_base": config.sliding_rope_base,
-        "sliding_window": None,  # told by swa_layers
+        "sliding_window": None,  # given by swa_layers
         "rope_theta": config.rope_base,
         "partial_rotary_factor": config.rotary_fraction,
         "attention_bias": config.attention_bias,

@@ -1,4 +1,4 @@
-"""Every tensor of a `transformers` ZAYA folder and the parameter that it is here (zaya1.md §12.1)."""
+"""Map every tensor of a `transformers` ZAYA folder to a parameter (docs/reference.md §12.1)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,15 +10,15 @@ from zaya_jax.model.zaya import Block, Zaya
 
 
 class Tensor(NamedTuple):
-    """One tensor of the folder."""
+    """One tensor of the folder and the parameter, or part of it, that it stores."""
 
-    name: str  # there
-    path: tuple[str | int, ...]  # attributes that lead to the parameter; the position in the period follows 'blocks'
-    group: int | None  # index in the parameter's stack, None where it is not stacked
-    shape: tuple[int, ...]  # there
-    to_ours: Change  # from the layout there to the one here, and back
-    to_theirs: Change
-    part: slice | None = None  # of the parameter that it fills, along the first axis behind the stack
+    name: str  # in the folder
+    path: tuple[str | int, ...]  # attribute path of the parameter; 'blocks' is followed by the position in the period
+    group: int | None  # index in the parameter's stack; None if it is not stacked
+    shape: tuple[int, ...]  # in the folder
+    to_ours: Change  # converts the folder's layout to the parameter's
+    to_theirs: Change  # the inverse
+    part: slice | None = None  # of the parameter, along the first axis after the stack; None: all of it
 
     @property
     def leaf(self) -> str:
@@ -27,7 +27,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Every tensor of a folder with this architecture, as the modules list them."""
+    """List every tensor of a folder with this architecture."""
     for row in Zaya.hf_tensors(config):
         yield Tensor(row.name, row.path, None, *row[2:])
     for index in range(config.num_layers):

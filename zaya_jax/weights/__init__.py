@@ -1,5 +1,5 @@
-"""One door to weights: a run, a phase of a run, a checkpoint, a `transformers` folder, adapters on a base.
+"""Load the weights of a run, a phase, a checkpoint, a `transformers` folder, or adapters on their base model.
 
-`load.open_weights` is the door; `interop` (import-hf, export-hf), `average` and `verify` (verify-hf) are commands of
-`python -m zaya_jax.checkpoint` that go through it.
+`load.open_weights` opens any of them. `interop` (import-hf, export-hf), `average` and `verify` (verify-hf) implement
+commands of `python -m zaya_jax.checkpoint` on top of it.
 """

@@ -1,4 +1,4 @@
-"""Adapters on the frozen parameters they were trained on: checked, and merged as they are read."""
+"""Adapters merged into their frozen base model while reading; the base is checked by fingerprint."""
 
 import functools
 import json
@@ -20,20 +20,20 @@ from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.files import read_json, write_atomically
 from zaya_jax.weights.sources import CheckpointWeights, Weights, stack_groups
 
-BASE = "base.json"  # of a run with adapters: the fingerprint of the parameters they were trained on
+BASE = "base.json"  # in the run folder of adapters: fingerprint of the base model
 
 
 class AdaptedWeights(Weights):
-    """A checkpoint of adapters on its base: each matrix with its adapters added, in the dtype it was trained in.
+    """A checkpoint of adapters merged into its base model, in the dtype of training.
 
     Attributes:
-      adapters: the checkpoint itself.
-      lora: rank and weight of the adapters.
-      exact: dtype of sums in the run, fp32 or fp64.
+      adapters: the checkpoint of the adapters.
+      lora: rank and scale of the adapters.
+      exact: accumulation dtype of the run, fp32 or fp64.
     """
 
     def __init__(self, adapters: CheckpointWeights, lora: LoraConfig, open_base: Callable[[], Weights]) -> None:
-        """Merge `adapters`; `open_base` opens what they were trained on, and is called when that is first read."""
+        """Merge `adapters` into the base model, which `open_base` opens on first use."""
         self.source, self.folder, self.tokenizer = adapters.source, adapters.folder, adapters.tokenizer
         self.adapters, self.holds_adapters, self.lora, self._open_base = adapters, True, lora, open_base
         self.config, compute_dtype = adapters.config, adapters.manifest.metadata["config"]["train"]["compute_dtype"]
@@ -43,12 +43,12 @@ class AdaptedWeights(Weights):
 
     @property
     def fingerprint(self) -> str:
-        """That of the base, as the run recorded it."""
+        """Fingerprint of the base model, as the run recorded it."""
         return read_base_fingerprint(self.folder.parent.parent)
 
     @functools.cached_property
     def read_base(self) -> Read:
-        """Reads the base in the dtype it was trained in; InputError unless it is what the adapters were trained on."""
+        """A function that reads the base model in the dtype of training; InputError if its fingerprint differs."""
         base = self._open_base()
 
         def read(name: str, group: int | None) -> np.ndarray:
@@ -59,23 +59,23 @@ class AdaptedWeights(Weights):
             sums[name] = part_sums((group or 0, read(name, group) if group is None else read(name, group)[None])
                                    for group in stack_groups(name, x.shape))  # fmt: skip
         if trained_on != (actual := combine_sums(sums)):
-            raise InputError(f"{base.source} is not what the adapters in {self.folder} were trained on (fingerprint "
-                             f"{actual}, not {trained_on}); name the right one with --base.")  # fmt: skip
+            raise InputError(f"{base.source} is not the base model of the adapters in {self.folder}: its fingerprint "
+                             f"is {actual}, not {trained_on}. Pass the right model with --base.")  # fmt: skip
         return read
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """See `Weights.read`; a balancing bias is that of the adapters' run."""
+        """See `Weights.read`; balancing biases come from the adapters' run."""
         if is_balancing_bias(name):
             return self.adapters.read(name, group)
         if self._roles[name] not in ADAPTED:
             return self.read_base(name, group)
         a, b = (jnp.asarray(self.adapters.read(adapter, group)) for adapter in adapter_names(name))
         matrices = Adapted(jnp.asarray(self.read_base(name, group)), a, b, self.lora.scale)
-        # One expert at a time: the sums of a whole layer in fp32 would take more than the layer.
+        # One expert at a time: fp32 sums of a whole layer would need more memory than the layer.
         return np.asarray(jax.lax.map(merge, matrices) if a.ndim > 2 else merge(matrices))
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """See `Weights.load`; merged on the host, which holds one parameter at a time."""
+        """See `Weights.load`; merges on the host, one parameter at a time."""
         self.verify()
 
         def load(name: str, x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -86,19 +86,19 @@ class AdaptedWeights(Weights):
         return {name: load(name, x) for name, x in abstract.items()}
 
     def verify(self) -> None:
-        """See `Weights.verify`; the base is compared with its fingerprint when it is read."""
+        """See `Weights.verify`; the base model's fingerprint is checked when it is read."""
         self.adapters.verify()
 
 
 def write_base_note(run: Path, init_from: str | None, fingerprint: str) -> None:
-    """Record in a run folder what its adapters are trained on."""
+    """Record the base model of a run's adapters in its folder."""
     write_atomically(run / BASE, json.dumps({"init_from": init_from, "fingerprint": fingerprint}, indent=1) + "\n")
 
 
 def read_base_fingerprint(run: Path) -> str:
-    """The fingerprint of what a run's adapters are trained on; InputError where it cannot be read."""
+    """Read the fingerprint of the base model of a run's adapters."""
     try:
         return read_json(run / BASE)["fingerprint"]
     except (InputError, KeyError, TypeError) as error:
-        raise InputError(f"{run / BASE} cannot be read, so it is unknown what the adapters in {run} were trained on."
+        raise InputError(f"{run / BASE} cannot be read, so the base model of the adapters in {run} is unknown."
                          ) from error  # fmt: skip

@@ -1,4 +1,4 @@
-"""Several checkpoints of a run averaged into one."""
+"""Average several checkpoints into one."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,36 +23,35 @@ from zaya_jax.weights.sources import WEIGHTS, CheckpointWeights
 
 
 def average_checkpoints(sources: Sequence[str | Path], output: Path, base: str | None = None) -> Path:
-    """Write a checkpoint whose parameters and balancing biases are the mean of those of several.
+    """Write a checkpoint with the mean of the parameters and balancing biases of several checkpoints.
 
-    What else a state has, such as the optimizer's moments, is that of the newest. Sums are fp64; two parts of an
-    array are in memory at a time.
+    The rest of the state, such as the optimizer's moments, comes from the newest checkpoint. Sums are fp64; two parts
+    of an array are in memory at a time.
 
-    Of adapters, the merged models are averaged, each W + scale·A·B not rounded: a mean of A times a mean of B is not
-    the mean of A·B. What is written are parameters alone, in fp32 (fp64 for runs that computed in it).
+    For adapters, the merged models W + scale·A·B are averaged without rounding, because the mean of A times the mean of
+    B is not the mean of A·B. The result has parameters only, in fp32 (fp64 for fp64 runs).
 
     Args:
       sources: at least two checkpoints, see `open_checkpoint_weights`.
-      output: a new run folder, which `init_from` and `export_hf` take.
-      base: what adapters were trained on; `init_from` of the newest's run where None.
+      output: new run folder; `init_from` and `export_hf` accept it.
+      base: base model of the adapters; None uses `init_from` of the newest checkpoint's run.
 
     Returns:
-      The folder of the new checkpoint, whose step is that of the newest.
+      The folder of the new checkpoint; its step is that of the newest one.
 
     Raises:
-      InputError: one is damaged, they have different arrays or adapters of different models, or `output` cannot be
-        written.
+      InputError: a checkpoint is damaged, their arrays or base models differ, or `output` cannot be written.
     """
     if len(sources) < 2:
-        raise InputError(f"{len(sources)} checkpoint is given, but an average is of at least 2.")
+        raise InputError(f"average got {len(sources)} checkpoint, but needs at least 2.")
     opened = [open_checkpoint_weights(source, "CHECKPOINT") for source in sources]
     for weights in opened:
         weights.verify()
     opened.sort(key=lambda weights: weights.manifest.step)
     full = [weights for weights in opened if not weights.holds_adapters]
     if 0 < len(full) < len(opened):
-        raise InputError(f"{full[0].folder} holds all parameters, but others hold adapters: merge those first, with "
-                         "export-hf and import-hf, and average the imported ones.")  # fmt: skip
+        raise InputError(f"{full[0].folder} contains all parameters, but other checkpoints contain adapters. Merge "
+                         "those with export-hf and import-hf first, then average the imported ones.")  # fmt: skip
     newest, averaged = opened[-1], [weights.manifest.step for weights in opened]
     target = output / CHECKPOINTS / str(newest.manifest.step)
     if full:
@@ -70,7 +69,7 @@ def _average_parameters(checkpoints: Sequence[CheckpointWeights], averaged: list
     newest = checkpoints[-1]
     for checkpoint, others in zip(checkpoints, arrays, strict=True):
         if others != arrays[-1]:
-            raise InputError(f"{checkpoint.folder} and {newest.folder} have different arrays, so they have no average.")
+            raise InputError(f"{checkpoint.folder} and {newest.folder} cannot be averaged: their arrays differ.")
     slices = saved_slices(newest.folder, newest.manifest)
 
     def parts() -> Iterator[ArrayPart]:
@@ -97,15 +96,15 @@ def _average_adapters(adapted: Sequence[AdaptedWeights], averaged: list[int], ta
     newest = adapted[-1]
     for weights in adapted:
         if weights.fingerprint != newest.fingerprint:
-            raise InputError(f"The adapters in {weights.folder} and {newest.folder} are of different models "
+            raise InputError(f"The adapters in {weights.folder} and {newest.folder} have different base models "
                              f"(fingerprints {weights.fingerprint} and {newest.fingerprint}); average checkpoints "
-                             "whose runs started from the same init_from.")  # fmt: skip
+                             "whose runs have the same init_from.")  # fmt: skip
     dtypes = dict.fromkeys(abstract_weights(newest.config), np.dtype(newest.exact))
     write_parameters(target, newest.config, dtypes, _merged_mean(adapted), averaged=averaged)
 
 
 def _merged_mean(adapted: Sequence[AdaptedWeights]) -> Read:
-    """The mean of merged models, in fp64: of balancing biases, and of each matrix with its adapters."""
+    """Return a reader of the mean of the merged models, in fp64."""
     frozen, kinds = adapted[-1].read_base, roles(abstract_model(adapted[-1].config))
 
     def mean(name: str, group: int | None) -> np.ndarray:
@@ -116,7 +115,7 @@ def _merged_mean(adapted: Sequence[AdaptedWeights]) -> Read:
         for weights in adapted if kinds[name] in ADAPTED else ():
             a, b = (weights.adapters.read(adapter, group).astype(np.float64) for adapter in adapter_names(name))
             scale = weights.lora.scale / len(adapted)
-            for expert in np.ndindex(a.shape[:-2]):  # one product at a time in memory
+            for expert in np.ndindex(a.shape[:-2]):  # one matmul at a time in memory
                 total[expert] += scale * (a[expert] @ b[expert])
         return total
 

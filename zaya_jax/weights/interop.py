@@ -1,4 +1,4 @@
-"""Weights from and to `transformers` folders, without devices: part by part from disk to disk."""
+"""Convert weights from and to `transformers` folders, part by part from disk to disk, without devices."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,27 +20,27 @@ from zaya_jax.weights.sources import PARAMETERS_ONLY, saved_name, stack_groups
 
 
 def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -> str:
-    """Write the parameters of a folder as a checkpoint of step 0, in the dtype they are stored in.
+    """Write the parameters of a `transformers` folder as a checkpoint of step 0, in their stored dtype.
 
     Args:
       source: the folder, in either layout: FOLDER or hf:FOLDER.
-      output: a new run folder.
+      output: new run folder.
       allow_nonfinite: import NaN and infinite values too.
 
     Returns:
       A sentence that says what was written.
 
     Raises:
-      InputError: a tensor holds NaN or infinite values (it is named); see `open_folder` and `write_checkpoint`.
+      InputError: a tensor contains NaN or infinite values; see also `open_folder` and `write_checkpoint`.
     """
     weights, output = open_folder_weights(source), output.expanduser()
-    special_ids(weights.folder)  # raises, before anything is written
+    special_ids(weights.folder)  # raises before anything is written
     dtypes = {name: np.dtype(np.float32) if is_balancing_bias(name) else dtype
               for name, dtype in weights.dtypes.items()}  # fmt: skip
 
     def read(name: str, group: int | None) -> np.ndarray:
         if not allow_nonfinite:
-            weights.check_finite(name, group, dtypes[name], "--allow-nonfinite imports it as it is")
+            weights.check_finite(name, group, dtypes[name], "pass --allow-nonfinite to import it anyway")
         return weights.read(name, group)
 
     write_parameters(output / CHECKPOINTS / "0", weights.config, dtypes, read)
@@ -51,43 +51,43 @@ def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -
 def export_hf(
     source: str, folder: Path, dtype: str, layout: Layout = "hf", carry: Path | None = None, base: str | None = None
 ) -> str:
-    """Write weights as a folder that `transformers` loads; adapters are merged.
+    """Write weights as a folder that `transformers` loads; adapters are merged into their base model.
 
     Args:
       source: see `open_weights`.
-      folder: new, or empty.
-      dtype: of the parameters; balancing biases are fp32 whatever it is.
+      folder: new or empty.
+      dtype: of the parameters; balancing biases are always fp32.
       layout: see `write_folder`.
-      carry: a folder whose tokenizer and generation files come along; those of the source where None.
-      base: what adapters were trained on, where `init_from` of their run is no longer right.
+      carry: folder whose tokenizer and generation files are copied; None uses those of the source.
+      base: base model of the adapters; None uses `init_from` of their run.
 
     Returns:
       A sentence that says what was written.
 
     Raises:
-      InputError: the weights are damaged; see `write_folder` for more.
+      InputError: the weights are damaged; see also `write_folder`.
     """
     weights = open_weights(source, "CHECKPOINT", base)
     weights.verify()
     carry = carry or weights.tokenizer
     write_folder(folder, weights.config, weights.read, dtype, layout, carry)
-    hint = "" if carry is not None else " It has no tokenizer: add the files of one with --carry FOLDER."
+    hint = "" if carry is not None else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 
 
 def write_parameters(
     folder: Path, config: ModelConfig, dtypes: Mapping[str, np.dtype], read: Read, **metadata: Any
 ) -> None:
-    """Write a checkpoint without an optimizer's state, which `init_from` and `open_weights` take.
+    """Write a checkpoint without optimizer state, for `init_from` and `open_weights`.
 
-    One layer's part of a parameter is in memory at a time.
+    Memory holds one layer of one parameter at a time.
 
     Args:
       folder: RUN_DIR/checkpoints/STEP.
       config: the architecture.
-      dtypes: of each parameter and balancing bias, by name.
-      read: as `Weights.read`.
-      metadata: more that the checkpoint says of itself; JSON.
+      dtypes: dtype of each parameter and balancing bias, by name.
+      read: see `Weights.read`.
+      metadata: additional metadata of the checkpoint; JSON.
 
     Raises:
       InputError: see `write_checkpoint`.

@@ -1,4 +1,4 @@
-"""The one door: `open_weights` of a run, RUN@PHASE, a checkpoint, adapters on their base, or hf:FOLDER."""
+"""Open weights from any source: a run, RUN_DIR@PHASE, a checkpoint, adapters on their base, or hf:FOLDER."""
 
 import functools
 from pathlib import Path
@@ -18,16 +18,16 @@ from zaya_jax.weights.sources import CheckpointWeights, FolderWeights, Weights
 
 
 def open_weights(source: str | Path, what: str = "path", base: str | None = None) -> Weights:
-    """Open weights; their values are read later.
+    """Open weights without reading their values.
 
     Args:
       source: RUN_DIR for its newest checkpoint, RUN_DIR@PHASE for the last one of a phase, RUN_DIR/checkpoints/STEP,
         or hf:FOLDER for a `transformers` folder.
-      what: the key or argument that names the source, for messages.
-      base: what adapters were trained on; `init_from` of their run where None.
+      what: the key or argument that `source` comes from, for messages.
+      base: base model of adapters; None uses `init_from` of their run.
 
     Raises:
-      InputError: there is nothing of the kind, or it is damaged as far as that is known without reading values.
+      InputError: the source does not exist, or its metadata shows damage.
     """
     parsed = parse_source(str(source))
     if parsed.kind == "transformers":
@@ -39,17 +39,17 @@ def open_weights(source: str | Path, what: str = "path", base: str | None = None
 
 
 def open_folder_weights(source: str | Path) -> FolderWeights:
-    """Open those of a `transformers` folder: FOLDER or hf:FOLDER, where it can be nothing else."""
+    """Open the weights of a `transformers` folder: FOLDER or hf:FOLDER."""
     return FolderWeights(str(source), Path(parse_source(str(source)).path))
 
 
 def open_checkpoint_weights(source: str | Path, what: str) -> CheckpointWeights:
-    """Open those of a checkpoint, adapters alone where it holds these; see `open_weights`."""
+    """Open the weights of a checkpoint without merging adapters; see `open_weights`."""
     return CheckpointWeights(str(source), checkpoint_folder(str(source), what))
 
 
 def merge_adapters(adapters: CheckpointWeights, base: str | None) -> AdaptedWeights:
-    """Those of a checkpoint of adapters, merged into what they were trained on; see `open_weights`."""
+    """Merge the adapters of a checkpoint into their base model; see `open_weights`."""
     config = adapters.manifest.metadata["config"]
     try:
         open_base = functools.partial(open_weights, base or config["init_from"], "--base" if base else "init_from")
@@ -59,17 +59,17 @@ def merge_adapters(adapters: CheckpointWeights, base: str | None) -> AdaptedWeig
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:
-    """Load a model onto this process's first device; adapters are merged into what they were trained on.
+    """Load a model onto this process's first device; adapters are merged into their base model.
 
     Args:
       source: see `open_weights`.
       dtype: see `Weights.load_model`.
 
     Returns:
-      The model, and its tokenizer; None where there is no `tokenizer.json`.
+      The model, and its tokenizer or None if there is no `tokenizer.json`.
 
     Raises:
-      InputError: there is no such model, it is damaged, or its tokenizer cannot be used.
+      InputError: the model is missing or damaged, or its tokenizer cannot be used.
     """
     weights = open_weights(source)
     tokenizer = weights.load_tokenizer()
@@ -77,7 +77,7 @@ def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.floa
 
 
 def tokenizer_folder(source: str) -> Path | None:
-    """Where the tokenizer of a source is, without opening its weights; see `open_weights` for what is raised."""
+    """Return the tokenizer folder of a source without opening its weights; raises like `open_weights`."""
     parsed = parse_source(source)
     if parsed.kind == "transformers":
         return Path(parsed.path).expanduser()

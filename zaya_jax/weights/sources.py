@@ -1,4 +1,4 @@
-"""Where weights can come from: a checkpoint, or a `transformers` folder; opened first, read when asked for."""
+"""Sources of weights: checkpoints and `transformers` folders, opened first and read on demand."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -26,22 +26,21 @@ from zaya_jax.model.zaya import Zaya, abstract_model
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.run.tokenizer import run_tokenizer
 
-PARAMETERS_ONLY = "parameters_alone"  # in the metadata of a checkpoint without an optimizer's state
-WEIGHTS = ("params.", "balance.")  # what the names of a model's arrays in a checkpoint start with
+PARAMETERS_ONLY = "parameters_alone"  # metadata key of checkpoints without optimizer state
+WEIGHTS = ("params.", "balance.")  # name prefixes of a model's arrays in a checkpoint
 
 
 class Weights(abc.ABC):
     """The weights of a model on disk.
 
     Attributes:
-      source: what was opened, as the user named it.
-      folder: of the checkpoint, or of `transformers`.
-      tokenizer: folder of the tokenizer and generation files; None where there is none.
-      config: the architecture, with the positions of the phase it was saved in.
-      dtypes: of each parameter and balancing bias as `read` gives it, by name.
-      holds_adapters: whether what was opened is a checkpoint of adapters.
-      optimizer_config: the configuration of the run whose optimizer's state `load_state` gives; None where there is
-        none.
+      source: the source as the user named it.
+      folder: the checkpoint or the `transformers` folder.
+      tokenizer: folder of the tokenizer and generation files; None if there is none.
+      config: the architecture, with the RoPE base of the phase that saved it.
+      dtypes: dtype of each parameter and balancing bias that `read` returns, by name.
+      holds_adapters: whether the source is a checkpoint of adapters.
+      optimizer_config: configuration of the run whose optimizer state `load_state` returns; None without such state.
     """
 
     source: str
@@ -54,43 +53,43 @@ class Weights(abc.ABC):
 
     @abc.abstractmethod
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """A parameter or balancing bias, or where `group` is given the item of its stack."""
+        """Read a parameter or balancing bias; `group` selects one layer of a stacked one."""
 
     @abc.abstractmethod
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """Parameters and balancing biases on devices.
+        """Load parameters and balancing biases onto devices.
 
         Args:
-          abstract: shape, dtype and sharding of each one that is wanted, by name.
+          abstract: name → shape, dtype and sharding of each array to load.
 
         Raises:
-          InputError: they are damaged, of another architecture, or NaN or infinite somewhere.
+          InputError: the weights are damaged, do not match the shapes, or contain NaN or infinite values.
         """
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """What is here of a training state, on devices.
+        """Load the available part of a training state onto devices.
 
         Args:
-          abstract: of `params`, `balance`, `opt_state` and `balance_state` shape, dtype and sharding of each leaf.
+          abstract: shape, dtype and sharding of the leaves of `params`, `balance`, `opt_state` and `balance_state`.
 
         Returns:
-          `params` and `balance`, and the other two where there is an `optimizer_config`.
+          `params` and `balance`; also the other two if `optimizer_config` is set.
 
         Raises:
-          InputError: see `load`; or the optimizer's state has other arrays.
+          InputError: see `load`; or the arrays of the optimizer state do not match.
         """
         kinds = {kind: abstract[kind] for kind in ("params", "balance")}
         values = self.load({name: x for kind in kinds.values() for name, x in kind.items()})
         return {kind: {name: values[name] for name in wanted} for kind, wanted in kinds.items()}
 
     def verify(self) -> None:  # noqa: B027 (a folder has no checksums)
-        """Raise `InputError` where a checksum does not match; `load` does that, too, and `read` does not."""
+        """Raise `InputError` if a checksum does not match; `load` checks too, `read` does not."""
 
     def load_model(self, dtype: jax.typing.DTypeLike | None) -> Zaya:
-        """The model on this process's first device.
+        """Load the model onto this process's first device.
 
         Args:
-          dtype: of the parameters; as they are stored where None. Balancing biases are fp32 (fp64 beside fp64).
+          dtype: of the parameters; None keeps the stored dtype. Balancing biases are fp32 (fp64 with fp64 parameters).
         """
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         exact = accumulation_dtype(self.dtypes["embedding"] if dtype is None else dtype)
@@ -103,7 +102,7 @@ class Weights(abc.ABC):
         return with_values(abstract_model(self.config), self.load(abstract))
 
     def load_tokenizer(self) -> Tokenizer | None:
-        """The tokenizer; None where there is no `tokenizer.json`."""
+        """Load the tokenizer; None if there is no `tokenizer.json`."""
         path = None if self.tokenizer is None else self.tokenizer / "tokenizer.json"
         if path is None or not path.is_file():
             return None
@@ -112,14 +111,15 @@ class Weights(abc.ABC):
 
 
 class CheckpointWeights(Weights):
-    """A checkpoint that holds all parameters, or the adapters of `AdaptedWeights`.
+    """A checkpoint of all parameters, or of the adapters for `AdaptedWeights`.
 
     Attributes:
-      manifest, reader: of the checkpoint.
+      manifest: of the checkpoint.
+      reader: of its arrays.
     """
 
     def __init__(self, source: str, folder: Path) -> None:
-        """Open the checkpoint in `folder`; InputError where its manifest or a file is damaged."""
+        """Open the checkpoint in `folder`; InputError if its manifest or a file is damaged."""
         self.source, self.folder, self.tokenizer = source, folder, run_tokenizer(folder)
         self.manifest, self.reader = open_checkpoint(folder)
         metadata = self.manifest.metadata
@@ -132,11 +132,11 @@ class CheckpointWeights(Weights):
             raise InputError(f"An array in {folder} has an unknown dtype: {error}.") from error
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """See `Weights.read`; an adapter, too, by its name."""
+        """See `Weights.read`; also reads adapters by name."""
         return self.reader.read(saved_name(name), () if group is None else (group,))
 
     def load(self, abstract: Mapping[str, jax.ShapeDtypeStruct]) -> Arrays:
-        """See `Weights.load`; each process reads what its devices hold, in the stored dtype, and casts it there."""
+        """See `Weights.load`; each process reads its devices' shards in the stored dtype and casts them on device."""
         stored = {
             saved_name(name): jax.ShapeDtypeStruct(x.shape, self.dtypes.get(name, x.dtype), sharding=x.sharding)
             for name, x in abstract.items()
@@ -151,12 +151,12 @@ class CheckpointWeights(Weights):
         values, finite = jax.jit(cast, out_shardings=(placed, None))(arrays)
         for name, good in jax.device_get(finite).items():
             if not good:
-                raise InputError(f"The parameter {name} in {self.folder} has NaN or infinite values; take an earlier "
+                raise InputError(f"The parameter {name} in {self.folder} has NaN or infinite values; use an earlier "
                                  "checkpoint.")  # fmt: skip
         return values
 
     def load_state(self, abstract: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Weights.load_state`; with the optimizer's, all as it was saved."""
+        """See `Weights.load_state`; returns the complete saved state if it includes the optimizer's."""
         return super().load_state(abstract) if self.optimizer_config is None else self._restore(dict(abstract))
 
     def _restore(self, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -172,7 +172,7 @@ class FolderWeights(Weights):
     """A `transformers` folder in either layout."""
 
     def __init__(self, source: str, folder: Path) -> None:
-        """Open `folder`; InputError as `open_folder`."""
+        """Open `folder`; raises like `open_folder`."""
         self._opened = open_folder(folder)
         self.source, self.folder, self.tokenizer = source, self._opened.path, self._opened.path
         self.config = self._opened.config
@@ -181,20 +181,20 @@ class FolderWeights(Weights):
         for tensor in self._opened.tensors:
             self._tensors.setdefault((tensor.leaf, tensor.group), []).append(tensor)
             stored = self._opened.stored[tensor.name].dtype
-            # One that holds all layers.
+            # Layers can differ in dtype; use one that can represent all of them.
             dtypes[tensor.leaf] = jnp.promote_types(dtypes.get(tensor.leaf, stored), stored)
         self.dtypes = dict.fromkeys(abstract_weights(self.config), dtypes["embedding"]) | dtypes
 
     def read(self, name: str, group: int | None) -> np.ndarray:
-        """See `Weights.read`; mapped from its file, where it lies in one piece."""
-        if is_inert(name, group):  # and so in no folder
+        """See `Weights.read`; memory-mapped if the parameter is a single tensor."""
+        if is_inert(name, group):  # not stored in the folder
             return np.ones(self.config.router_size, np.float32)
         tensors = self._tensors[name, group]
         values = [tensor.to_ours(self._opened.stored[tensor.name].open()) for tensor in tensors]
-        return values[0] if tensors[0].part is None else np.concatenate(values)  # experts, each in a tensor, in order
+        return values[0] if tensors[0].part is None else np.concatenate(values)  # one tensor per expert, in order
 
     def check_finite(self, name: str, group: int | None, dtype: np.dtype, remedy: str) -> None:
-        """Raise `InputError` where a tensor of what `read` gives is NaN or infinite in `dtype`; see `not_finite`."""
+        """Raise `InputError` if a tensor that `read` returns is not finite in `dtype`; see `not_finite`."""
         for tensor in self._tensors.get((name, group), ()):
             stored = self._opened.stored[tensor.name].open()
             with np.errstate(over="ignore"):
@@ -208,20 +208,20 @@ class FolderWeights(Weights):
 
 
 def saved_name(name: str) -> str:
-    """The name in a checkpoint of a parameter, an adapter or a balancing bias."""
+    """Return the name in a checkpoint of a parameter, an adapter or a balancing bias."""
     return f"{'balance' if is_balancing_bias(name) else 'params'}.{name}"
 
 
 def stack_groups(name: str, shape: Sequence[int]) -> Sequence[int | None]:
-    """What `Weights.read` takes as `group`, one after another, for the whole of a parameter."""
+    """List the values of `group` with which `Weights.read` reads all of a parameter."""
     return range(shape[0]) if is_stacked(name) else (None,)
 
 
 def model_config(metadata: Mapping[str, Any]) -> ModelConfig:
-    """The architecture of a checkpoint by its metadata, with the positions of its phase.
+    """Return the architecture in a checkpoint's metadata, with the RoPE base of its phase.
 
     Raises:
-      InputError: the metadata does not describe it.
+      InputError: the metadata does not describe an architecture.
     """
     try:
         model, phases = metadata["config"]["model"], metadata["config"].get("phases", ())
@@ -229,4 +229,4 @@ def model_config(metadata: Mapping[str, Any]) -> ModelConfig:
         base = phase.get("rope_base")
         return model_from_dict(model if base is None else model | {"rope_base": base})
     except (KeyError, TypeError, AttributeError) as error:
-        raise InputError("The manifest of the checkpoint does not say which model it holds.") from error
+        raise InputError("The manifest of the checkpoint does not describe its model.") from error

@@ -1,4 +1,4 @@
-"""Whether the released 8B, read here, says what it says in `transformers` (zaya1.md §12.2)."""
+"""Check that the released 8B computes the same logits here as in `transformers` (docs/reference.md §12.2)."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,12 +13,12 @@ from zaya_jax.errors import InputError
 from zaya_jax.model.zaya import Zaya, logits
 from zaya_jax.weights.load import open_folder_weights
 
-# "Hello! How can I assist you today?", as the released tokenizer has it.
+# "Hello! How can I assist you today?", encoded by the released tokenizer.
 PROMPT = (2, 9259, 236888, 2088, 740, 564, 6361, 611, 3124, 236881, 106)
 LIKELIEST = (105, 9731, 107, 740, 564, 1601, 611, 236881, 236881, 107, 107)
-# Read here as the last three positions' logits of the last three classes, which no text uses.
+# Logits of the last three classes (which no text uses) at the last three positions.
 TAIL = ((0.3613, 0.3633, 0.3633), (-1.3672,) * 3, (-2.875,) * 3)
-# bf16 has 8 bits: steps of 0.016 at 2.875, and 40 layers in another order of additions.
+# bf16 has 8 bits of precision, a spacing of 0.016 at 2.875; 40 layers add in a different order.
 TOLERANCE = 0.1
 RELEASED_8B = ModelConfig(
     vocab_size=262_272, hidden_size=2048, num_layers=40, num_query_heads=8, num_kv_heads=2, head_dim=128,
@@ -28,13 +28,13 @@ _OF_NO_MATTER = ("max_positions", "init_std", "sliding_rope_base", "sliding_wind
 
 
 class Verification(NamedTuple):
-    """What came out.
+    """The result of a comparison.
 
     Attributes:
-      likeliest: the token of the largest logit after each of `PROMPT`.
-      tail: logits of the last three classes after the last three tokens.
-      error: the largest difference of `tail` from `TAIL`.
-      good: whether all tokens are `LIKELIEST` and `error` is at most `TOLERANCE`.
+      likeliest: most likely next token after each token of `PROMPT`.
+      tail: logits of the last three classes at the last three positions.
+      error: maximum absolute difference between `tail` and `TAIL`.
+      good: whether `likeliest` equals `LIKELIEST` and `error` is at most `TOLERANCE`.
     """
 
     likeliest: tuple[int, ...]
@@ -43,21 +43,25 @@ class Verification(NamedTuple):
     good: bool
 
     def __str__(self) -> str:
-        """The report in lines."""
-        rows = [f"{'token':>8} {'likeliest':>10} {'expected':>10}"]
+        """Format the report as lines."""
+        rows = [f"{'token':>8} {'next':>10} {'expected':>10}"]
         for token, ours, theirs in zip(PROMPT, self.likeliest, LIKELIEST, strict=True):
             rows.append(f"{token:>8} {ours:>10} {theirs:>10}{'' if ours == theirs else '  differs'}")
-        rows.append(f"tail of the logits: at most {self.error:.4f} from the expected ones ({TOLERANCE} is allowed)")
-        return "\n".join([*rows, "The folder is the released 8B." if self.good else "The folder differs."])
+        rows.append(f"logits: max abs diff {self.error:.4f} (at most {TOLERANCE} is allowed)")
+        verdict = "OK: the logits match the released 8B." if self.good else "The logits differ from the released 8B."
+        return "\n".join([*rows, verdict])
 
 
 def verify_hf(source: str | Path) -> Verification:
-    """Run the fixture of `transformers`' own test on a folder, FOLDER or hf:FOLDER in either layout, in bf16.
+    """Run the fixture of `transformers`' own test on a folder of either layout, in bf16.
 
-    The host holds the parameters in bf16 (17.7 GB) where there is no other device.
+    The parameters take 17.7 GB on the device, or on the host if there is no accelerator.
+
+    Args:
+      source: FOLDER or hf:FOLDER.
 
     Raises:
-      InputError: the folder is not of the released 8B's architecture, or see `open_folder`; nothing is allocated then.
+      InputError: the folder does not have the released 8B's architecture, or see `open_folder`; nothing is allocated.
     """
     weights = open_folder_weights(source)
     check_released(weights.config, weights.source)
@@ -65,16 +69,16 @@ def verify_hf(source: str | Path) -> Verification:
 
 
 def check_released(config: ModelConfig, where: str) -> None:
-    """Refuse another architecture than the 8B's, the only one there is a fixture of; `where` names the folder."""
+    """Raise `InputError` unless `config` is the 8B's, the only model with a fixture; `where` names the folder."""
     there = replace(config, layer_pattern=config.period)
     for key, value in asdict(RELEASED_8B).items():
         if key not in _OF_NO_MATTER and getattr(there, key) != value:
-            raise InputError(f"{where} is not ZAYA1-8B, of which alone there is a fixture: {key} is "
-                             f"{getattr(there, key)!r}, and {value!r} in the 8B.")  # fmt: skip
+            raise InputError(f"{where} is not ZAYA1-8B, the only model that verify-hf can check: {key} is "
+                             f"{getattr(there, key)!r}, but {value!r} in the 8B.")  # fmt: skip
 
 
 def compare(model: Zaya) -> Verification:
-    """What `model` says after each token of the prompt, beside what is expected."""
+    """Run `model` on the prompt and compare its logits with the expected ones."""
     out = np.asarray(jax.jit(logits)(model, jnp.asarray([PROMPT], jnp.int32))[0])
     likeliest = tuple(map(int, out.argmax(-1)))
     tail = out[-3:, -3:]

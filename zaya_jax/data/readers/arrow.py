@@ -57,7 +57,7 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
             if reader.num_record_batches < unit.stop:
                 raise InputError(
                     f"The file {file} has {reader.num_record_batches} record batches, fewer than the {unit.stop} "
-                    "it had; do not change it meanwhile."
+                    "it had; do not change inputs while they are prepared."
                 )
             first = FirstLine(partial(_first_row, file, unit.start)) if unit.start else first
             batches = _file_batches(reader, unit)
@@ -109,8 +109,8 @@ def _batches(file: str, reader: pa.RecordBatchStreamReader, source: pa.MemoryMap
         end = source.tell()
         yield batch
     if source.tell() == end:  # the reader takes the end of the file for that of the stream
-        raise InputError(f"The Arrow file {file} ends without its end-of-stream marker, so a part of it is missing. "
-                         "Copy or write it again.")  # fmt: skip
+        raise InputError(f"The Arrow file {file} ends without its end-of-stream marker, so it is truncated. Copy or "
+                         "write it again.")  # fmt: skip
 
 
 def _checked(file: str, batches: Iterator[tuple[pa.RecordBatch, int]]) -> Iterator[tuple[pa.RecordBatch, int]]:

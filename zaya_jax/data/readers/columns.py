@@ -26,7 +26,7 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
     kind = schema.field(index).type
     if not _can_hold_documents(kind):
         raise InputError(
-            f"The column {field!r} of the file {file} is of type {kind}, where text and lists are allowed; "
+            f"The column {field!r} of the file {file} has type {kind}, but must have text or lists; "
             f"its columns are {columns}."
         )
     beside = [name for name in SIBLINGS if schema.names.count(name) == 1] if _holds_lists(kind) else []

@@ -43,7 +43,7 @@ def list_units(
         unit_bytes = max(_LEAST_UNIT, min(_MOST_UNIT, sum(file.bytes for file in files) // _UNITS))
     units = list(_units(files, unit_bytes))
     if not units:
-        raise InputError(f"The inputs hold no document: {', '.join(map(str, inputs))}.")
+        raise InputError(f"The inputs contain no document: {', '.join(map(str, inputs))}.")
     return units
 
 
@@ -51,9 +51,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[InputFile]:
     if os.path.isdir(path):
         files = list(_walk(path, suffixes))
         if not any(file.bytes for file in files):
-            raise InputError(
-                f"The folder {path} holds no file that can be read and is not empty; known are {_known(suffixes)}."
-            )
+            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}.")
         return files
     if path.name.endswith(".idx"):
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
@@ -63,7 +61,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[InputFile]:
     kind = _format(path.name, suffixes)
     file = _file(path, kind or "text")
     if kind is None:
-        raise InputError(f"The ending of the file {path} is unknown; known are {_known(suffixes)}.")
+        raise InputError(f"The file {path} has an unknown suffix; known suffixes are {_known(suffixes)}.")
     if not file.bytes:
         raise InputError(f"The file {path} is empty; leave it out.")
     return [file]
@@ -109,7 +107,7 @@ def _file(path: Path, kind: str) -> InputFile:
         raise InputError(f"The input {path} cannot be read: its permissions forbid it.")
     for companion in load_format(kind).companions(str(path)):
         if not os.path.exists(companion):
-            raise InputError(f"The file {path} needs {companion} beside it, which is missing.")
+            raise InputError(f"The file {path} needs {companion} next to it, which is missing.")
     return InputFile(kind, str(path), status.st_size)
 
 
@@ -119,8 +117,8 @@ def _check_distinct(files: Sequence[InputFile]) -> None:
         path = os.path.realpath(file.path)
         if path in seen:
             link = "" if os.path.abspath(seen[path]) == os.path.abspath(file.path) else f", also as {seen[path]}"
-            raise InputError(f"The file {file.path} is given twice{link}; give each file or a folder that holds it, "
-                             "once.")  # fmt: skip
+            raise InputError(f"The file {file.path} is given twice{link}; pass each file, or a folder that contains "
+                             "it, once.")  # fmt: skip
         seen[path] = file.path
 
 

@@ -91,13 +91,13 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
     except UnicodeDecodeError as error:
         return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded")
     except UnicodeEncodeError:
-        return "", ("not UTF-8", f"{field!r} has an escape that is half of a surrogate pair")
+        return "", ("not UTF-8", f"{field!r} has an escaped unpaired surrogate")
     except RecursionError:
         return "", ("invalid JSON", "it is nested too deeply")
     except ValueError as error:  # bad syntax, or a number of thousands of digits
         return "", ("invalid JSON", str(error))
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line is of type {type(tree).__name__}, where an object is allowed")
+        return "", ("wrong type", f"the line has type {type(tree).__name__}, but must be an object")
     name = find_field(field, tree)
     if name is None:
         return "", ("no field", f"the object has no key {field!r}{suggest_chat(field, tree)}")
@@ -114,7 +114,8 @@ def _first_start(unit: Unit) -> int:
         size = stream.seek(0, io.SEEK_END)
         if size < unit.stop:
             raise InputError(
-                f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change it meanwhile."
+                f"The file {file} has {size} bytes, fewer than the {unit.stop} it had; do not change inputs while they "
+                "are prepared."
             )
         if unit.start == 0:
             return 0
@@ -165,7 +166,7 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
         line = stream.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
         raise InputError(
-            f"The file {file} has a line of more than {LONGEST_LINE} bytes; write JSONL, which has one document a line."
+            f"The file {file} has a line of more than {LONGEST_LINE} bytes; JSONL has one document per line."
         )
     return line
 

@@ -61,17 +61,17 @@ def open_index(file: str) -> Index:
     except OSError as error:
         raise InputError(f"The Megatron file {error.filename or path} cannot be read: {error.strerror}.") from error
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
-        raise InputError(f"The file {path} is not a Megatron index: it does not begin with a header of MMIDIDX.")
+        raise InputError(f"The file {path} is not a Megatron index: it does not start with an MMIDIDX header.")
     _, version, code, sequences, indices = _HEADER.unpack(header)
     if version != 1:
-        raise InputError(f"The Megatron index {path} has version {version}; only 1 can be read.")
+        raise InputError(f"The Megatron index {path} has version {version}, but only version 1 is supported.")
     if code not in _DTYPES or np.dtype(_DTYPES[code]).kind == "f":
         allowed = ", ".join(f"{code} ({np.dtype(t).name})" for code, t in _DTYPES.items() if np.dtype(t).kind != "f")
         raise InputError(f"The Megatron index {path} has the dtype code {code} for its tokens; allowed are {allowed}.")
     expected = _HEADER.size + 12 * sequences + 8 * indices
     if size != expected or not indices:
         raise InputError(
-            f"The Megatron index {path} has {size} bytes, but its header speaks of {sequences} sequences and {indices} "
+            f"The Megatron index {path} has {size} bytes, but its header lists {sequences} sequences and {indices} "
             f"document indices, which take {expected}; the index is damaged."
         )
     index = Index(path, np.dtype(_DTYPES[code]), sequences, indices - 1, bin_bytes)
@@ -79,7 +79,7 @@ def open_index(file: str) -> Index:
     if ends != [0, sequences]:
         raise InputError(
             f"The documents of the Megatron index {path} are sequences {ends[0]} to {ends[1]}, but must be "
-            f"0 to {sequences}, all there are."
+            f"0 to {sequences} (all of them)."
         )
     return index
 
@@ -98,7 +98,7 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
     if index.documents < unit.stop:
         raise InputError(
             f"The Megatron index {index.file} has {index.documents} documents, fewer than the {unit.stop} it had; "
-            "do not change it meanwhile."
+            "do not change inputs while they are prepared."
         )
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
@@ -131,7 +131,7 @@ def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
     }[name]
     numbers = np.fromfile(index.file, dtype, stop - start, offset=offset + np.dtype(dtype).itemsize * start)
     if len(numbers) != stop - start:
-        raise InputError(f"The Megatron index {index.file} became shorter; do not change it meanwhile.")
+        raise InputError(f"The Megatron index {index.file} became shorter; do not change inputs meanwhile.")
     return numbers
 
 

@@ -37,7 +37,7 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
         if groups < unit.stop:
             raise InputError(
                 f"The file {file} has {groups} row groups, fewer than the {unit.stop} it had; "
-                "do not change it meanwhile."
+                "do not change inputs while they are prepared."
             )
         columns = check_columns(file, table.schema_arrow, field)
         rows = [table.metadata.row_group(i).num_rows for i in range(unit.stop)]

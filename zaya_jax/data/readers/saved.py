@@ -51,7 +51,7 @@ def _compare_rows(folder: Path, files: list[Path]) -> None:
     rows = sum(count_rows(str(file)) for file in files)
     if rows < wanted:
         print(f"data: the saved dataset {folder} has {rows:,} rows, but {_INFO} says that split {split!r} has "
-              f"{wanted:,}. If it is not a selection of them, save or copy it again.", file=sys.stderr)  # fmt: skip
+              f"{wanted:,}. Unless rows were filtered out, save or copy it again.", file=sys.stderr)  # fmt: skip
 
 
 def _json(path: Path, key: str) -> list[Any]:
@@ -74,5 +74,5 @@ def _tree(path: Path) -> dict[str, Any]:
 
 def _names(path: Path, names: list[Any]) -> list[str]:
     if not all(isinstance(name, str) and name and Path(name).name == name for name in names):
-        raise InputError(f"The file {path} of a saved dataset must list names, but lists {names!r}.")
+        raise InputError(f"The file {path} of a saved dataset must list file names, but lists {names!r}.")
     return names

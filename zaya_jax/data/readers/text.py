@@ -34,7 +34,7 @@ def read_text(unit: Unit) -> Iterator[Entry]:
             yield BadDocument(file, 1, "not UTF-8", f"the byte at offset {error.start} cannot be decoded")
             continue
         if not text or text.isspace():
-            yield BadDocument(file, 1, "empty", f"the file has {len(data)} bytes, none of them more than white space")
+            yield BadDocument(file, 1, "empty", f"the file has {len(data)} bytes, all of them white space")
         else:
             yield Document(text, file, len(data), 0, FirstLine())
 

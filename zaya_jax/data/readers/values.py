@@ -32,7 +32,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
     """Why a conversation with a value in a field of `SIBLINGS` cannot be used; None where all are empty."""
     for name in SIBLINGS:
         if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
-            return "lost field", f"{name!r} beside {field!r} is not read; write it into a system message, or remove it"
+            return "lost field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
     return None
 
 
@@ -42,7 +42,7 @@ def rejection(value: object, field: str) -> tuple[Reason, str]:
         case None:
             return "empty", f"{field!r} is null"
         case str():
-            return "empty", f"{field!r} is a text of {len(value)} characters, none of them more than white space"
+            return "empty", f"{field!r} has {len(value)} characters, all of them white space"
         case list():
             return "empty", f"{field!r} is an empty list"
-    return "wrong type", f"{field!r} is of type {type(value).__name__}, where a text or a list is allowed"
+    return "wrong type", f"{field!r} has type {type(value).__name__}, but must be text or a list"
