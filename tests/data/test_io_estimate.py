@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 
-# zaya1.md §6.3
+# docs/reference.md §6.3
 ZAYA1 = {"sequences": 4096, "context": 4096, "token_bytes": 4, "extra_pages": 0.0, "step_seconds": 2.5,
          "max_operations_per_second": 70_000}  # fmt: skip
 

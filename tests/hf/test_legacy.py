@@ -1,4 +1,4 @@
-"""The legacy layout's names, against a list written by hand from zaya1.md §12.2, and its count for the released 8B."""
+"""The legacy layout's names, against a list written by hand (docs/reference.md §12.2), and their count in the 8B."""
 
 import numpy as np
 import pytest
@@ -96,7 +96,7 @@ def test_names_and_shapes_are_those_written_by_hand():
 def test_the_released_8b_has_2483_tensors():
     rows = list(legacy_tensors(RELEASED_8B))
     assert len({row.name for row in rows}) == len(rows) == 2483
-    # Besides the balancing biases, of 17 classes a layer, which are no parameters (zaya1.md §1.1).
+    # Besides the balancing biases, of 17 classes a layer, which are no parameters (docs/reference.md §1.1).
     assert sum(int(np.prod(row.shape)) for row in rows) == 8_840_488_784 + 40 * 17
 
 

@@ -13,7 +13,7 @@ from tests.hf.test_legacy import RELEASED_8B
 from zaya_jax.errors import InputError
 from zaya_jax.hf.legacy_config import from_legacy, to_legacy
 
-# As released (zaya1.md §12.3), but for what is the same in every model.
+# As released (docs/reference.md §12.3), but for what is the same in every model.
 LEGACY_8B = {
     "activation_func": "swiglu", "activation_func_fp8_input_store": False, "add_bias_linear": False,
     "apply_rope_fusion": True, "architectures": ["ZayaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,

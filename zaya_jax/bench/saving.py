@@ -165,7 +165,7 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Method:
 
 
 def timed_save(method: Method, step: int) -> dict[str, float]:
-    """The `stall` and `commit` (until durable) of a save in seconds, and its `memory` in bytes, of the worst process."""
+    """The `stall` and `commit` (until durable) in seconds and the `memory` in bytes of a save, of the worst process."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
     with PeakMemory() as peak:

@@ -1,7 +1,7 @@
 """Whole documents into bins of a fixed number of tokens: best-fit decreasing.
 
 Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), which ZAYA1's fine-tuning uses
-(zaya1.md §6.2). Every item is taken by size, the largest first, into the fullest bin it still fits.
+(docs/reference.md §6.2). Every item is taken by size, the largest first, into the fullest bin it still fits.
 """
 
 from array import array

@@ -1,6 +1,6 @@
 """Answer-preserving trimming: a conversation that is too long loses ends of its reasoning, never of an answer.
 
-The head of a chain of thought plans and takes the problem apart, while its tail consolidates (zaya1.md §6.1;
+The head of a chain of thought plans and takes the problem apart, while its tail consolidates (docs/reference.md §6.1;
 arXiv 2605.05365, section III-A). The report leaves open how tokens are counted: here all count, the template's too.
 """
 
