@@ -1,7 +1,7 @@
 """How many storage operations reading the tokens of a training step takes, and whether the storage keeps up.
 
-The model is that of docs/reference.md §6.3: tokens are read in pages, one operation per page, and somewhat more where the
-sequences of a batch lie apart. It leaves out checkpoints, whose writing is limited by bytes.
+The model is that of docs/reference.md §6.3: tokens are read in pages, one operation per page, and somewhat more where
+the sequences of a batch lie apart. It leaves out checkpoints, whose writing is limited by bytes.
 """
 
 from dataclasses import dataclass
