@@ -173,11 +173,14 @@ GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
         ("{% for i in range(10 ** 9) %}{% endfor %}", "fails: Range too big"),
         ("{% include '/etc/hostname' %}", "fails: no loader"),
         ("{{ strftime_now('%Y') }}", "fails: 'strftime_now' is undefined$"),
-        ("{{ messages[0].reasoning | length }}", "more with reasoning"),
-        ("{{ messages[0].reasoning[:3] }}", "more with reasoning"),
-        ("{% set x %}" + GENERATION + "{% endset %}{{ x | length }}", "more with reasoning or with generation"),
-        ("{% macro m() %}" + GENERATION + "{% endmacro %}{% generation %}{{ m() }}{% endgeneration %}", "inside gener"),
-        ("{{ '\\ud900' }}", "half of a surrogate pair"),
+        ("{{ messages[0].reasoning | length }}", "write reasoning"),
+        ("{{ messages[0].reasoning[:3] }}", "write reasoning"),
+        ("{% set x %}" + GENERATION + "{% endset %}{{ x | length }}", "reasoning and generation whole"),
+        (
+            "{% macro m() %}" + GENERATION + "{% endmacro %}{% generation %}{{ m() }}{% endgeneration %}",
+            "nests generation",
+        ),
+        ("{{ '\\ud900' }}", "unpaired surrogate"),
     ],
 )
 def test_a_template_that_fails_with_a_conversation_says_why(source, reason):
@@ -212,12 +215,18 @@ def test_the_built_in_template_refuses_tool_calls_rather_than_lose_them(default)
         ("\n{% if %}", r"^The chat template a\.jinja has an error in line 2: .*\.$"),
         ("{{ x | nonsense }}" + GENERATION, "has an error in line 1: No filter named 'nonsense'"),
         ("{{ [1] | random }}" + GENERATION, "No filter named 'random'"),
-        ("{% generation %}\n" + GENERATION + "{% endgeneration %}", "error in line 1: generation stands inside gener"),
-        ("{% generation %}{% if true %}" + GENERATION + "{% endif %}{% endgeneration %}", "generation stands inside"),
+        (
+            "{% generation %}\n" + GENERATION + "{% endgeneration %}",
+            "error in line 1: generation blocks must not be nested",
+        ),
+        (
+            "{% generation %}{% if true %}" + GENERATION + "{% endif %}{% endgeneration %}",
+            "generation blocks must not be nested",
+        ),
         ("{% generation %}", "error in line 1: Unexpected end of template"),
         ("{% break %}" + GENERATION, r"a\.jinja cannot be compiled: 'break' outside loop"),
-        ("{{ messages }}", "does not say what the assistant writes; put that between {% generation %} and"),
-        ("{# {% generation %}{% endgeneration %} #}", "does not say what the assistant writes"),
+        ("{{ messages }}", "does not mark what the assistant writes; put it between {% generation %} and"),
+        ("{# {% generation %}{% endgeneration %} #}", "does not mark what the assistant writes"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_named(source, message):
@@ -333,14 +342,14 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
         ([{"role": "user"}], "message 1 has a content that is neither a string nor a list of text parts"),
         ([user(None, tool_calls=[1])], "message 1 has a content that is neither"),
         ([assistant(None)], "message 1 has a content that is neither"),
-        ([user([{"type": "image", "text": "a"}])], "message 1 has a part in its content that is no text"),
-        ([user([{"type": "text"}])], "message 1 has a part in its content that is no text"),
+        ([user([{"type": "image", "text": "a"}])], "message 1 has a content part that is not text"),
+        ([user([{"type": "text"}])], "message 1 has a content part that is not text"),
         ([assistant(reasoning=1)], "message 1 has a reasoning that is not a string"),
         ([assistant(reasoning="a", reasoning_content="b")],
          "message 1 has a reasoning and a reasoning_content that differ"),
         ([assistant(), assistant(" <think>and on")], "message 2 has a <think> without </think>"),
-        ([assistant("\ud800")], "message 1 holds half of a surrogate pair"),
-        ([assistant(), user(x=[{"\udfff": 1}])], "message 2 holds half of a surrogate pair"),
+        ([assistant("\ud800")], "message 1 contains an unpaired surrogate"),
+        ([assistant(), user(x=[{"\udfff": 1}])], "message 2 contains an unpaired surrogate"),
     ],
 )  # fmt: skip
 def test_what_is_no_conversation_is_refused_with_the_reason(value, reason):

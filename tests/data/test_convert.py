@@ -189,8 +189,8 @@ def test_an_exception_in_a_process_is_raised_here_and_leaves_no_partial_file(fol
 
 def test_a_process_that_is_killed_stops_the_work_with_a_sentence_and_a_rerun_completes(folder, work, tmp_path):
     units = make_units(5, unit2="kill")
-    with pytest.raises(RunStopped, match=r"^A process that prepared data ended: it was killed, perhaps for want of "
-                       r"memory, or .*\. The same command goes on from what is done\.$"):  # fmt: skip
+    with pytest.raises(RunStopped, match=r"^A data worker process ended: it was killed, perhaps by running out of "
+                       r"memory, or .*\. Rerun the command to resume\.$"):  # fmt: skip
         run(folder, units, work, workers=2)
     done = [number for number in range(5) if read_note(folder, number) is not None]
     assert 2 not in done
@@ -210,7 +210,9 @@ def test_a_process_that_is_killed_stops_the_work_with_a_sentence_and_a_rerun_com
 def test_documents_that_cannot_be_used_are_counted_over_all_units(folder, tmp_path):
     work = Work(tmp_path / "log", bad=True)
     units = make_units(5)  # of 1 to 50, which have 7 multiples of 7
-    with pytest.raises(InputError, match=r"^7 documents cannot be used \(7 sevenfold\), 6 may be skipped\."):
+    with pytest.raises(
+        InputError, match=r"^7 documents cannot be used \(7 sevenfold\), but at most 6 may be skipped\."
+    ):
         run(folder, units, work, limit=6)
     before = started(work)
     run(folder, units, work, limit=7)
@@ -219,14 +221,18 @@ def test_documents_that_cannot_be_used_are_counted_over_all_units(folder, tmp_pa
     assert sum(note.skipped["sevenfold"] for note in notes) == 7
     assert notes[0].examples == ["numbers:7: sevenfold: 7 is a multiple"]
     assert sum(shard.documents for note in notes for shard in note.shards.values()) == 43
-    with pytest.raises(InputError, match=r"7 sevenfold.*, 2 may be skipped"):  # of what is noted, without any work
+    with pytest.raises(
+        InputError, match=r"7 sevenfold.* at most 2 may be skipped"
+    ):  # of what is noted, without any work
         run(folder, units, work, limit=2)
     assert started(work) == before
 
 
 def test_all_are_counted_and_the_first_are_listed(folder, tmp_path):
     work = Work(tmp_path / "log", bad=True)
-    with pytest.raises(InputError, match=r"^142 documents cannot be used \(142 sevenfold\), 30 may") as error:
+    with pytest.raises(
+        InputError, match=r"^142 documents cannot be used \(142 sevenfold\), but at most 30 may"
+    ) as error:
         run(folder, [Numbers(1, 1000)], work, limit=30)
     lines = str(error.value).splitlines()[1:]
     assert lines == [*(f"  numbers:{n}: sevenfold: {n} is a multiple" for n in range(7, 147, 7)), "  and 122 more"]
@@ -242,6 +248,6 @@ def test_a_script_that_begins_the_work_unguarded_is_told_so(tmp_path):
     done = subprocess.run([sys.executable, script, tmp_path / "out"], env={**os.environ, "PYTHONPATH": str(ROOT)},
                           capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
     assert done.returncode == 1
-    assert "put what the script does under `if __name__ == '__main__':`" in done.stderr
-    assert "RunStopped: A process that prepared data ended" in done.stderr
+    assert "put the script's work under `if __name__ == '__main__':`" in done.stderr
+    assert "RunStopped: A data worker process ended" in done.stderr
     assert contents(tmp_path / "out") == {}

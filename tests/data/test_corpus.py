@@ -87,10 +87,12 @@ def test_each_split_of_a_small_corpus_has_a_text(tmp_path, fraction):
 
 def test_a_corpus_of_one_text_is_refused(tmp_path):
     write(tmp_path, ["a.txt"])
-    with pytest.raises(InputError, match=r"data\.corpus is .* holds one text only \(a\.txt, 1 file that .* split this"):
+    with pytest.raises(
+        InputError, match=r"data\.corpus is .* contains only one distinct text \(a\.txt; 1 file in .* split this"
+    ):
         find_corpus(config(tmp_path))
     (tmp_path / "b.txt").write_text("text of a.txt")
-    with pytest.raises(InputError, match=r"one text only \(a\.txt, 2 files that end in"):
+    with pytest.raises(InputError, match=r"one distinct text \(a\.txt; 2 files in"):
         find_corpus(config(tmp_path))
 
 
@@ -100,7 +102,7 @@ def test_a_folder_or_file_that_cannot_be_used_is_named(tmp_path):
             find_corpus(config(root))
 
     refused(tmp_path / "absent", tmp_path / "absent", "is not a folder")
-    refused(write(tmp_path, ["a.py"]), tmp_path, "holds no file that ends in .txt")
+    refused(write(tmp_path, ["a.py"]), tmp_path, "contains no non-empty file that ends in .txt")
     write(tmp_path, [f"{i}.txt" for i in range(10)])
     (tmp_path / "4.txt").write_bytes(b"good \xff bad")
     refused(tmp_path, tmp_path / "4.txt", "is not UTF-8: the byte at offset 5")

@@ -34,12 +34,12 @@ def test_everything_is_told(config, tmp_path):
     numbers = {tuple(line.split()[:4]) for line in text.splitlines()}
     assert ("code", "tokens", "train", "30") in numbers
     assert ("talk", "chat", "heldout", "1") in numbers
-    assert "Phase phase0: steps 0 to 4, 8 rows of 16 tokens a step, windows, 512 tokens" in text
-    assert "Phase phase1: steps 4 to 8, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
+    assert "Phase phase0: steps 0 to 4, 8 rows of 16 tokens per step, windows, 512 tokens" in text
+    assert "Phase phase1: steps 4 to 8, 8 rows of 128 tokens per step, bins, 4,096 tokens" in text
     assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
-    assert "talk: conversations made to fit 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
+    assert "talk: conversations trimmed to 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
     # 8 rows of 16 tokens of 2 bytes are a sixteenth of a page of 4096, but each row lies on a page of its own.
-    assert "8.0625 reads of a page (fragmentation 129.00); at 0.5 s a step 16.125 reads/s; 100 reads/s feed" in text
+    assert "8.0625 page reads (fragmentation 129.00): 16.125 reads/s at 0.5 s/step. Storage with 100 reads/s" in text
     assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
     assert "It is 2.<|im_end|>]]" in text
     assert not (tmp_path / "run").exists()  # another run may live there
@@ -49,8 +49,8 @@ def test_a_batch_that_rises_is_told_by_its_sizes(config):
     batch = BatchConfig(tokens=64, start=32, ramp_tokens=256)
     rising = dataclasses.replace(config.phases[0], batch=batch)
     text = describe(dataclasses.replace(config, phases=(rising, config.phases[1])), samples=0)
-    assert "Phase phase0: steps 0 to 10, 2 then 4 rows of 16 tokens a step, windows, 512 tokens" in text
-    assert "Phase phase1: steps 10 to 14, 8 rows of 128 tokens a step, bins, 4,096 tokens" in text
+    assert "Phase phase0: steps 0 to 10, 2 then 4 rows of 16 tokens per step, windows, 512 tokens" in text
+    assert "Phase phase1: steps 10 to 14, 8 rows of 128 tokens per step, bins, 4,096 tokens" in text
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])

@@ -77,7 +77,7 @@ def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_i
     records = [{"conversations": said}, *({"conversations": said, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(
-        InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' beside 'conversations' is"
+        InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' next to 'conversations' is"
     ):
         prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=2)
@@ -92,7 +92,7 @@ def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
     said = [[{"role": "assistant", "content": "yes", "said": said}] for said in (None, 0)]
     pq.write_table(pa.table({"messages": pa.array(said, pa.list_(message))}), tmp_path / "in.parquet")
     inputs = [str(tmp_path / "in.parquet")]
-    with pytest.raises(InputError, match=r"in\.parquet:2: no conversation: it holds what JSON cannot"):
+    with pytest.raises(InputError, match=r"in\.parquet:2: no conversation: it contains what JSON cannot"):
         prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1)
     assert prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=1).counts == {"no conversation": 1}
 

@@ -84,9 +84,11 @@ def test_tasks_say_what_comes_next_and_merge_prints_the_counts(call, tmp_path, c
     output = tmp_path / "out"
     call[2:3] = map(str, [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"{i} of {TEXTS}"}] * 9) for i in range(2)])
     assert main([*call, "--of", "2"]) == 0
-    assert capsys.readouterr().out == (f"Task 0 of 2 is done. When all are: python -m zaya_jax.data merge {output}\n")
+    assert capsys.readouterr().out == (
+        f"Task 0 of 2 is done. After the last one, run python -m zaya_jax.data merge {output}\n"
+    )
     assert main(["merge", str(output)]) == 2
-    assert "of its 2 tasks, 1 is missing. Run them with --task, then merge." in capsys.readouterr().err
+    assert r"1 of 2 tasks is missing (1). Run it with --task, then merge." in capsys.readouterr().err
     assert main([*call, "--of", "2", "--task", "1"]) == 0
     capsys.readouterr()
     assert main(["merge", str(output)]) == 0
@@ -122,7 +124,7 @@ def test_options_reach_the_preparation(call, tmp_path, capsys):
     assert main([*call, *more, "--max-bad", "1"]) == 0
     out = capsys.readouterr().out
     assert "train: 2 documents" in out
-    assert "  left out, empty: 1\n" in out
+    assert "  skipped, empty: 1\n" in out
 
 
 @pytest.mark.parametrize(
@@ -165,7 +167,7 @@ def test_a_process_that_is_killed_has_status_1_and_the_same_command_goes_on(call
     out, err = command.communicate(timeout=30)
     assert command.returncode == 1
     assert out == ""
-    assert "Stopped: A process that prepared data ended: it was killed, perhaps for want of memory" in err
+    assert "Stopped: A data worker process ended: it was killed, perhaps by running out of memory" in err
     assert "Traceback" not in err
     assert main(call) == 0
     assert open_manifest(output).train.documents + open_manifest(output).heldout.documents == 1600

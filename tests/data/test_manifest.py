@@ -91,7 +91,7 @@ def test_a_missing_or_truncated_file_is_named(folder):
     for file in FILES:
         content = (folder / file).read_bytes()
         (folder / file).write_bytes(content[:-1])
-        with refused(folder, folder / file, f"has {len(content) - 1} bytes instead of {len(content)}"):
+        with refused(folder, folder / file, f"has {len(content) - 1} bytes, but must have {len(content)}"):
             read_manifest(folder, REMEDY)
         (folder / file).unlink()
         with refused(folder, folder / file, "is missing"):
@@ -103,7 +103,7 @@ def test_a_missing_or_truncated_file_is_named(folder):
 def test_a_file_outside_of_the_folder_is_refused(folder, name):
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(text.replace('"tokenizer.json"', json.dumps(name)))
-    with refused(folder, folder / MANIFEST, f"names {name!r}, which is no file name"):
+    with refused(folder, folder / MANIFEST, f"lists {name!r}, not a file name"):
         read_manifest(folder, REMEDY)
 
 
@@ -120,5 +120,5 @@ def test_a_damaged_manifest_is_named(folder, content):
 def test_another_format_is_named_whatever_its_fields_are(folder, fields):
     text = (folder / MANIFEST).read_text()
     (folder / MANIFEST).write_text(fields or text.replace('"format": 2', '"format": 99'))
-    with refused(folder, folder / MANIFEST, "is of format 99, but this version reads 2"):
+    with refused(folder, folder / MANIFEST, "has format 99, but this version reads format 2"):
         read_manifest(folder, REMEDY)

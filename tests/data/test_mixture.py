@@ -118,5 +118,7 @@ def test_a_small_weight_keeps_a_row_of_the_period(weights, expected):
 
 @pytest.mark.parametrize("weight", [0, -1.5, math.nan, math.inf])
 def test_a_weight_that_is_no_share_is_named(weight):
-    with pytest.raises(InputError, match=f"The weight of the source 'code' is {weight}; it must be finite and above 0"):
+    with pytest.raises(
+        InputError, match=f"The weight of the source 'code' is {weight}, but must be finite and above 0"
+    ):
         Mixture({"web": 1.0, "code": weight})

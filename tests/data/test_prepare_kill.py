@@ -174,5 +174,5 @@ def test_two_calls_at_once_cannot_do_the_same_task(tmp_path, tokenizer):
         assert command.process.poll() is None
     finally:
         command.kill()
-    with pytest.raises(InputError, match=r"is not complete; run the same prepare command again to finish it\.$"):
+    with pytest.raises(InputError, match=r"is incomplete; rerun the prepare command to finish it\.$"):
         open_manifest(output)

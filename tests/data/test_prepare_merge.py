@@ -16,12 +16,12 @@ def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, t
     call |= {"unit_bytes": 900, "tasks": 3, "workers": 1}
     prepare(task=1, **call)
     for look in (merge, open_manifest):
-        with pytest.raises(InputError, match=r"of its 3 tasks, 0, 2 are missing\. Run them with --task, then merge"):
+        with pytest.raises(InputError, match=r"2 of 3 tasks are missing \(0, 2\)\. Run them with --task, then merge"):
             look(output)
     prepare(task=0, **call)
     assert missing_tasks(output) == [2]
     for look in (merge, open_manifest):
-        with pytest.raises(InputError, match="of its 3 tasks, 2 is missing"):
+        with pytest.raises(InputError, match=r"1 of 3 tasks is missing \(2\)"):
             look(output)
     prepare(task=2, **call)
     with pytest.raises(InputError, match=f"is not merged; run python -m zaya_jax.data merge {output}"):
@@ -32,11 +32,13 @@ def test_tasks_that_are_missing_are_named_with_what_to_do(tmp_path, tokenizer, t
 
 def test_a_folder_without_a_preparation_is_not_merged(tmp_path):
     (tmp_path / "file").write_text("text")
-    with pytest.raises(InputError, match=rf"^The folder {tmp_path} holds no preparation: .*plan\.json cannot be read"):
+    with pytest.raises(
+        InputError, match=rf"^The folder {tmp_path} contains no preparation: .*plan\.json cannot be read"
+    ):
         merge(tmp_path)
     assert contents(tmp_path) == {"file": b"text"}
     for path in (tmp_path / "file", tmp_path / "missing"):
-        with pytest.raises(InputError, match=f"^{path} is no folder; give the --output of prepare"):
+        with pytest.raises(InputError, match=f"^{path} is not a folder; pass the --output folder of prepare"):
             merge(path)
     assert not (tmp_path / "missing").exists()
 
@@ -56,7 +58,7 @@ def test_a_plan_of_another_version_is_not_merged(tmp_path, tokenizer, texts_file
     prepare([str(texts_file)], tokenizer, tmp_path / "out", QUARTER, workers=1, tasks=2)
     plan = json.loads((tmp_path / "out" / "plan.json").read_text())
     (tmp_path / "out" / "plan.json").write_text(json.dumps({**plan, "format": 99}))
-    with pytest.raises(InputError, match="it is of format 99, but this version reads 2"):
+    with pytest.raises(InputError, match="it has format 99, but this version reads format 2"):
         merge(tmp_path / "out")
 
 
@@ -71,7 +73,7 @@ def test_a_shard_that_is_gone_before_the_merge_is_written_again(tmp_path, tokeni
     shard.unlink()
     assert read_note(output, 3) is None
     assert missing_tasks(output) == [1]
-    with pytest.raises(InputError, match="of its 2 tasks, 1 is missing"):
+    with pytest.raises(InputError, match=r"1 of 2 tasks is missing \(1\)"):
         merge(output)
     other = (output / "train-000001.arrayrecord").stat().st_mtime_ns
     prepare(output=output, task=1, tasks=2, **call)

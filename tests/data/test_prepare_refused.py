@@ -50,7 +50,7 @@ def test_a_document_that_cannot_be_used_is_refused_and_told_where_it_is(tmp_path
     assert manifest.counts == {reason: 1}
     assert manifest.examples == (rest[0].strip(),)
     check_same(texts, read_back(output))
-    assert f"left out, {reason}: 1\n    {rest[0].strip()}" in summary(output, manifest)
+    assert f"skipped, {reason}: 1\n    {rest[0].strip()}" in summary(output, manifest)
 
 
 def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
@@ -64,10 +64,10 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
         prepare(settings=QUARTER, unit_bytes=200, **call)
     done = {note: note.stat().st_mtime_ns for note in output.glob("unit-*.json")}
     assert len(done) > 3
-    with pytest.raises(InputError, match="is not complete; run the same prepare command again"):
+    with pytest.raises(InputError, match="is incomplete; rerun the prepare command"):
         merge(output)
     assert not (output / MANIFEST).exists()
-    with pytest.raises(InputError, match=r"^4 documents .* 3 may be skipped"):
+    with pytest.raises(InputError, match=r"^4 documents .* at most 3 may be skipped"):
         prepare(settings=QUARTER, unit_bytes=200, max_bad=3, **call)
     assert {note: note.stat().st_mtime_ns for note in done} == done  # what is done is not done again
     assert prepare(settings=QUARTER, unit_bytes=200, max_bad=4, **call).counts == {"end inside": 4}
@@ -87,7 +87,7 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
         ({"settings": PrepareSettings(heldout=1.5)}, r"^--heldout is 1\.5, "),
         ({"settings": PrepareSettings(heldout=-0.1)}, r"^--heldout is -0\.1, "),
         ({"settings": PrepareSettings(heldout=float("nan"))}, "^--heldout is nan"),
-        ({"settings": PrepareSettings(eot="<|end|>")}, r"has no token '<\|end\|>' to end a document with"),
+        ({"settings": PrepareSettings(eot="<|end|>")}, r"has no token '<\|end\|>' to end a document"),
         ({"tokenizer": Path("missing.json")}, r"^The tokenizer file missing\.json cannot be read"),
         ({"inputs": ["missing.jsonl"]}, r"^The input missing\.jsonl cannot be read"),
     ],
@@ -114,7 +114,7 @@ def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, toke
     assert prepare(settings=QUARTER, **call) == manifest
     assert prepare(settings=QUARTER, **call, task=1, tasks=2) == manifest  # of documents that are the same
     assert contents(output) == before
-    with pytest.raises(InputError, match=f"^The folder {output} holds data prepared of other inputs or settings"):
+    with pytest.raises(InputError, match=f"^The folder {output} contains data prepared from other inputs or settings"):
         prepare(settings=PrepareSettings(heldout=0.5), **call)
     write_jsonl(texts_file, make_texts(41))
     with pytest.raises(InputError, match="other inputs or settings"):
@@ -133,7 +133,7 @@ def test_a_finished_folder_with_a_damaged_shard_is_not_taken_for_complete(tmp_pa
 def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, texts_file):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("text")
-    with pytest.raises(InputError, match=r"mine holds other files, such as 'letter\.txt'"):
+    with pytest.raises(InputError, match=r"mine contains other files, such as 'letter\.txt'"):
         prepare([str(texts_file)], tokenizer, tmp_path / "mine", QUARTER, workers=1)
     assert contents(tmp_path / "mine") == {"letter.txt": b"text"}
 
@@ -167,7 +167,7 @@ def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokeni
     else:
         call |= change
         call |= {"tokenizer": tmp_path / call["tokenizer"], "inputs": [str(tmp_path / call["inputs"][0])]}
-    with pytest.raises(InputError, match=f"^The folder {output} holds an unfinished preparation with other {key}"):
+    with pytest.raises(InputError, match=f"^The folder {output} contains an unfinished preparation with other {key}"):
         prepare(output=output, workers=1, **call)
     assert contents(output) == before
 

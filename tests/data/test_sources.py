@@ -179,7 +179,7 @@ def test_a_damaged_file_of_a_source_is_named(config, made, tmp_path, damage):
     shard.unlink()
     if damage != "missing":
         shard.write_bytes(content[:-1] + (bytes([content[-1] ^ 1]) if damage == "altered" else b""))
-    remedy = f"prepare the data anew in another folder than {folder}"
+    remedy = f"prepare the data again in a folder other than {folder}"
     with pytest.raises(InputError, match=f"{re.escape(str(shard))}.*{re.escape(remedy)}"):
         open_sources(with_sources(config, x=folder))
 
@@ -195,9 +195,9 @@ def test_sources_of_other_tokenizers_or_ends_of_documents_are_refused(config, ma
 def test_nothing_to_train_on_or_to_hold_out_is_told(config, made, tmp_path, tokenizers):
     nearly_all = make_source(tmp_path / "h", ["text"], tokenizers["a"], heldout=1 - 1e-9)
     none = make_source(tmp_path / "t", ["text"] * 9, tokenizers["a"], heldout=0.0)
-    with pytest.raises(InputError, match=r"data\.sources\.z holds no document to train on"):
+    with pytest.raises(InputError, match=r"data\.sources\.z contains no training document"):
         open_sources(with_sources(config, x=made["x"], z=nearly_all))
-    with pytest.raises(InputError, match=r"No source that a phase reads \(z\) holds out a document.*--heldout"):
+    with pytest.raises(InputError, match=r"No source that a phase reads \(z\) has a held-out document.*--heldout"):
         open_sources(with_sources(config, z=none))
     open_sources(with_sources(config, x=made["x"], z=none))
 

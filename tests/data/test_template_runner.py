@@ -34,7 +34,7 @@ def test_a_template_without_end_is_stopped_and_the_next_one_runs(monkeypatch, so
 def test_a_conversation_too_long_for_the_process_is_refused(monkeypatch):
     monkeypatch.setattr(template_runner, "LONGEST", 2**20)
     default = load_template(None)
-    with pytest.raises(ValueError, match=r"^the chat template fails: its input takes more than 1 MiB as JSON$"):
+    with pytest.raises(ValueError, match=r"^the chat template fails: its input is larger than 1 MiB as JSON$"):
         render(default, "a" * 2**20)
     assert "answer" in "".join(render(default, "answer"))
 

@@ -53,7 +53,7 @@ def alter(path, place=None):
 def refused(folder, file):
     return pytest.raises(
         InputError,
-        match=rf"^The data file {re.escape(str(folder / file))} was altered: its digest.*{re.escape(REMEDY)}$",
+        match=rf"^The data file {re.escape(str(folder / file))} was altered: its checksum.*{re.escape(REMEDY)}$",
     )
 
 

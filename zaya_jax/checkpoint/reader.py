@@ -3,7 +3,7 @@
 import errno
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from zaya_jax.checkpoint.digest import array_digest
 from zaya_jax.checkpoint.small_arrays import SMALL_ARRAYS, unpack_array
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.manifest import STATE, Damaged, Unreadable, read_digests, read_manifest
+from zaya_jax.run.progress import WorkProgress
 
 _THREADS = 4  # each reads one piece of an array at a time
 _CACHE = 2**26  # bytes, for the storage index
@@ -67,16 +68,24 @@ class CheckpointReader:
             return self._small
 
 
-def wrong_parts(reader: CheckpointReader, expected: Digests) -> Iterator[str]:
-    """Read the array parts that `expected` names; yield a message for each that does not match its checksum."""
+def wrong_parts(
+    reader: CheckpointReader, expected: Digests, count: Callable[[int], object] = lambda size: None
+) -> Iterator[str]:
+    """Read the array parts that `expected` names; yield a message for each that does not match its checksum.
+
+    `count` is called with the bytes of each part that was read.
+    """
 
     def check(job: tuple[str, str, str]) -> str | None:
         name, where, text = job
         try:
-            actual = array_digest(reader.read(name, read_slice(where)))
+            part = reader.read(name, read_slice(where))
         except Damaged as error:
             return str(error)
-        return None if actual == text else f"The array {name}[{where}] in {reader.folder} does not match its checksum."
+        count(part.nbytes)
+        if array_digest(part) == text:
+            return None
+        return f"The array {name}[{where}] in {reader.folder} does not match its checksum."
 
     jobs = [(name, where, text) for name, parts in expected.items() for where, text in parts.items()]
     with ThreadPoolExecutor(_THREADS, "verify") as pool:
@@ -96,4 +105,5 @@ def verify_checkpoint(folder: Path) -> list[str]:
         expected = read_digests(folder, manifest)
     except Damaged as error:
         return [str(error)]
-    return list(wrong_parts(CheckpointReader(folder, manifest.leaves), expected))
+    with WorkProgress(f"verifying {folder.name}", sum(manifest.files.values())) as progress:
+        return list(wrong_parts(CheckpointReader(folder, manifest.leaves), expected, progress.add))

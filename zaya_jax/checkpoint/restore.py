@@ -1,5 +1,6 @@
 """Restore the newest intact checkpoint onto any device layout; damaged checkpoints are never restored."""
 
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from zaya_jax.run import checkpoints as names
 from zaya_jax.run.digests import Digests, read_slice
 from zaya_jax.run.fencing import is_current
 from zaya_jax.run.manifest import Damaged, Manifest, read_digests, read_manifest
+from zaya_jax.run.progress import WorkProgress
 
 _PATIENCE = 3600  # seconds that the slowest process may take to read its part
 _THREADS = 8
@@ -174,9 +176,15 @@ def _load(reader: CheckpointReader, expected: Mapping[str, Any]) -> dict[str, ja
         if array.dtype != leaf.dtype:  # 64 bits without JAX_ENABLE_X64
             raise InputError(f"The array {name} in {reader.folder} is {leaf.dtype}, but jax would truncate it to "
                              f"{array.dtype}; set JAX_ENABLE_X64=1.")  # fmt: skip
+        progress.add(sizes[name])
         return array
 
-    with ThreadPoolExecutor(_THREADS, "restore") as pool:
+    sizes = {name: math.prod(leaf.shape) * leaf.dtype.itemsize for name, leaf in expected.items()}
+    label = f"restoring {reader.folder.name}"
+    with (
+        WorkProgress(label, sum(sizes.values()), show=is_primary()) as progress,
+        ThreadPoolExecutor(_THREADS, "restore") as pool,
+    ):
         return dict(zip(expected, pool.map(load, expected), strict=True))
 
 

@@ -4,6 +4,7 @@ The layout is Orbax's, so the same code reads both.
 """
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -19,6 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.digests import Digests, digest, leaf_digest, read_slice
 from zaya_jax.run.files import sync_folder, write_atomically
 from zaya_jax.run.manifest import DIGESTS, STATE, Manifest, list_files, write_manifest
+from zaya_jax.run.progress import WorkProgress
 
 
 def write_checkpoint(
@@ -64,13 +66,15 @@ def _write_parts(state: Path, leaves: Mapping[str, Any], parts: Iterator[ArrayPa
     store = {"driver": "ocdbt", "base": f"file://{state.resolve()}/"}
     arrays: dict[str, Any] = {}
     digests: Digests = {}
+    total = sum(math.prod(leaf["shape"]) * np.dtype(leaf["dtype"]).itemsize for leaf in leaves.values())
     # Overlap writing one part with producing the next: two parts are in memory.
-    with ThreadPoolExecutor(1, "write") as pool:
+    with WorkProgress("writing the checkpoint", total) as progress, ThreadPoolExecutor(1, "write") as pool:
         writing: Future[None] | None = None
         for part in parts:
             if part.name not in arrays:
                 arrays[part.name] = _create(store, part.name, leaves[part.name], part.data)
             digests.setdefault(part.name, {})[part.where] = array_digest(part.data)
+            progress.add(part.data.nbytes)
             if writing is not None:
                 writing.result()
             writing = pool.submit(lambda array=arrays[part.name], part=part: array[read_slice(part.where)].write(

@@ -26,10 +26,10 @@ import numpy as np
 
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.manifest import FileEntry, ShardEntry, describe_file
-from zaya_jax.data.progress import WorkProgress
 from zaya_jax.data.shards import ShardWriter
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.files import partial_name, write_atomically
+from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 EXAMPLES = 20  # skipped documents that the manifest lists
@@ -121,7 +121,7 @@ class Conversion:
         numbers = range(len(self.units)) if self.numbers is None else self.numbers
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
         jobs = [_Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
-        with WorkProgress(label, sum(job.size for job in jobs)) as progress:
+        with WorkProgress(label, sum(job.size for job in jobs), log=True) as progress:
             notes.update(_run_jobs(jobs, convert, min(self.workers, len(jobs)), progress))
         skipped, examples = Counter[str](), []
         for _, note in sorted(notes.items()):

@@ -32,7 +32,7 @@ class _Generation(Extension):
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         if any(node.find(nodes.ExtensionAttribute) for node in body):
-            parser.fail("generation stands inside generation", line)
+            parser.fail("generation blocks must not be nested", line)
         return nodes.CallBlock(self.call_method("_surround"), [], [], body).set_lineno(line)
 
     def _surround(self, caller: Callable[[], str]) -> str:

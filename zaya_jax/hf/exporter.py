@@ -22,6 +22,7 @@ from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.run.files import sync_folder
+from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
 
 Layout = Literal["hf", "legacy"]
@@ -106,13 +107,20 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
             size = described[row.name].bytes
         shards[-1].append(row)
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-        content = ((row.name, _pieces(row, read, described[row.name].dtype)) for row in shard)
-        write_file(folder / name, {row.name: described[row.name] for row in shard}, content)
-        weight_map.update(dict.fromkeys((row.name for row in shard), name))
+    total = sum(tensor.bytes for tensor in described.values())
+    with WorkProgress("exporting", total) as progress:
+
+        def pieces(row: Tensor) -> Iterator[Buffer]:
+            for piece in _pieces(row, read, described[row.name].dtype):
+                yield piece
+                progress.add(len(piece))
+
+        for number, shard in enumerate(shards, start=1):
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+            content = ((row.name, pieces(row)) for row in shard)
+            write_file(folder / name, {row.name: described[row.name] for row in shard}, content)
+            weight_map.update(dict.fromkeys((row.name for row in shard), name))
     if len(shards) > 1:
-        total = sum(tensor.bytes for tensor in described.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 

@@ -103,7 +103,7 @@ def test_megatron_is_found_by_either_file_or_by_what_both_begin_with(tmp_path):
             list_units([inputs, tmp_path / "v1.2_document.idx"])
     (tmp_path / "v1.2_document.idx").unlink()
     for inputs in (path, tmp_path):
-        with pytest.raises(InputError, match=r"needs .*v1\.2_document\.idx beside it, which is missing"):
+        with pytest.raises(InputError, match=r"needs .*v1\.2_document\.idx next to it, which is missing"):
             list_units([inputs])
 
 
@@ -140,18 +140,18 @@ def test_a_table_without_a_byte_is_damage_even_in_a_folder(tmp_path):
         (["x" * 300], "File name too long"),
         (
             ["code.xyz"],
-            r"code\.xyz is unknown; known are \.jsonl, \.jsonl\.gz, .*\.zst, \.parquet, \.arrow, \.bin, \.txt",
+            r"code\.xyz has an unknown suffix; .* \.jsonl, \.jsonl\.gz, .*\.zst, \.parquet, \.arrow, \.bin, \.txt",
         ),
         (["empty.jsonl"], r"empty\.jsonl is empty"),
         (["empty.txt"], r"empty\.txt is empty"),
-        (["none"], r"none holds no file .* known are"),
-        (["hollow"], r"hollow holds no file"),
+        (["none"], r"none contains no non-empty file .* known"),
+        (["hollow"], r"hollow contains no non-empty file"),
         (["broken"], r"away\.jsonl cannot be read: No such file"),
         (["pipe.jsonl"], r"pipe\.jsonl is neither a file nor a folder"),
         (["a.jsonl", "./none/../a.jsonl"], r"a\.jsonl is given twice"),
         (["a.jsonl", "folder", "folder/b.jsonl"], r"b\.jsonl is given twice"),
         (["linked"], r"linked/b\.jsonl is given twice, also as .*linked/a\.jsonl;"),
-        (["rows.parquet"], r"hold no document: .*rows\.parquet"),
+        (["rows.parquet"], r"contain no document: .*rows\.parquet"),
         ([], "must be a list of at least one"),
     ],
 )

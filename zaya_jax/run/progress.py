@@ -1,4 +1,4 @@
-"""Progress over bytes of input: a bar on a terminal, a line every half minute elsewhere."""
+"""A progress bar over bytes, with rate and ETA, on terminals only."""
 
 import sys
 import threading
@@ -15,18 +15,25 @@ _POLL_EVERY = 0.2  # seconds
 
 
 class WorkProgress:
-    """Bytes done of a total, with rate and time left; a context manager."""
+    """Shows bytes done of a total on stderr, with rate and ETA; a context manager, safe to use from several threads."""
 
-    def __init__(self, label: str, total: int) -> None:
-        """Prepare to report on stderr how much of `total` bytes is done."""
+    def __init__(self, label: str, total: int, *, log: bool = False, show: bool = True) -> None:
+        """Create the bar.
+
+        Args:
+          label: what is being done, such as 'verifying'.
+          total: bytes to do.
+          log: also print a line every half minute without a terminal, and one at the end.
+          show: false hides the bar, as in all processes but one.
+        """
         console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
         self._label, self._total, self._done = label, total, 0
         self._bar = Progress(
             TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True,
+            TimeRemainingColumn(), console=console, disable=not (show and console.is_terminal), transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task(label, total=total)
-        self._lines = not console.is_terminal
+        self._log, self._is_terminal, self._lock = log, console.is_terminal, threading.Lock()
         self._started = self._reported = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -35,18 +42,19 @@ class WorkProgress:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._bar.stop()
-        if kind is None and self._total:
+        if self._log and kind is None and self._total:
             self._line("done")
 
     def add(self, count: int) -> None:
-        """Note `count` more bytes."""
-        self.reach(self._done + count)
+        """Count `count` more bytes as done."""
+        with self._lock:
+            self.reach(self._done + count)
 
     def reach(self, done: int) -> None:
-        """Note that `done` bytes are done."""
+        """Set the number of bytes done."""
         self._done = done
         self._bar.update(self._task, completed=done)
-        if self._lines and time.monotonic() - self._reported >= _LINE_EVERY:
+        if self._log and not self._is_terminal and time.monotonic() - self._reported >= _LINE_EVERY:
             self._reported = time.monotonic()
             elapsed = self._reported - self._started
             left = f"{(self._total - done) * elapsed / done:.0f} s left" if done else "just started"
@@ -54,7 +62,7 @@ class WorkProgress:
 
     @contextmanager
     def follow(self, poll: Callable[[], int]) -> Iterator[None]:
-        """Within the block, take the bytes that are done from `poll`, several times a second."""
+        """Within the block, read the bytes done from `poll` several times a second."""
         finished = threading.Event()
 
         def report() -> None:
