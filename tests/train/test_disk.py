@@ -81,7 +81,7 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
     # A checkpoint is due after each step; tries are as far apart as is said.
     failed = [line for line in said if "could not be saved" in line]
     assert 1 <= len(failed) <= 3
-    assert re.search(r"No space left on device\. Training continues, .*; trying again in about 0 s\.$", failed[0])
+    assert re.search(r"No space left on device\. Training continues; .*\. Retrying in about 0 s\.$", failed[0])
     assert re.fullmatch(r"The checkpoint of step (9|1[0-2]) is saved\.", said[-1])  # at the first try with room
 
     for name in ("stopped", "full"):

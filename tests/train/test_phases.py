@@ -237,7 +237,7 @@ def test_a_run_begins_with_another_ones_state(whole, tmp_path, form):
     ("name", "match"),
     [
         ("{}@four", r"init_from is .*@four', but the finished phases of .* are: one, two, three\."),
-        ("{}/nothing@one", r"nothing that are done are: none"),
+        ("{}/nothing@one", r"nothing are: none"),
         ("{}/nothing", r"init_from is .*, but must be a run folder with a checkpoint"),
     ],
 )

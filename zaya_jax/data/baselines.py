@@ -1,4 +1,4 @@
-"""Bits per byte of general compressors on the held-out text, to compare a model's with."""
+"""Bits per byte of gzip and xz on the held-out text, as a baseline for the model."""
 
 import gzip
 import itertools
@@ -6,8 +6,8 @@ import lzma
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-# A compressor finds nothing farther back than its window: 64 MiB in `xz -9`, 32 KiB in `gzip -9`.
-# Text before that cannot help it, so leaving it out gives the same figures and bounds the time.
+# A compressor cannot use text beyond its window: 64 MiB in `xz -9`, 32 KiB in `gzip -9`. Dropping earlier text gives
+# the same figures and bounds the time.
 WINDOW_BYTES = 64 * 2**20
 
 
@@ -15,12 +15,12 @@ def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
     """Compress the held-out text, alone and as the continuation of the training text.
 
     Args:
-      train: text of the train split, its files one after another; only the end within the largest window matters.
+      train: concatenated text of the train split; only the part within the largest window matters.
       heldout: text of the held-out split, at least one byte.
 
     Returns:
-      Bits per byte of held-out text: `gzip` and `xz` compress it alone, `gzip_given_train` and `xz_given_train`
-      are how much longer the compressed training text becomes when it follows.
+      Bits per byte of held-out text. `gzip` and `xz` compress it alone; `gzip_given_train` and `xz_given_train` are by
+      how much it lengthens the compressed training text when appended to it.
     """
     texts = {"both": train[-WINDOW_BYTES:] + heldout, "train": train[-WINDOW_BYTES:], "heldout": heldout}
     jobs = list(itertools.product(texts, _COMPRESSORS))  # the longest first
@@ -35,10 +35,10 @@ def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
 
 
 def last_window(texts: Iterable[str]) -> bytes:
-    """The end of the concatenated texts that a compressor's window can hold, in UTF-8.
+    """Return the end of the concatenated texts that fits a compressor's window, in UTF-8.
 
     Args:
-      texts: the texts, the last one first.
+      texts: in reverse order, the last one first.
     """
     parts, size = [], 0
     for text in texts:

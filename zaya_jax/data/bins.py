@@ -1,7 +1,7 @@
-"""Whole documents into bins of a fixed number of tokens: best-fit decreasing.
+"""Pack whole documents into bins of a fixed number of tokens by best-fit decreasing.
 
-Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), which ZAYA1's fine-tuning uses
-(docs/reference.md §6.2). Every item is taken by size, the largest first, into the fullest bin it still fits.
+Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv:2404.10830), as in ZAYA1's fine-tuning
+(docs/reference.md §6.2). Items are placed from the largest to the smallest, each into the fullest bin that fits it.
 """
 
 from array import array
@@ -13,10 +13,10 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """Which items share a bin: `bins[i]` are the items of the i-th bin, `len(bins)` is how many bins there are."""
+    """A packing: `bins[i]` are the items of the i-th bin, `len(bins)` is the number of bins."""
 
-    members: np.ndarray  # int64 [items]: every item once, bin by bin, within a bin as placed (the largest first)
-    starts: np.ndarray  # int64 [bins + 1]: where in `members` each bin begins, and where the last one ends
+    members: np.ndarray  # int64 [items]: the items bin by bin, each bin in order of placement (largest first)
+    starts: np.ndarray  # int64 [bins + 1]: start of each bin in `members`, and the end of the last
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -26,18 +26,18 @@ class Bins:
 
 
 def pack(sizes: np.ndarray, capacity: int) -> Bins:
-    """Pack items by best-fit decreasing; nothing is cut.
+    """Pack items by best-fit decreasing, without splitting any.
 
-    Deterministic: equal sizes are taken in the order given, bins are numbered as they are opened, and of equally
-    full bins the one that came to be that full last is taken. Time is O(n log n) for n items, whatever the number
-    of bins; memory is about 50 bytes an item.
+    Deterministic: items of equal size keep their order, bins are numbered in the order in which they are opened, and
+    ties between equally full bins go to the one that reached that level last. Time is O(n log n) for n items,
+    independent of the number of bins; memory is about 50 bytes per item.
 
     Args:
       sizes: integer [items], for example tokens of each document; each from 1 to `capacity`.
-      capacity: what a bin holds, in the same unit.
+      capacity: size of a bin, in the same unit.
 
     Returns:
-      The bins; none where there are no items.
+      The packing; empty if there are no items.
     """
     order = np.argsort(-sizes.astype(np.int64), kind="stable")
     bin_of = _best_fit(sizes[order], capacity)

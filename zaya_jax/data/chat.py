@@ -17,8 +17,8 @@ from zaya_jax.run.files import require_regular
 Conversation = list[dict[str, Any]]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant"}  # who a message is `from`: its role
-# ChatML. A block swallows the line's end behind it, hence the last `{{ '\n' }}`. What would be lost is refused.
+SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant"}  # `from` of a message → role
+# ChatML. Jinja removes the newline after a block, hence the last `{{ '\n' }}`. Content that would be lost is rejected.
 DEFAULT_TEMPLATE = r"""{{ bos_token }}{% for message in messages -%}
 <|im_start|>{{ message.role }}
 {% if message.tool_calls %}
@@ -40,7 +40,7 @@ DEFAULT_TEMPLATE = r"""{{ bos_token }}{% for message in messages -%}
 {%- endfor %}
 """
 
-# Marks in a rendering: halves of surrogate pairs, which no text holds that can be encoded.
+# Markers in a rendering: unpaired surrogates, which valid text cannot contain.
 _GENERATION, _GENERATION_END = "\ud800", "\ud801"
 _REASONING, _REASONING_BEGIN, _REASONING_END = "\ud802", "\ud803", "\ud804"  # the message's number, the text
 _MARK = re.compile(f"[{_GENERATION}{_GENERATION_END}{_REASONING_END}]|{_REASONING}([0-9]+){_REASONING_BEGIN}")
@@ -50,18 +50,18 @@ _MAX_MESSAGE = 200  # characters of a template's error that messages quote
 
 
 class Piece(NamedTuple):
-    """A part of a rendered conversation."""
+    """A piece of a rendered conversation."""
 
     text: str
     generated: bool  # written by the assistant
-    reasoning: int | None  # the message whose reasoning this is, without what surrounds it
+    reasoning: int | None  # index of the message whose reasoning this is
 
 
-Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the characters that each stands for
+Encoded = tuple[Sequence[int], Sequence[tuple[int, int]]]  # token ids, and the character range of each
 
 
 class Span(NamedTuple):
-    """A part of a conversation as tokens."""
+    """A run of tokens of one kind, see `Piece`."""
 
     tokens: list[int]
     generated: bool
@@ -69,17 +69,17 @@ class Span(NamedTuple):
 
 
 def parse_conversation(value: Any) -> Conversation:
-    """Check a JSON value and bring it into the one form that the rest reads.
+    """Validate a conversation and normalize it.
 
-    Each message has a `role` of `ROLES` and a `content`, a string; one of the assistant has a `reasoning` where there
-    is any. Reasoning may be given as `reasoning`, as `reasoning_content`, or as `<think>…</think>` at the beginning
-    of the content, which loses the white space around both then. A content may be a list of text parts, and that of
-    an assistant which calls tools may be null or absent. Messages may have the form of ShareGPT: `from`, one of
-    `SHAREGPT`, and `value`. Other keys stay as they are.
+    In the result, each message has a `role` of `ROLES` and a string `content`; an assistant message also has its
+    `reasoning`, if any. The input can give reasoning as `reasoning`, `reasoning_content` or `<think>…</think>` at the
+    start of the content (white space around both is then stripped). The content can be a list of text parts, and may
+    be null or absent in assistant messages that call tools. ShareGPT messages with `from` and `value` work too. Other
+    keys are kept.
 
     Raises:
-      ValueError: the value is no such conversation or has no message of the assistant. A clause, to which the caller
-        adds where it was read; messages count from 1.
+      ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
+        the location. Messages count from 1.
     """
     if not isinstance(value, list) or not value:
         raise ValueError("a conversation must be a list of at least one message")
@@ -125,7 +125,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
     if isinstance(content, str):
         return content
     if content is None and message["role"] == "assistant" and message.get("tool_calls"):
-        return None  # as transformers gives it to the template
+        return None  # as transformers passes it to the template
     if not isinstance(content, list):
         raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
     for part in content:
@@ -135,7 +135,7 @@ def _content(message: dict[str, Any], where: str) -> str | None:
 
 
 def _reasoning(message: dict[str, Any], where: str) -> str:
-    """Remove the reasoning from a message, under either key, and return it; empty if there is none."""
+    """Remove the reasoning from a message and return it; empty if there is none."""
     texts = [text for key in ("reasoning", "reasoning_content") if (text := message.pop(key, None)) is not None]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{where} has a reasoning that is not a string")
@@ -146,7 +146,7 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
 
 
 def _split(content: str, where: str) -> tuple[str, str]:
-    """Reasoning and answer of a content."""
+    """Split a content into reasoning and answer."""
     if not content.lstrip().startswith(_THINK):
         return "", content
     reasoning, end, answer = content.lstrip().removeprefix(_THINK).partition(_THINK_END)
@@ -156,8 +156,8 @@ def _split(content: str, where: str) -> tuple[str, str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Every string of a JSON value in order, keys included."""
-    rest = [value]  # not by recursion: a file decides how deep it is
+    """Yield every string in a JSON value in order, keys included."""
+    rest = [value]  # not recursive, because a hostile file can be nested deeply
     while rest:
         item = rest.pop()
         if isinstance(item, str):
@@ -169,9 +169,9 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def find_special(conversation: Conversation, specials: frozenset[str]) -> str | None:
-    """The first text of a special token inside any string of the conversation; otherwise None.
+    """Return the first text of a special token in any string of the conversation, or None.
 
-    A rendering is encoded with special tokens meant, so such a text would become one and could forge a turn's end.
+    Renderings are encoded with special tokens enabled, so such text would become a token and could end a turn.
     """
     pattern = _alternatives(specials)
     for text in _strings(conversation) if specials else ():
@@ -186,24 +186,24 @@ def _alternatives(texts: frozenset[str]) -> re.Pattern[str]:
 
 
 class Template:
-    """A chat template in Jinja's language, as transformers' are.
+    """A Jinja chat template, compatible with transformers.
 
-    What the assistant writes stands between `{% generation %}` and `{% endgeneration %}`. A template sees `messages`
-    (each reasoning as `reasoning` and as `reasoning_content`), `bos_token`, `eos_token`, `add_generation_prompt`
-    (false) and `raise_exception`. It runs in Jinja's sandbox, reads no file, and has neither clock nor chance. Its time
-    and memory are limited.
+    The template must mark what the assistant writes with `{% generation %}` and `{% endgeneration %}`. It receives
+    `messages` (reasoning both as `reasoning` and `reasoning_content`), `bos_token`, `eos_token`,
+    `add_generation_prompt` (false) and `raise_exception`. It runs in Jinja's sandbox with limited time and memory,
+    without access to files, the clock or random numbers.
 
     Attributes:
-      name: how messages call it.
-      source: its text.
-      digest: of the source, as hexadecimal digits.
+      name: for messages.
+      source: the template's text.
+      digest: of the source, hexadecimal.
     """
 
     def __init__(self, source: str, name: str) -> None:
         """Compile the source.
 
         Raises:
-          InputError: it has an error, or marks nothing as generated.
+          InputError: the source has an error or no generation block.
         """
         self.source = source
         self.name = name
@@ -222,24 +222,22 @@ class Template:
             )
 
     def render(self, conversation: Conversation, *, bos: str | None, eos: str | None) -> list[Piece]:
-        """Render a conversation of `parse_conversation`.
+        """Render a conversation from `parse_conversation`.
 
-        The marks of reasoning stand inside the white space around it, so a template may strip it. A second rendering
-        without any mark proves that they changed nothing.
+        Markers are placed inside the white space around reasoning, so a template can strip it. A second rendering
+        without markers verifies that they changed nothing.
 
         Args:
-          conversation: stays as it is.
-          bos: the text of `bos_token`, which is undefined where None, as in transformers.
-          eos: the text of `eos_token`, likewise.
+          conversation: not modified.
+          bos: text of `bos_token`; None leaves it undefined, as in transformers.
+          eos: text of `eos_token`, likewise.
 
         Returns:
-          Pieces, none empty, whose texts joined are the rendering. Reasoning that the template does not write has
-          none.
+          Non-empty pieces whose concatenated text is the rendering.
 
         Raises:
-          ValueError: the template fails with this conversation, nests generation, does more with reasoning than
-            write it whole, or leaves out calls of tools. A clause, to which the caller adds where the conversation was
-            read.
+          ValueError: the template fails on this conversation, nests generation blocks, alters reasoning, or omits tool
+            calls. The message is a clause; the caller adds the location.
         """
         tokens = {"bos_token": bos, "eos_token": eos}
         names = {name: text for name, text in tokens.items() if text is not None} | {"add_generation_prompt": False}
@@ -254,11 +252,11 @@ class Template:
         return pieces
 
     def _check_tool_calls(self, conversation: Conversation, names: dict[str, Any], plain: str) -> None:
-        """Raise `ValueError` where the rendering would be the same without the calls."""
+        """Raise `ValueError` if the template ignores the tool calls."""
         without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in conversation]
         try:
             [rendering] = self._run(_request(without, names))
-        except ValueError:  # a template that needs them reads them
+        except ValueError:  # a template that requires them does not ignore them
             return
         if rendering == plain:
             raise ValueError("the chat template does not write the tool_calls of the conversation")
@@ -275,10 +273,10 @@ class Template:
 
 
 def load_template(path: str | None) -> Template:
-    """Read a chat template; None is the built-in one.
+    """Load a chat template from a file; None selects the built-in one.
 
     Raises:
-      InputError: the file is missing or is no UTF-8 text, or see `Template`.
+      InputError: the file is missing or not UTF-8, or see `Template`.
     """
     if path is None:
         return Template(DEFAULT_TEMPLATE, "built in")
@@ -291,17 +289,17 @@ def load_template(path: str | None) -> Template:
 
 
 def encode_pieces(pieces: Sequence[Piece], encode: Callable[[str], Encoded]) -> list[Span]:
-    """Encode a rendering as a whole, as transformers does, and assign each token to the pieces it stands for.
+    """Encode a rendering as a whole, as transformers does, and assign each token to its pieces.
 
-    A token that lies on several pieces is generated if the first or the last of them is, and of a reasoning only if
-    both are: what is cut from a reasoning takes nothing else along.
+    A token that spans several pieces counts as generated if its first or last piece is, and as reasoning only if both
+    are, so that trimming reasoning never removes other text.
 
     Args:
-      pieces: of `Template.render`.
-      encode: text to token ids and the characters of each, with special tokens meant and none added.
+      pieces: from `Template.render`.
+      encode: text → token ids and their character ranges; special tokens enabled, none added.
 
     Returns:
-      Maximal runs of tokens of one kind (generated or not, whose reasoning).
+      Maximal runs of tokens of the same kind.
     """
     tokens, places = encode("".join(piece.text for piece in pieces))
     ends = np.cumsum([len(piece.text) for piece in pieces])
@@ -325,7 +323,7 @@ def _shorten(message: str) -> str:
 
 
 def _request(conversation: Conversation, names: dict[str, Any], *, marked: bool = False) -> dict[str, Any]:
-    """A rendering to ask `run_template` for, of copies of the messages."""
+    """Build a rendering request for `run_template` from copies of the messages."""
     messages = [dict(message) for message in conversation]
     for number, message in enumerate(messages):
         if message["role"] == "assistant" and message.get("reasoning"):
@@ -344,7 +342,7 @@ def _mark(reasoning: str, number: int) -> str:
 
 
 def _cut(marked: str) -> list[Piece]:
-    """The pieces between the marks."""
+    """Split a marked rendering into pieces."""
     pieces: list[Piece] = []
     generated, reasoning, start = False, None, 0
     for mark in _MARK.finditer(marked):

@@ -32,38 +32,38 @@ from zaya_jax.run.files import partial_name, write_atomically
 from zaya_jax.run.progress import WorkProgress
 from zaya_jax.run.signals import interrupts_kept_from_children
 
-EXAMPLES = 20  # skipped documents that the manifest lists
+EXAMPLES = 20  # maximum number of skipped documents that the manifest lists
 
-_REPORT_EVERY = 1 << 20  # bytes of input between two reports of progress
+_REPORT_EVERY = 1 << 20  # bytes of input between progress reports
 _PARENT_POLL = 0.2  # seconds
 
 
 class Record(NamedTuple):
-    """A document as the bytes of a record."""
+    """A document, serialized as a record."""
 
     split: Split
     data: bytes
     tokens: int
     text_bytes: int
     read: int = 0  # bytes of input, for progress
-    outcome: str | None = None  # counted
+    outcome: str | None = None  # category to count
 
 
 class Skipped(NamedTuple):
     """A document that cannot be used."""
 
     where: str  # file and line
-    reason: str  # counted
+    reason: str  # category to count
     detail: str
 
 
 T = TypeVar("T", Record, int)
-Work = Callable[[Any], Iterable[Record | Skipped]]  # from a unit to its records, in order; picklable
-Check = Callable[[Any], Iterable[int | Skipped]]  # from a unit to the bytes of each document it can use
+Work = Callable[[Any], Iterable[Record | Skipped]]  # unit → records in order; picklable
+Check = Callable[[Any], Iterable[int | Skipped]]  # unit → bytes of each usable document
 
 
 class _Job(NamedTuple):
-    """A unit to convert or to check."""
+    """A unit to convert or check."""
 
     folder: Path
     number: int
@@ -73,13 +73,13 @@ class _Job(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitNote:
-    """What is known of a finished unit."""
+    """The result of a finished unit."""
 
-    shards: dict[Split, ShardEntry]  # without those that would be empty
-    lengths: dict[Split, FileEntry]  # .npy, int64 [documents], tokens of each; of the same splits
+    shards: dict[Split, ShardEntry]  # without empty ones
+    lengths: dict[Split, FileEntry]  # .npy, int64 [documents]: tokens of each; same splits
     text_bytes: dict[Split, int]
-    skipped: dict[str, int]  # documents that cannot be used, by reason
-    outcomes: dict[str, int]  # of the others, by what was done to them
+    skipped: dict[str, int]  # reason → number of unusable documents
+    outcomes: dict[str, int]  # outcome → number of other documents
     examples: list[str]
 
 
@@ -88,31 +88,31 @@ _Convert = Callable[[_Job, Callable[[int], None]], UnitNote]  # the second argum
 
 @dataclass(frozen=True)
 class Conversion:
-    """Units of input, and how they are worked through."""
+    """Units of input and how to process them."""
 
-    folder: Path  # gets for unit i `train-i.arrayrecord`, `heldout-i.arrayrecord` and the note `unit-i.json`
+    folder: Path  # output: `train-i.arrayrecord`, `heldout-i.arrayrecord` and the note `unit-i.json` of unit i
     units: Sequence[Any]  # all, in order
     sizes: Sequence[int]  # bytes of each unit, for progress
-    advice: str  # what to do where too many documents cannot be used; `{count}` stands for how many there are
-    numbers: Sequence[int] | None = None  # of the units to do now, but for those with a note; None means all
-    workers: int = 1  # processes; with one the work is done in this one
-    limit: int = 0  # documents that may be skipped, over `numbers`
+    advice: str  # what to do if too many documents are unusable; `{count}` is replaced by their number
+    numbers: Sequence[int] | None = None  # units to process now, except those with a note; None: all
+    workers: int = 1  # processes; with 1, this process does the work
+    limit: int = 0  # maximum number of skipped documents over `numbers`
 
     def check(self, check: Check, label: str) -> None:
-        """Read the units without writing anything, under a progress bar that says `label`.
+        """Check the documents of all units without writing anything; `label` titles the progress bar.
 
         Raises:
-          InputError: more documents cannot be used than `limit`; all are counted.
-          RunStopped: a process was killed.
+          InputError: more than `limit` documents are unusable.
+          RunStopped: a worker process was killed.
         """
         self._run(functools.partial(_check_unit, check), label)
 
     def convert(self, work: Work, label: str) -> None:
-        """Turn the units into shards of `folder`, under a progress bar that says `label`.
+        """Convert the units to shards in `folder`; `label` titles the progress bar.
 
         Raises:
-          InputError: more documents cannot be used than `limit` once all units are done, or one of the work's own.
-          RunStopped: a process was killed, or a shard cannot be written.
+          InputError: more than `limit` documents are unusable (raised after all units), or raised by `work`.
+          RunStopped: a worker process was killed, or a shard cannot be written.
         """
         self._run(functools.partial(_convert_unit, work), label)
 
@@ -132,7 +132,7 @@ class Conversion:
 
 
 def read_note(folder: Path, number: int) -> UnitNote | None:
-    """The note of a unit that is done and whose shards are there; otherwise None."""
+    """Read the note of a finished unit; None if it is unfinished or its files are missing."""
     try:
         tree = json.loads(_note_path(folder, number).read_text(encoding="utf-8"))
         shards = {split: ShardEntry(**entry) for split, entry in tree.pop("shards").items()}
@@ -145,14 +145,14 @@ def read_note(folder: Path, number: int) -> UnitNote | None:
 
 
 def remove_notes(folder: Path) -> None:
-    """Remove the notes and lengths of units, once the manifest has their content, and files of killed processes."""
+    """Remove the notes and lengths of units, which the manifest now contains, and files of killed processes."""
     for pattern in ("unit-*.json", "unit-*.npy", "*.partial"):
         for leftover in folder.glob(pattern):
             leftover.unlink(missing_ok=True)
 
 
 def refuse_in_worker() -> None:
-    """Raise `InputError` in a worker process, which re-imports a script without a `__main__` guard."""
+    """Raise `InputError` in a worker process that re-imports a script without a `__main__` guard."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InputError("A worker process tried to start workers while importing the main script; put the script's "
                          "work under `if __name__ == '__main__':`.")  # fmt: skip
@@ -178,7 +178,7 @@ def _run_jobs(jobs: list[_Job], convert: _Convert, workers: int,
         for job in jobs:
             yield job.number, convert(job, progress.add)
         return
-    # Not forked: this process may hold threads, as that of a training run does.
+    # Not forked, because this process can have threads, as in training.
     context = multiprocessing.get_context("spawn")
     done, stop = context.Value("q", 0), context.Event()
     pool = ProcessPoolExecutor(workers, context, _start_worker, (convert, done, stop, os.getpid()))
@@ -193,26 +193,26 @@ def _run_jobs(jobs: list[_Job], convert: _Convert, workers: int,
                          "starts the work without `if __name__ == '__main__':`. Rerun the command to resume."
                          ) from error  # fmt: skip
     finally:
-        stop.set()  # where this ends before its time, no worker need finish its unit
+        stop.set()  # after an error, workers abandon their units
         pool.shutdown(cancel_futures=True)
 
 
-_worker: dict[str, Any] = {}  # what `_start_worker` hands to the `_run_in_worker` of the same process
+_worker: dict[str, Any] = {}  # state of a worker process, set by `_start_worker`
 
 
 def _start_worker(convert: _Convert, done: Any, stop: Any, parent: int) -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core already
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is already one process per core
     _worker.update(convert=convert, done=done, stop=stop)
     end_with_parent(parent)
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process soon after `parent`, the process that started it, is gone: nobody waits for its work then."""
+    """End this process soon after its parent process is gone."""
 
     def exit_after_parent() -> None:
         while os.getppid() == parent:
             time.sleep(_PARENT_POLL)
-        os._exit(1)  # a successor of the parent may begin the work again
+        os._exit(1)
 
     threading.Thread(target=exit_after_parent, daemon=True).start()
 
@@ -229,7 +229,7 @@ def _run_in_worker(job: _Job) -> UnitNote:
 
 def _usable(results: Iterable[T | Skipped], job: _Job, add: Callable[[int], None], skipped: Counter[str],
             examples: list[str]) -> Iterator[T]:  # fmt: skip
-    """Those of a unit's results that are not skipped; counts the others, and reports progress."""
+    """Yield the results of a unit that are not skipped; count the others and report progress."""
     read = reported = 0
     for result in results:
         if isinstance(result, Skipped):
@@ -278,9 +278,9 @@ def _convert_unit(work: Work, job: _Job, add: Callable[[int], None]) -> UnitNote
 
 
 def save_lengths(path: Path, lengths: array | np.ndarray) -> FileEntry:
-    """Write int64 [documents] as `.npy`; it appears whole."""
+    """Write int64 [documents] as `.npy`, atomically."""
     part, content = partial_name(path), io.BytesIO()
-    np.save(content, np.asarray(lengths, np.int64), allow_pickle=False)  # whose error for a full disk has no errno
+    np.save(content, np.asarray(lengths, np.int64), allow_pickle=False)  # to memory: its disk-full error has no errno
     try:
         with part.open("wb") as file:
             file.write(content.getbuffer())
@@ -293,10 +293,10 @@ def save_lengths(path: Path, lengths: array | np.ndarray) -> FileEntry:
 
 
 def default_workers() -> int:
-    """The cores this process may use, by its affinity and by the quota of its container."""
+    """Return the number of cores that CPU affinity and the container's quota allow."""
     cores = len(os.sched_getaffinity(0))
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return min(cores, max(1, int(quota) // int(period)))
-    except (OSError, ValueError):  # no such container, or no quota
+    except (OSError, ValueError):  # no cgroup, or no quota
         return cores

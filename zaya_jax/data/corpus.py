@@ -1,8 +1,4 @@
-"""The text files of a corpus, split into training and held-out files.
-
-No text is kept in memory: a corpus is two lists of paths with a hash of each file, and texts are read when they are
-iterated over.
-"""
+"""List the text files of a corpus and split them into training and held-out files; texts are read on iteration."""
 
 import hashlib
 import os
@@ -19,25 +15,25 @@ from zaya_jax.errors import InputError
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = get_args(Split)
 
-# Installed packages differ between machines, and test data is partly not UTF-8 (by intent).
+# Installed packages differ between machines, and some test data is deliberately not UTF-8.
 STDLIB_EXCLUDED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Files below `root`, as posix paths relative to it, each split sorted."""
+    """Files of each split, as sorted posix paths relative to `root`."""
 
     root: Path
     train: tuple[str, ...]
     heldout: tuple[str, ...]
-    hashes: dict[str, int] = field(repr=False)  # of each file's content, see `content_hash`
+    hashes: dict[str, int] = field(repr=False)  # file → `content_hash`
 
     def files(self, split: Split) -> tuple[str, ...]:
-        """Relative paths of the split's files, sorted."""
+        """Return the files of a split."""
         return self.train if split == "train" else self.heldout
 
     def read(self, file: str) -> str:
-        """The text of one file, byte for byte (a byte order mark and carriage returns stay).
+        """Read one file unchanged, including a byte order mark and carriage returns.
 
         Raises:
           InputError: the file cannot be read or is not UTF-8.
@@ -45,45 +41,42 @@ class Corpus:
         return _read(self.root / file)
 
     def texts(self, split: Split) -> Iterator[str]:
-        """The split's texts, in the order of `files`."""
+        """Yield the texts of a split, in the order of `files`."""
         return map(self.read, self.files(split))
 
     def text_bytes(self, split: Split) -> int:
-        """UTF-8 bytes of the split's texts."""
+        """Return the total bytes of a split's texts."""
         return sum((self.root / file).stat().st_size for file in self.files(split))
 
     def digest(self) -> str:
-        """A digest of every path, every content's hash and the split each file is in."""
+        """Return a digest of all paths, contents and splits."""
         digest = hashlib.blake2b(digest_size=16)
         for split in SPLITS:
             for file in self.files(split):
                 for part in (split.encode(), os.fsencode(file), self.hashes[file].to_bytes(8, "little")):
-                    digest.update(len(part).to_bytes(8, "little"))  # so that no two corpora spell the same bytes
+                    digest.update(len(part).to_bytes(8, "little"))  # makes the encoding unambiguous
                     digest.update(part)
         return digest.hexdigest()
 
 
 def content_hash(content: bytes) -> int:
-    """A hash of 64 bits that decides whether a document is held out: copies are on the same side."""
+    """Hash a document to 64 bits; the hash decides whether it is held out, so copies share a split."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 def find_corpus(config: DataConfig) -> Corpus:
     """List the files of the corpus and split them.
 
-    Args:
-      config: `corpus` is 'stdlib' (the source of the running Python's standard library, without its tests and
-        without installed packages) or a folder; `suffixes` the endings of the names of the files taken;
-        `heldout_fraction` the part of the files held out, chosen by a hash of their content, so that copies are on
-        the same side and a file added later moves no other. Each split has at least one text: where none is below
-        the fraction, the one of the smallest hash is held out.
+    The split depends on a hash of each file's content, so copies share a split and adding a file moves no other. Each
+    split gets at least one text. Empty files are skipped, and links to folders are not followed.
 
-    Returns:
-      The corpus; empty files are left out. Links to folders are not followed.
+    Args:
+      config: uses `corpus` ('stdlib' means the standard library without tests and installed packages), `suffixes` and
+        `heldout_fraction`.
 
     Raises:
-      InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are not
-        two different texts.
+      InputError: the folder is missing or cannot be listed, a file cannot be read or is not UTF-8, or there are fewer
+        than two distinct texts.
     """
     if config.corpus == "stdlib":
         root, excluded = Path(sysconfig.get_path("stdlib")), STDLIB_EXCLUDED

@@ -1,4 +1,4 @@
-"""A report of what a configured run reads: sources, phases, padding, load on storage, samples, a histogram."""
+"""Report on the data of a configured run: sources, phases, padding, storage load, samples, a histogram."""
 
 import math
 from pathlib import Path
@@ -19,19 +19,19 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.plot import legend_beside, new_figure, save_figure
 
 _BINS = 60  # of the histogram
-_SHOWN = 600  # characters of a sample
+_SHOWN = 600  # maximum characters of a document in a sample
 
 
 def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_seconds: float = 2.5,
              max_iops: float = 70_000) -> str:  # fmt: skip
-    """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are kept for the run.
+    """Plan a run's data and report on it. Prepared corpora, rendered conversations and bins are cached for the run.
 
     Args:
       config: of the run; nothing is written to its `run_dir`.
-      png: file for a histogram of the documents' lengths; none is drawn where it is None.
-      samples: rows render_row of each source in each phase.
-      step_seconds: of a step, for the load on storage.
-      max_iops: reads a second that the storage can do.
+      png: file for a histogram of document lengths; None draws none.
+      samples: number of rows to show per phase and source.
+      step_seconds: duration of a step, for the storage load.
+      max_iops: reads per second that the storage sustains.
 
     Raises:
       InputError: the data cannot be used as configured, an option is not positive, or the plot cannot be written.
@@ -45,7 +45,7 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
     token_bytes = max(np.dtype(source.manifest.dtype).itemsize for source in prepared.sources.values())
     for index, phase in enumerate(plan.phases):
         steps = [stage for stage in stages(config) if stage.phase == index]
-        # Documents of a row lie apart from each other: reading each begins with a page of its own.
+        # The documents of a row are scattered, so reading each one starts a new page.
         load = io_estimate(sequences=steps[-1].sequences, context=phase.context, token_bytes=token_bytes,
                            extra_pages=_documents_per_row(phase), step_seconds=step_seconds,
                            max_operations_per_second=max_iops)  # fmt: skip
@@ -63,11 +63,11 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
 
 
 def render_row(row: Row, tokenizer: Tokenizer) -> str:
-    """The text of a row: the loss covers what stands between [[ and ]]; long texts are cut."""
+    """Return the text of a row, shortened, with [[ and ]] around what the loss covers."""
     parts, length = [], 0
     for segment in range(1, int(row["segment_ids"].max()) + 1):
         here = np.flatnonzero(row["segment_ids"] == segment)
-        # The first token is given; each target follows what it is predicted from.
+        # The first token of a segment is not predicted.
         tokens = np.concatenate([row["tokens"][here[:1]], row["targets"][here]])
         counted = np.concatenate([[False], row["loss_mask"][here]])
         if _targets_next_document(row, int(here[-1])):
@@ -86,7 +86,7 @@ def render_row(row: Row, tokenizer: Tokenizer) -> str:
 
 
 def _targets_next_document(row: Row, last: int) -> bool:
-    """Whether the target of a document's last place is the first token of the next, as it is in a window."""
+    """Return whether the last target of a document is the next document's first token, as in windows."""
     if row["loss_mask"][last] or last + 1 == len(row["tokens"]) or row["segment_ids"][last + 1] == 0:
         return False
     return bool(row["targets"][last] == row["tokens"][last + 1])
@@ -129,7 +129,7 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
 
 
 def _documents_per_row(phase: PhasePlan) -> float:
-    """Documents, whole or in part, that a row of the phase is made of, on average."""
+    """Return the average number of documents, whole or in part, per row of the phase."""
     means = [(share.rows, float(share.documents.lengths[share.documents.lengths > 0].mean()))
             for share in phase.shares.values() if share.rows]  # fmt: skip
     return sum(rows * max(1.0, phase.context / length) for rows, length in means) / sum(rows for rows, _ in means)

@@ -1,4 +1,4 @@
-"""Documents to records: checks, tokens and the split of each document."""
+"""Check documents, encode them as records and assign them to a split."""
 
 import functools
 import json
@@ -18,24 +18,24 @@ from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # documents encoded together, and their size
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # limits of a batch that is encoded together
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """Settings of a preparation that its documents depend on."""
+    """The settings of a preparation that affect its output."""
 
-    kind: Kind = "tokens"  # or 'chat': the field holds conversations
+    kind: Kind = "tokens"  # or 'chat' for conversations
     field: str = "text"  # key of JSON lines, column of Parquet and Arrow files
-    suffixes: tuple[str, ...] = (".txt",)  # of files that are text, each one document
-    eot: str | None = None  # token that ends a document; where None, the one the tokenizer is known to have
-    heldout: float = 0.01  # part of the documents held out, by a hash of their content
-    bos: str | None = None  # token that begins a document, or 'none'; where None, see `find_special_tokens`
+    suffixes: tuple[str, ...] = (".txt",)  # of text files, each of which is one document
+    eot: str | None = None  # token that ends a document; None detects it
+    heldout: float = 0.01  # fraction of documents held out, by a hash of their content
+    bos: str | None = None  # token that begins a document, or 'none'; None detects it, see `find_special_tokens`
 
 
 @dataclass(frozen=True)
 class PrepareWork:
-    """A unit of input to records."""
+    """Encodes a unit of input as records."""
 
     tokenizer: Path
     digest: str  # of the tokenizer's file
@@ -43,14 +43,14 @@ class PrepareWork:
     settings: PrepareSettings
 
     def __call__(self, unit: Unit) -> Iterator[Record | Skipped]:
-        """The unit's records, in the order of its documents."""
+        """Yield the records of a unit, in order."""
         tokenizer = self._tokenizer()
         records = self._conversations if self.settings.kind == "chat" else self._texts
         for documents in _batched(read_unit(unit, field=self.settings.field)):
             yield from records(tokenizer, documents)
 
     def check(self, unit: Unit) -> Iterator[int | Skipped]:
-        """For each document of the unit, its bytes or why it cannot be used; encodes nothing."""
+        """Yield each document's bytes, or why it cannot be used, without encoding it."""
         tokenizer = self._tokenizer()
         use = _check_conversation if self.settings.kind == "chat" else self._check_text
         for document in read_unit(unit, field=self.settings.field):
@@ -61,7 +61,7 @@ class PrepareWork:
         return _load_tokenizer(self.tokenizer, self.digest, self.special)
 
     def _check_text(self, tokenizer: Tokenizer, document: Entry) -> str | np.ndarray | Skipped:
-        """A document's text or token ids, or why it cannot be used."""
+        """Return a document's text or token ids, or why it cannot be used."""
         if isinstance(document, BadDocument):
             return _skipped(document, document.reason, document.detail)
         if isinstance(document.value, np.ndarray):
@@ -72,7 +72,7 @@ class PrepareWork:
         return document.value
 
     def _texts(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
-        """Each document as the token that begins one, if any, its tokens, and the token that ends it."""
+        """Encode each document between its begin token, if any, and its end token."""
         dtype = token_dtype(tokenizer.vocab_size)
         used = [self._check_text(tokenizer, document) for document in documents]
         encoded = tokenizer.encode_all(value for value in used if isinstance(value, str))
@@ -82,17 +82,17 @@ class PrepareWork:
                 continue
             if isinstance(value, str):
                 tokens, text = next(encoded), value.encode()
-                if tokenizer.eot in tokens:  # of a tokenizer that does not mark it as special
+                if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
                     yield _skipped(document, "end inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
-                # Text and token ids of any dtype are split alike, so the text of the ids decides.
+                # Decode to text, so that text and token ids of any dtype get the same split.
                 tokens, text = value.tolist(), tokenizer.decode(value.tolist()).encode()
             data = np.array([*tokenizer.prefix, *tokens, tokenizer.eot], dtype)
             yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document))
 
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
-        """Each conversation as JSON; counts the tokens of contents and reasoning, as a template adds its own later."""
+        """Serialize each conversation as JSON; counts the tokens of contents and reasoning, without the template's."""
         for document in documents:
             conversation = _check_conversation(tokenizer, document)
             if isinstance(conversation, Skipped):
@@ -105,12 +105,12 @@ class PrepareWork:
             yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in texts), _bytes(document))
 
     def _split(self, content: bytes) -> Split:
-        """The split by content, so that two copies of a document are in the same one."""
+        """Return the split of a document by its content, so copies share a split."""
         return "heldout" if content_hash(content) < self.settings.heldout * 2**64 else "train"
 
 
 def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.ndarray | Skipped:
-    """Token ids without the tokens that begin and end a document."""
+    """Strip begin and end tokens from token ids and validate the rest."""
     if tokenizer.prefix and ids[0] == tokenizer.prefix[0]:
         ids = ids[1:]
     if len(ids) and ids[-1] == tokenizer.eot:
@@ -124,7 +124,7 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
 
 
 def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | Skipped:
-    """A conversation, or why the document cannot be used as one."""
+    """Return a conversation, or why the document cannot be used as one."""
     if isinstance(document, BadDocument):
         return _skipped(document, document.reason, document.detail)
     try:
@@ -154,7 +154,7 @@ def _skipped(document: Entry, reason: str, detail: str) -> Skipped:
 
 
 def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
-    """Batches of documents, large enough to encode on all cores and small enough for memory."""
+    """Group documents into batches, large enough for all cores and small enough for memory."""
     batch, size = [], 0
     for document in documents:
         batch.append(document)
@@ -167,5 +167,5 @@ def _batched(documents: Iterable[Entry]) -> Iterator[list[Entry]]:
 
 @functools.lru_cache(maxsize=1)
 def _load_tokenizer(path: Path, digest: str, special: SpecialTokens) -> Tokenizer:
-    del digest  # another file may come to lie at the path
+    del digest  # part of the cache key: the file at the path can change
     return load_tokenizer(path, special.eot, special.bos)

@@ -1,4 +1,4 @@
-"""Items, the parts of documents that packing works with."""
+"""Items: documents or parts of them, the units of packing."""
 
 from typing import NamedTuple, Self
 
@@ -8,23 +8,23 @@ from zaya_jax.config.phases import OverLength
 
 
 class Items(NamedTuple):
-    """Parts of documents, in an order; int64 [items] each."""
+    """An ordered list of parts of documents; each field is int64 [items]."""
 
     document: np.ndarray  # index of the document
-    start: np.ndarray  # its first token that belongs to the item
-    length: np.ndarray  # tokens of the item
+    start: np.ndarray  # first token of the item within the document
+    length: np.ndarray  # number of tokens
 
     @property
     def tokens(self) -> int:
-        """Tokens of all items."""
+        """Total number of tokens."""
         return int(self.length.sum())
 
     def take(self, chosen: np.ndarray) -> Self:
-        """The items that `chosen` selects, a mask or indices, in its order."""
+        """Select items by a mask or by indices, in that order."""
         return type(self)(self.document[chosen], self.start[chosen], self.length[chosen])
 
     def untrimmed(self, originals: "Items", most: int) -> Self:
-        """These items with the lengths of those `originals` that were trimmed to them, to `most` tokens."""
+        """Undo trimming to `most` tokens: restore the lengths of the `originals`."""
         if len(self.length) == 0 or len(originals.length) == 0:
             return self
         stride = int(max(originals.start.max(), self.start.max())) + 1
@@ -36,12 +36,12 @@ class Items(NamedTuple):
         return self._replace(length=np.where(trimmed, originals.length[place], self.length))
 
     def __add__(self, other: "Items") -> "Items":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The items of both, one after the other."""
+        """Concatenate two lists of items."""
         return Items(*(np.concatenate(pair) for pair in zip(self, other, strict=True)))
 
 
 def whole_documents(lengths: np.ndarray) -> Items:
-    """Every document, in order.
+    """Return every document as one item, in order.
 
     Args:
       lengths: int64 [documents], tokens of each.
@@ -51,25 +51,24 @@ def whole_documents(lengths: np.ndarray) -> Items:
 
 
 class Fitted(NamedTuple):
-    """Items once the policy for those that are too long was applied."""
+    """Items after applying the policy for long ones."""
 
     used: Items
-    dropped: Items  # left out whole; another phase may take them
-    counts: dict[str, int]  # documents 'split', 'trimmed', 'dropped', and too 'short' to predict a token
+    dropped: Items  # another phase can still use them
+    counts: dict[str, int]  # number of items 'split', 'trimmed', 'dropped', and too 'short' to predict a token
 
 
 def fit(items: Items, context: int, over_length: OverLength, *, whole: bool) -> Fitted:
     """Apply the policy for items that are longer than a row.
 
-    A row of `context` tokens predicts that many, so an item of `context` + 1 tokens just fits: its last token is
-    predicted and predicts nothing.
+    An item of `context` + 1 tokens fits exactly, because its last token is only a target.
 
     Args:
       items: to be packed.
-      context: tokens a row.
-      over_length: 'split' cuts what is too long into rows, each beginning with the last token of the one before, so
-        that every token is predicted once; 'trim' keeps its beginning; 'drop' leaves it out.
-      whole: whether items must lie in one row; windows split what is too long by themselves.
+      context: tokens per row.
+      over_length: 'split' cuts long items into rows, each starting with the last token of the previous one, so that
+        every token is predicted once; 'trim' keeps the beginning; 'drop' removes the item.
+      whole: whether items must fit in one row; windows split long items anyway.
     """
     most = context + 1
     long = items.length > most
@@ -84,7 +83,7 @@ def fit(items: Items, context: int, over_length: OverLength, *, whole: bool) -> 
     elif whole:
         used = _split(items, context)
         counts["split"] = int(long.sum())
-    if whole:  # a window joins such an item to its neighbours, a row of whole items has no use for it
+    if whole:  # such an item predicts nothing on its own, while windows join it to its neighbours
         short = used.length < 2
         used, counts["short"] = used.take(~short), int(short.sum())
     return Fitted(used, dropped, counts)

@@ -14,11 +14,11 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.files import write_atomically
 
 MANIFEST = "manifest.json"
-PLAN = "plan.json"  # what a preparation that is under way has decided
-FORMAT = 2  # of the folder; raised when an older reader or writer would not do
+PLAN = "plan.json"  # settings of a preparation in progress
+FORMAT = 2  # of the folder; incremented on incompatible changes
 
-# A record of 'tokens' is a document's tokens; of 'masked', these and then a bit for each that is true where the
-# loss counts; of 'chat', a conversation as JSON.
+# Content of a record: 'tokens' has the tokens of a document; 'masked' also has a loss-mask bit per token; 'chat' has a
+# conversation as JSON.
 Kind = Literal["tokens", "masked", "chat"]
 _DTYPES = ("|u1", "<u2", "<u4", "<u8")
 
@@ -41,10 +41,10 @@ class ShardEntry(FileEntry):
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One split: its documents are those of its shards in order."""
+    """One split; its documents are those of its shards, in order."""
 
     shards: tuple[ShardEntry, ...]
-    lengths: FileEntry  # .npy, int64 [documents]: tokens of each document, the two around it included
+    lengths: FileEntry  # .npy, int64 [documents]: tokens of each document, begin and end tokens included
     documents: int
     tokens: int  # the sum of lengths
     text_bytes: int  # UTF-8 bytes of the texts
@@ -52,22 +52,22 @@ class SplitEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The whole folder."""
+    """The manifest of a prepared folder."""
 
     format: int
     kind: Kind
-    inputs: str  # digest of the inputs and settings the folder was made of
+    inputs: str  # digest of the inputs and settings
     content: str  # digest of the documents
-    dtype: str  # of a token in a record, as numpy spells it
+    dtype: str  # numpy dtype of a token in a record
     tokenizer: FileEntry
     eot: str  # the token that ends a document
     train: SplitEntry
     heldout: SplitEntry
-    counts: dict[str, int]  # of what was left out or altered, by reason
-    examples: tuple[str, ...]  # of what was left out: where it stands, and why
+    counts: dict[str, int]  # reason → number of skipped or altered documents
+    examples: tuple[str, ...]  # location and reason of some skipped documents
     extras: tuple[FileEntry, ...] = ()
-    bos: str | None = None  # the token that begins one and the `bos_token` of templates; None where there is none
-    eos: str | None = None  # the `eos_token` of templates
+    bos: str | None = None  # token that begins a document, and `bos_token` of templates; None if there is none
+    eos: str | None = None  # `eos_token` of templates
 
     @property
     def special(self) -> SpecialTokens:
@@ -79,7 +79,7 @@ class Manifest:
         return self.train if split == "train" else self.heldout
 
     def files(self) -> list[FileEntry]:
-        """Every file of the folder but the manifest."""
+        """List every file of the folder except the manifest."""
         entries = [self.tokenizer, *self.extras]
         for split in map(self.split, SPLITS):
             entries += [*split.shards, split.lengths]
@@ -93,7 +93,7 @@ def json_digest(*values: object) -> str:
 
 def content_digest(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: FileEntry,
                splits: Iterable[SplitEntry]) -> str:  # fmt: skip
-    """The digest of the documents: equal where all of them are, in order."""
+    """Return a digest of the documents and their order."""
     shards = [
         [[shard.digest, shard.documents] for shard in split.shards] + [[split.lengths.digest]] for split in splits
     ]
@@ -101,19 +101,19 @@ def content_digest(kind: Kind, dtype: str, special: SpecialTokens, tokenizer: Fi
 
 
 def describe_file(path: Path) -> FileEntry:
-    """The entry of a file that was just written."""
+    """Return the entry of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     return FileEntry(path.name, path.stat().st_size, digest)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write `manifest` into `folder`; the last file of a preparation."""
+    """Write the manifest, which must be the last file of a preparation."""
     write_atomically(folder / MANIFEST, json.dumps(dataclasses.asdict(manifest), indent=1) + "\n")
 
 
 def read_manifest(folder: Path, remedy: str) -> Manifest:
-    """Read the manifest, and check that the files it names are there and have the sizes it gives.
+    """Read the manifest and check the existence and sizes of its files.
 
     Args:
       folder: a prepared folder.
@@ -128,7 +128,7 @@ def read_manifest(folder: Path, remedy: str) -> Manifest:
         manifest = _parse(tree) if version == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(f"The manifest {folder / MANIFEST} cannot be read ({error}). {remedy}") from error
-    if manifest is None:  # its fields may be others too
+    if manifest is None:  # another format can have other fields
         raise InputError(
             f"The manifest {folder / MANIFEST} has format {version}, but this version reads format {FORMAT}. {remedy}"
         )

@@ -1,7 +1,7 @@
-"""The source that each row of a phase comes from: a function of the weights and the row's number.
+"""Assign each row of a phase to a source, as a function of the weights and the row's index.
 
-Each source's rows are spread evenly over a period, as Webster's (Sainte-Laguë's) method hands out seats: nothing is
-drawn at random, so that every stretch of rows is mixed in the given proportions.
+Rows of each source are spread evenly over a period by Webster's (Sainte-Laguë's) method. There is no randomness, so
+every stretch of rows has the configured proportions.
 """
 
 import math
@@ -28,7 +28,7 @@ class Mixture:
 
     Attributes:
       names: the sources, in the order given.
-      period: after so many rows the sequence of sources repeats.
+      period: number of rows after which the sequence of sources repeats.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:

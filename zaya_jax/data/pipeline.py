@@ -1,4 +1,4 @@
-"""Batches for training and for the held-out loss."""
+"""Batches for training and held-out evaluation."""
 
 import bisect
 from collections.abc import Iterator, Sequence
@@ -25,12 +25,11 @@ _PREFETCHED = 4  # batches
 
 
 class TrainBatches(Iterator[Batch]):
-    """The training batches, by a Grain iterator that reads ahead in threads or in processes.
+    """Iterates over training batches with Grain, prefetching in threads or processes.
 
-    Resumable: its state is how many rows the run has been given, which no number of processes, workers or threads
-    and no batch size changes. Grain's own iterators (elastic or not)
-    are not used as such, since they give each process every n-th row, so that a batch's rows would move with the
-    number of processes, and save a file named after that number, which another number cannot restore.
+    The state is the number of rows read so far, which is independent of the number of processes, workers and threads
+    and of the batch size. Grain's own iterator state is not used: it assigns every n-th row to a process, so a
+    checkpoint could not be resumed with another number of processes.
     """
 
     def __init__(
@@ -81,18 +80,18 @@ class TrainBatches(Iterator[Batch]):
             return next(self._batches)
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on from here; JSON can hold it."""
+        """Return the position as JSON, for `set_state`."""
         return {"sequences": self._sequences, "order": self._order(self._sequences)}
 
     def _order(self, sequences: int) -> list[str]:
-        """The orders of the phases that are begun when so many rows have been given."""
+        """Return the orders of the phases that have started after so many rows."""
         return [phase.order for phase in self.plan.phases if phase.first_row < sequences]
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on where `get_state` was called, in this process or another.
+        """Resume at the position of `get_state`, in this process or another.
 
         Raises:
-          InputError: the state is of other data, or of other batches.
+          InputError: the position belongs to other data or other batch sizes.
         """
         if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
@@ -111,20 +110,20 @@ class TrainBatches(Iterator[Batch]):
 
     def _start(self) -> Any:
         self._started = not self._workers
-        import grain  # here, since it imports jax, which preparing data must not
+        import grain  # imports jax, which preparing data must not
 
         batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, self._shares))
         threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
         dataset = batches.to_iter_dataset(threads)
         if self._workers:
-            # Each worker makes every n-th batch whole, and they are taken in turn: their number changes nothing.
+            # Each worker builds every n-th batch, so their number does not change the batches.
             _parse_absl_flags()
             dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, _PREFETCHED))
         return iter(dataset)
 
 
 class _Batches:
-    """Item i: the i-th batch from the row `start` on, of it the rows of one process."""
+    """Item i: one process's rows of the i-th batch after the row `start`."""
 
     def __init__(
         self, plan: RunPlan, steps: tuple[BatchStage, ...], start: int, shares: Sequence[ProcessShare]
@@ -150,25 +149,24 @@ def _stage_at_row(steps: tuple[BatchStage, ...], row: int) -> BatchStage:
 
 
 def _is_step_boundary(steps: tuple[BatchStage, ...], row: int) -> bool:
-    """Whether a step, or the end of the run, comes after `row` rows."""
+    """Return whether a step, or the end of the run, starts after `row` rows."""
     stage = _stage_at_row(steps, row)
     return (row - stage.first_row) % stage.sequences == 0
 
 
 def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[ProcessShare] = ()) -> TrainBatches:
-    """The batches of a run, one a step.
+    """Return the batches of a run, one per step.
 
     Args:
-      config: `data`, `phases`, `train.batch`, `start_phase` and `seed` are used.
+      config: uses `data`, `phases`, `train.batch`, `start_phase` and `seed`.
       prepared: the sources.
-      shares: for each phase (i, n): this process reads the i-th of n contiguous parts of each batch's rows; all
-        of them where none are given.
+      shares: (i, n) for each phase: this process reads the i-th of n contiguous parts of each batch; empty means all.
 
     Returns:
-      An iterator over dicts of arrays [a step's sequences / n, s]; see `rows.PackedRows.row`.
+      An iterator over dicts of arrays [sequences per step / n, s]; see `rows.PackedRows.row`.
 
     Raises:
-      InputError: a step's sequences are not a multiple of n, or as `plan_run`.
+      InputError: the sequences of a step are not a multiple of n, or see `plan_run`.
     """
     for stage in stages(config):
         count = shares[stage.phase][1] if shares else 1
@@ -183,26 +181,26 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
 
 
 class HeldoutText(NamedTuple):
-    """How much of a source's held-out text the held-out loss covers: `documents` of `all_documents`, and its bytes."""
+    """How much of a source's held-out text the held-out loss covers."""
 
-    documents: int  # of which at least a part is covered
-    text_bytes: int  # UTF-8, of the tokens whose loss counts
+    documents: int  # covered at least in part
+    text_bytes: int  # UTF-8 bytes covered by the loss
     all_documents: int
     all_bytes: int
 
 
 def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> Iterator[Batch]:
-    """Batches of the held-out split of a source, in its natural order, each document at most once.
+    """Yield batches of the held-out split of a source in its natural order, each document at most once.
 
     Args:
-      config: `evaluation.batch_size` and `data.context` are used, and of the last phase that reads the source its
-        packing and template.
+      config: uses `evaluation.batch_size` and `data.context`, and the packing and template of the last phase that reads
+        the source.
       prepared: the sources.
       name: of the source.
-      limit: the most batches given, evenly spaced over the split; by default all.
+      limit: maximum number of batches, evenly spaced over the split; None means all.
 
     Yields:
-      Dicts of arrays [evaluation.batch_size, s], the last one filled up with rows that are all padding.
+      Dicts of arrays [evaluation.batch_size, s]; the last batch is filled with padding rows.
     """
     heldout = _open_heldout(config, prepared, name, limit)
     if heldout is None:
@@ -214,7 +212,7 @@ def heldout_batches(config: Config, prepared: Prepared, name: str, limit: int | 
 
 
 def heldout_text(config: Config, prepared: Prepared, name: str, limit: int | None = None) -> HeldoutText | None:
-    """The text whose loss `heldout_batches` with the same arguments count; None if no phase reads the source."""
+    """Measure the text that `heldout_batches` covers with the same arguments; None if no phase reads the source."""
     phase = heldout_phase(config, prepared.sources[name])
     if phase is None:
         return None
@@ -236,7 +234,7 @@ class _Heldout(NamedTuple):
 
 
 def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | None) -> _Heldout | None:
-    """The rows of `heldout_batches`; None if there are none."""
+    """Open the rows of `heldout_batches`; None if there are none."""
     phase = heldout_phase(config, prepared.sources[name])
     if phase is None:
         return None
@@ -253,12 +251,12 @@ def _open_heldout(config: Config, prepared: Prepared, name: str, limit: int | No
 
 
 def _part_bytes(tokenizer: Tokenizer, text: Text, part: DocumentPart) -> int:
-    """UTF-8 bytes of the tokens of a part that are predicted and that the loss counts."""
+    """Count the UTF-8 bytes of a part's tokens that the loss covers."""
     tokens = text.tokens[part.start : part.stop].tolist()
     if text.loss_mask is not None:
         counted = zip(tokens[1:], text.loss_mask[part.start + 1 : part.stop], strict=True)
         return len(tokenizer.decode([token for token, counts in counted if counts]).encode())
-    # A token inside a document is decoded after the one before it: some tokenizers leave out a space at the start.
+    # Decode after the preceding token, because some tokenizers drop a leading space.
     before = tokens[:1] if part.start or not tokenizer.prefix else []
     end = -1 if tokens[-1] == tokenizer.eot else len(tokens)
     inside = before + tokens[1:end]
@@ -270,7 +268,7 @@ def _stack(rows: list[Row]) -> Batch:
 
 
 def _parse_absl_flags() -> None:
-    """Grain's workers read a flag of absl's, which refuses unless a main program has parsed the flags."""
+    """Mark absl's flags as parsed; Grain's workers read one, which fails otherwise."""
     from absl import flags
 
     if not flags.FLAGS.is_parsed():
