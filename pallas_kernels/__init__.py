@@ -1,1 +1,1 @@
-"""Kernels: arrays in, arrays out. Reached only through `zaya_jax.ops`."""
+"""Pallas kernels as functions of arrays, called only through `zaya_jax.ops`."""

@@ -1,7 +1,7 @@
 """Flash attention, forward: causal, grouped queries, packed documents, sliding window (arXiv 2205.14135, 2307.08691).
 
-One program has a tile of rows (`attention_tiles`) and visits the tiles of keys that some row of it sees, with an
-online softmax in fp32. Nothing of the size queries × keys is written.
+Each program processes a tile of rows (`attention_tiles`), and visits the tiles of keys that any of its rows sees, with
+an online softmax in fp32. No array of the size queries × keys is written.
 """
 
 import functools
@@ -36,21 +36,21 @@ def attention_forward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
     window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Attention of every query to the keys that it sees.
+    """Compute causal attention.
 
     Args:
       q_bshc: queries, bf16 or fp32.
       k_btkc: keys, of the same dtype.
       v_btkc: values, of the same dtype.
-      segments: int32 documents of queries [b, s] and of keys [b, t], 0 being padding; None where all is one document.
-      offset: int32 scalar, the index of the first query among the keys; may be negative.
-      window: the last keys that are visible, the query's own included; None for all.
-      dtype: of the output.
-      architecture: of `launch`.
+      segments: int32 documents of queries [b, s] and keys [b, t], 0 for padding; None for one document per row.
+      offset: int32 scalar, index of the first query among the keys; may be negative.
+      window: number of keys that a query sees, its own included; None for all.
+      dtype: dtype of the output.
+      architecture: see `launch`.
 
     Returns:
-      The output [b, s, h, c], and the logarithm of each query's sum of exponentials, fp32 [b, s, h]: 0 and `FLOOR`
-      for a query that sees nothing.
+      The output [b, s, h, c], and the log-sum-exp of each query, fp32 [b, s, h]; 0 and `FLOOR` for a query that sees no
+      key.
     """
     b, s, h, c = q_bshc.shape
     t, num_kv = k_btkc.shape[1:3]
@@ -74,7 +74,7 @@ def _kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any
     q_seg_ref, k_seg_ref = segments or (None, None)
     num_kv = k_ref.shape[2]
     batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
-    index = pl.num_programs(1) - 1 - pl.program_id(1)  # the last rows see the most keys; they go first
+    index = pl.num_programs(1) - 1 - pl.program_id(1)  # longest programs first: the last rows see the most keys
     rows = rows_of(index, sizes[0], shape, batch, kv_head, offset_ref[0], q_seg_ref)
     bounds = tuple(bounds_ref[batch, index, i] for i in range(4))
     step = functools.partial(attend, rows, load_rows(q_ref, rows), k_ref, v_ref, k_seg_ref, kv_head, sizes[1], window)
@@ -83,17 +83,17 @@ def _kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any
     store_rows(lse_ref, rows, lse)
 
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # of the online softmax, fp32: maximum, sum [r], output [r, c]
+State = tuple[jax.Array, jax.Array, jax.Array]  # online softmax, fp32: maximum [r], sum [r], output [r, c]
 
 
 def nothing(rows: int, c: int) -> State:
-    """The state before the first key."""
+    """Return the state before the first key."""
     return jnp.full((rows,), FLOOR, jnp.float32), jnp.zeros((rows,), jnp.float32), jnp.zeros((rows, c), jnp.float32)
 
 
 def attend(rows: Rows, q: jax.Array, k_ref: Any, v_ref: Any, k_seg_ref: Any, kv_head: Any, size: int,
            window: int | None, index: Any, state: State, masked: bool) -> State:  # fmt: skip
-    """The state after tile `index` of keys. Scores are logarithms to base 2, as GPUs have an instruction for 2ˣ."""
+    """Update the state with tile `index` of keys. Scores are to base 2, since GPUs have an instruction for 2ˣ."""
     top, total, acc = state
     keys = index * size + jnp.arange(size, dtype=jnp.int32)
     k = load_keys(k_ref, rows.batch, keys, kv_head, bounded=masked)
@@ -110,7 +110,7 @@ def attend(rows: Rows, q: jax.Array, k_ref: Any, v_ref: Any, k_seg_ref: Any, kv_
 
 
 def finish(state: State) -> tuple[jax.Array, jax.Array]:
-    """Output [r, c], and the natural logarithm of the sum [r]."""
+    """Return the output [r, c], and the natural log-sum-exp [r]."""
     top, total, acc = state
     safe = jnp.where(total == 0, 1.0, total)
     lse = jnp.where(total == 0, FLOOR, (top + jnp.log2(safe)) * LN_2)

@@ -1,7 +1,7 @@
 """Flash attention, backward: one kernel for the gradients of keys and values, one for those of queries.
 
-Each makes the probabilities again from the saved logarithm of the sums, and each sums in registers what it alone
-writes: no atomics, so that results do not depend on the order of programs (arXiv 2307.08691 §3.1).
+Both recompute the probabilities from the saved log-sum-exp. Each program sums in registers, and alone writes
+its results: without atomics, they do not depend on the order of programs (arXiv 2307.08691 §3.1).
 """
 
 import functools
@@ -36,7 +36,7 @@ def attention_backward(
     lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
     window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """Gradients of q, k and v.
+    """Compute the gradients of q, k and v.
 
     Args:
       q_bshc: as in `attention_forward`.
@@ -44,12 +44,12 @@ def attention_backward(
       v_btkc: as in `attention_forward`.
       segments: as in `attention_forward`.
       offset: as in `attention_forward`.
-      lse_bsh: fp32, the logarithm of each query's sum of exponentials, over all keys that it sees anywhere.
-      delta_bsh: fp32, the sum over channels of output times its gradient.
-      do_bshc: the gradient of the output, in the dtype of q.
+      lse_bsh: fp32 log-sum-exp of each query, over all keys that it sees, also on other devices.
+      delta_bsh: fp32, sum over channels of output times its gradient.
+      do_bshc: gradient of the output, in the dtype of q.
       window: as in `attention_forward`.
-      dtype: of the gradients; they are summed in fp32.
-      architecture: of `launch`.
+      dtype: dtype of the gradients; they are summed in fp32.
+      architecture: see `launch`.
 
     Returns:
       [b, s, h, c], [b, t, k, c], [b, t, k, c].
@@ -92,7 +92,7 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref
     q_seg_ref, k_seg_ref = segments or (None, None)
     num_kv, c = k_ref.shape[2:]
     batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
-    index = pl.program_id(1)  # the first keys are seen by the most rows; they go first
+    index = pl.program_id(1)  # longest programs first: the most rows see the first keys
     keys = index * sizes[1] + jnp.arange(sizes[1], dtype=jnp.int32)
     k = load_keys(k_ref, batch, keys, kv_head, bounded=True)
     v = load_keys(v_ref, batch, keys, kv_head, bounded=True)
@@ -103,7 +103,7 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref
         dk, dv = state
         rows = rows_of(i, sizes[0], shape, batch, kv_head, offset, q_seg_ref if masked else None)
         q, do = load_rows(q_ref, rows), load_rows(do_ref, rows)
-        # Keys stand first, so that no product transposes a square of scores.
+        # With keys first, no matmul transposes a tile of scores.
         p = jnp.exp2(product(k, q, (1, 1)) * (LOG2_E * scale) - (load_rows(lse_ref, rows) * LOG2_E)[None, :])
         if masked:
             p = jnp.where(seen(rows, keys, k_seg, k_ref.shape[1], window, keys_first=True), p, 0.0)
@@ -125,7 +125,7 @@ def _queries_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_
     q_seg_ref, k_seg_ref = segments or (None, None)
     num_kv, c = k_ref.shape[2:]
     batch, kv_head = pl.program_id(0) // num_kv, pl.program_id(0) % num_kv
-    index = pl.num_programs(1) - 1 - pl.program_id(1)  # the last rows see the most keys; they go first
+    index = pl.num_programs(1) - 1 - pl.program_id(1)  # longest programs first: the last rows see the most keys
     rows: Rows = rows_of(index, sizes[0], shape, batch, kv_head, offset_ref[0], q_seg_ref)
     q, do = load_rows(q_ref, rows), load_rows(do_ref, rows)
     lse, delta = load_rows(lse_ref, rows) * LOG2_E, load_rows(delta_ref, rows)

@@ -1,8 +1,8 @@
-"""What the kernels of attention share: tiles of rows and of keys, who sees whom, products.
+"""Helpers of the attention kernels: tiles of rows and keys, masks, loads and stores.
 
-A row is a query and one of the `g` query heads that share a key head; row r is head r % g of query r // g. So a
-tile of rows spans few queries, keys are read once for all heads that share them, and any `g` does. Shapes: `b`
-batch, `s` queries, `t` keys, `h` query heads, `k` key heads, `c` channels, `r` rows of a tile, `n` keys of a tile.
+A row is a query and one of the `g` query heads that share a key head; row r is head r % g of query r // g. A tile of
+rows thus spans few queries, keys are read once for all heads that share them, and any `g` works. Shapes: `b` batch, `s`
+queries, `t` keys, `h` query heads, `k` key heads, `c` channels, `r` rows of a tile, `n` keys of a tile.
 """
 
 from typing import Any, NamedTuple
@@ -14,27 +14,27 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels.tiles import Tile, tile
 
-# A hidden score, and where the maximum of a row starts: above a hidden score and far below every real one. It is also
-# the logarithm of the sum of a row that sees nothing.
+# HIDDEN is the score of a hidden key. FLOOR is the initial maximum of a row, above HIDDEN and far below every real
+# score; it is also the log-sum-exp of a row that sees no key.
 HIDDEN = -1e30
 FLOOR = -1e20
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-WIDEST = 128  # channels that the table's tiles are made for; wider heads have smaller tiles
+WIDEST = 128  # channels that the tile sizes are meant for; wider heads use smaller tiles
 
 Segments = tuple[jax.Array, jax.Array] | None  # int32 [b, s] of queries and [b, t] of keys; 0 is padding
 
 
 class Rows(NamedTuple):
-    """A tile of rows in a kernel: arrays [r], or columns or rows of a matrix where a mask is made.
+    """A tile of rows in a kernel: arrays [r].
 
     Attributes:
       batch: scalar.
-      query: index in the array of queries.
+      query: index of the query.
       head: query head.
       inside: whether the row exists.
       position: index of the query among the keys.
-      segment: document, or None where there are none.
+      segment: document of the query; None without documents.
     """
 
     batch: Any
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 
 
 def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:
-    """The tile of `kernel`, smaller for wide heads."""
+    """Return the tile sizes of `kernel`, smaller for wide heads."""
     found, c = tile(kernel, architecture, q_bshc.dtype), q_bshc.shape[3]
     return found._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in found.sizes))
 
@@ -55,22 +55,22 @@ def ranges(
     segments: Segments, offset: jax.Array, shape: tuple[int, int, int, int], sizes: tuple[int, int],
     window: int | None, *, of_keys: bool = False,
 ) -> jax.Array:  # fmt: skip
-    """Which tiles of keys each tile of rows visits, or which tiles of rows each tile of keys.
+    """Compute which tiles of keys each tile of rows visits, or the other way round.
 
-    Tiles that share no document, or that causality or the window hides, are left out at both ends. Any layout of
-    documents is right; where documents are contiguous runs nothing but the tiles of their own is visited.
+    Tiles at both ends that share no document, or that causality or the window hides, are skipped. The result is correct
+    for any layout of documents; if documents are contiguous, only tiles that share a document are visited.
 
     Args:
-      segments: documents.
-      offset: int32 scalar, the index of the first query among the keys.
+      segments: documents of queries and keys, or None.
+      offset: int32 scalar, index of the first query among the keys.
       shape: b, s, t, g.
-      sizes: of a tile of rows and of a tile of keys.
-      window: keys that are visible, or None.
-      of_keys: tiles of rows for each tile of keys.
+      sizes: size of a tile of rows, and of a tile of keys.
+      window: number of keys that a query sees, or None.
+      of_keys: return tiles of rows for each tile of keys instead.
 
     Returns:
-      int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited, of which [start, stop) are visible
-      as a whole and need no mask.
+      int32 [b, tiles, 4]: low, start, stop, high. Tiles [low, high) are visited; those of [start, stop) are fully
+      visible and need no mask.
     """
     b, s, t, groups = shape
     rows, keys = sizes
@@ -103,7 +103,7 @@ def ranges(
 
 
 def _documents(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of each tile of `size` tokens the least and the greatest document, and whether it is of one without padding."""
+    """Return the smallest and largest document of each tile, and whether it is a single document without padding."""
     b, length = segments.shape
     tiles = jnp.pad(segments, ((0, 0), (0, -length % size)), mode="edge").reshape(b, -1, size)
     limits = jnp.iinfo(jnp.int32)
@@ -114,7 +114,7 @@ def _documents(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array, ja
 
 def rows_of(index: Any, size: int, shape: tuple[int, int, int, int], batch: Any, kv_head: Any, offset: Any,
             segments_ref: Any) -> Rows:  # fmt: skip
-    """Tile `index` of the rows that share a key head, in a kernel. `shape` is b, s, t, g."""
+    """Return tile `index` of the rows that share a key head; in a kernel. `shape` is b, s, t, g."""
     _, s, _, groups = shape
     row = index * size + jnp.arange(size, dtype=jnp.int32)
     query, inside = row // groups, row < s * groups
@@ -126,13 +126,13 @@ def rows_of(index: Any, size: int, shape: tuple[int, int, int, int], batch: Any,
 
 
 def load_rows(ref: Any, rows: Rows) -> jax.Array:
-    """[r, c] of an array [b, s, h, c], or [r] of one [b, s, h]; 0 where there is no row."""
+    """Load [r, c] from an array [b, s, h, c], or [r] from [b, s, h]; 0 for rows that do not exist."""
     at, mask = _at(ref, rows)
     return triton.load(ref.at[at], mask=mask, other=0)
 
 
 def store_rows(ref: Any, rows: Rows, values: jax.Array) -> None:
-    """Write what `load_rows` reads."""
+    """Store [r, c] or [r] where `load_rows` loads it."""
     at, mask = _at(ref, rows)
     triton.store(ref.at[at], values.astype(ref.dtype), mask=mask)
 
@@ -146,20 +146,20 @@ def _at(ref: Any, rows: Rows) -> tuple[Any, Any]:
 
 
 def key_tile(ref: Any, batch: Any, keys: jax.Array, kv_head: Any, bounded: bool) -> tuple[Any, Any]:
-    """Where keys [n] of an array [b, t, k, c] are, and which of them exist; None where all do."""
+    """Return the indices of keys [n] in an array [b, t, k, c], and their mask (None without `bounded`)."""
     channels = jnp.arange(ref.shape[3], dtype=jnp.int32)[None, :]
     mask = (keys[:, None] < ref.shape[1]) & (channels >= 0) if bounded else None
     return (batch, keys[:, None], kv_head, channels), mask
 
 
 def load_keys(ref: Any, batch: Any, keys: jax.Array, kv_head: Any, bounded: bool) -> jax.Array:
-    """[n, c]; 0 for a key that does not exist, where `bounded` says that there may be such."""
+    """Load keys [n, c]; with `bounded`, keys that do not exist are 0."""
     at, mask = key_tile(ref, batch, keys, kv_head, bounded)
     return triton.load(ref.at[at], mask=mask, other=0 if bounded else None)
 
 
 def key_segments(ref: Any, batch: Any, keys: jax.Array) -> jax.Array | None:
-    """int32 [n]; 0 for a key that does not exist."""
+    """Load the documents of keys, int32 [n]; 0 for keys that do not exist."""
     if ref is None:
         return None
     return triton.load(ref.at[batch, keys], mask=keys < ref.shape[1], other=0)
@@ -167,7 +167,7 @@ def key_segments(ref: Any, batch: Any, keys: jax.Array) -> jax.Array | None:
 
 def seen(rows: Rows, keys: jax.Array, segments: jax.Array | None, t: int, window: int | None,
          keys_first: bool = False) -> jax.Array:  # fmt: skip
-    """Boolean [r, n], or [n, r] with `keys_first`: which of the `t` keys a row sees."""
+    """Return the mask of keys that each row sees, bool [r, n], or [n, r] with `keys_first`."""
 
     def row(x: jax.Array) -> jax.Array:
         return x[None, :] if keys_first else x[:, None]
@@ -184,7 +184,7 @@ def seen(rows: Rows, keys: jax.Array, segments: jax.Array | None, t: int, window
 
 
 def visit(bounds: tuple[Any, Any, Any, Any], body: Any, state: Any) -> Any:
-    """`body(index, state, masked)` for all tiles of `ranges`, those without a mask first, in one loop of their own."""
+    """Call `body(index, state, masked)` for all tiles of `ranges`: unmasked tiles in one loop, then the others."""
     low, start, stop, high = bounds
     before = start - low
 

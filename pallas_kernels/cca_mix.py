@@ -1,7 +1,7 @@
-"""The mixing half of CCA in one kernel: from packed projections to attention-ready queries, keys and values.
+"""The mixing step of CCA in one kernel: from packed projections to the queries, keys and values of attention.
 
-A program does a tile of tokens of one key head and of the query heads that it serves, one after the other, since the
-QK-mean couples them: the projections are read once. Rows before the tile are read again for the taps, from cache.
+A program processes a tile of tokens for one key head and its query heads, one after the other, since the QK-mean
+couples them. Projections are read from memory once; the taps read rows before the tile again, from cache.
 """
 
 import functools
@@ -19,11 +19,11 @@ from pallas_kernels.tiles import tile
 
 
 class MixArrays(NamedTuple):
-    """What the mix is made of; n = h + k heads, x = k·c / 2, p pairs of rotated channels.
+    """Inputs of the mix; n = h + k heads, x = k·c / 2, p pairs of rotated channels.
 
-    `halo_u_bwnc` and `halo_segments_bw` have max(k0 + k1 − 2, 1) rows, the last before the piece's first token.
-    Weights may be of any floating dtype except `grouped_wncc`, which has that of `u_bsnc`; cos and sin are fp32,
-    segments int32. `start_x` stands for the delayed value at the start of a document.
+    `halo_u_bwnc` and `halo_segments_bw` hold the max(k0 + k1 − 2, 1) rows before the first token. `grouped_wncc` has
+    the dtype of `u_bsnc`, other weights any floating dtype; cos and sin are fp32, segments int32. `start_x` is the delayed
+    value at the start of a document.
     """
 
     u_bsnc: jax.Array
@@ -44,11 +44,11 @@ class MixArrays(NamedTuple):
 
 
 def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Convolutions, QK-mean, QK-norm, temperature, partial rotary embedding and value shift (docs/reference.md §1.3).
+    """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift (docs/reference.md §1.3).
 
     Args:
-      x: the arrays; c, p and c − 2p are powers of two, the last may be 0.
-      architecture: as `launch` takes it.
+      x: the inputs; c, p and c − 2p are powers of two, and the last may be 0.
+      architecture: see `launch`.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
@@ -83,7 +83,7 @@ def _kernel(*refs: Any, tokens: int, depth: int) -> None:
     time = pl.program_id(1) * tokens + span(0, tokens)
     inside = (time < s)[:, None]
 
-    # Rotation pairs two ranges of channels. Registers cannot be sliced, so the ranges are apart from the product on.
+    # RoPE pairs two ranges of channels. Registers cannot be sliced, so the ranges are kept apart from the matmul on.
     starts = (0, pairs, 2 * pairs) if 2 * pairs < c else (0, pairs)
     columns = [span(first, last - first) for first, last in zip(starts, (*starts[1:], c), strict=True)]
     key_head = n - num_kv + group
@@ -107,7 +107,7 @@ def _kernel(*refs: Any, tokens: int, depth: int) -> None:
     def query(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         head = group * served + i
         mixed = _mixed(x, batch, time, head, columns, depth)
-        # Loaded after the product and for each head anew: from cache, where registers would not hold them.
+        # Loaded from cache after the matmul, for each head again, since registers cannot hold them.
         queries, keys = own(head), own(key_head)
         finish([z + 0.5 * (q + k) for z, q, k in zip(mixed, queries, keys, strict=True)], 1.0, q_ref, head)
         return tuple(total + q for total, q in zip(sums, queries, strict=True))
@@ -123,7 +123,7 @@ def _kernel(*refs: Any, tokens: int, depth: int) -> None:
 
 def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: Sequence[jax.Array],
            depth: int) -> list[jax.Array]:  # fmt: skip
-    """Both convolutions of a head, for each range of channels out; fp32, rounded where the reference rounds."""
+    """Compute both convolutions of a head, for each range of output channels; fp32, rounded like the reference."""
 
     def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         tap, channels = jax.lax.div(i, chunks), jax.lax.rem(i, chunks) * depth + span(0, depth)
@@ -140,7 +140,7 @@ def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: 
 
 
 def _shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
-    """This token's value in the first half of all channels, the one before's in the second."""
+    """Store the values: this token's in the first half of all channels, the previous token's in the second."""
     s, half = x.current_bsx.shape[1:]
     channel = span(0, v_ref.shape[3])
     at = group * v_ref.shape[3] + channel
@@ -161,15 +161,15 @@ def _shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: j
 
 def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
             back: jax.Array | int) -> jax.Array:  # fmt: skip
-    """The depthwise intermediate `back` rows before `time` as a token sees it, [tokens, channels] in u's dtype.
+    """Compute the depthwise output `back` rows before each token, as it sees it: [tokens, channels] in u's dtype.
 
     Args:
       x: references to the arrays.
       batch: row of the batch.
-      time: [tokens] of the piece.
-      head: of queries, then keys.
-      channels: of the head.
-      back: rows.
+      time: [tokens], indices of the tokens in the piece.
+      head: index of the head, queries before keys.
+      channels: channels of the head.
+      back: number of rows.
     """
     taps, here = x.depthwise_wnc.shape[0], time - back
     segment = segments_at(x, batch, here)
@@ -185,7 +185,7 @@ def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels
 
 
 def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array) -> jax.Array:
-    """u of a head at `time`, [tokens, channels] fp32; from the halo before the piece, zero beyond both."""
+    """Load u of a head at `time`, [tokens, channels] fp32, also from the halo; zero elsewhere."""
     s, before = x.u_bsnc.shape[1], x.halo_u_bwnc.shape[1]
     shape, at, channel = (time.size, channels.size), time[:, None], channels[None, :]
     inside = filled((at >= 0) & (at < s), *shape)
@@ -196,7 +196,7 @@ def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels
 
 
 def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
-    """Documents of the tokens at `time`, of any shape; from the halo before the piece, 0 beyond both."""
+    """Load the documents of the tokens at `time`, of any shape, also from the halo; 0 elsewhere."""
     s, before = x.segments_bs.shape[1], x.halo_segments_bw.shape[1]
     here = triton.load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < s), other=0)
     ahead = (time < 0) & (time >= -before)
@@ -205,10 +205,10 @@ def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
 
 
 def span(first: int, size: int) -> jax.Array:
-    """int32 [size]: `first` and those that follow."""
+    """Return int32 [size]: `first`, `first` + 1 and so on."""
     return first + jax.lax.iota(jnp.int32, size)
 
 
 def filled(mask: jax.Array, *shape: int) -> jax.Array:
-    """`mask` in the whole shape of what is loaded or stored by it."""
+    """Broadcast `mask` to the shape that is loaded or stored."""
     return jnp.broadcast_to(mask, shape)

@@ -1,11 +1,11 @@
-"""Gradients of the CCA mix by one kernel, the forward's intermediates computed again from the projections.
+"""Gradients of the CCA mix in one kernel, which recomputes the forward pass from the projections.
 
-Two kinds of programs. One has a head and many tokens, and sums the gradient of its grouped convolution. The other has a
-tile of tokens of one key head and the query heads that it serves, and goes back to the projections. Both need the
-gradient of what the convolutions make: computing it in each is cheaper than writing it and reading it twice. Programs
-of the same tokens follow one another, so that the second kind finds in the cache what the first has read.
+There are two kinds of programs. The first kind has one head and many tokens, and sums the gradient of the grouped
+convolution. The second kind has a tile of tokens for one key head and its query heads, and computes the gradients of
+the projections. Both need the gradient of the convolutions' output; recomputing it is cheaper than writing and reading it.
+Programs of the same tokens run one after another, so that the second kind reads from cache.
 
-Rows before the piece are rows like others: time starts at minus their number.
+Rows of the halo are treated like others: time starts at minus their number.
 """
 
 import functools
@@ -23,7 +23,7 @@ from pallas_kernels.launch import launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import tile
 
-MOST_PARTS = 16  # of the grouped gradient, which is written in fp32 for each: of the 8B 1.3 MB
+MOST_PARTS = 16  # partial sums of the grouped gradient, each written in fp32 (1.3 MB for the 8B)
 
 
 class MixGradients(NamedTuple):
@@ -43,7 +43,7 @@ class MixGradients(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """What the kernel writes; i counts tiles of tokens in all rows of the batch, j parts of all tokens."""
+    """Outputs of the kernel; i counts tiles of tokens over the whole batch, j parts of all tokens."""
 
     u_bsnc: jax.Array
     current_bsx: jax.Array
@@ -60,14 +60,14 @@ class _Out(NamedTuple):
 
 def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, *,
                      architecture: str) -> MixGradients:  # fmt: skip
-    """From the gradients of queries, keys and values, in the dtype of u, to those of the mix's arrays.
+    """Compute the gradients of the inputs of `cca_mix`.
 
     Args:
-      x: as `cca_mix` was given.
-      q_bshc: gradient of the queries.
-      k_bskc: of the keys.
-      v_bskc: of the values.
-      architecture: as `launch` takes it.
+      x: inputs of `cca_mix`.
+      q_bshc: gradient of the queries, in the dtype of u.
+      k_bskc: gradient of the keys.
+      v_bskc: gradient of the values.
+      architecture: see `launch`.
     """
     b, s, n, c = x.u_bsnc.shape
     cut = tile("cca_mix_backward", architecture, x.u_bsnc.dtype)
@@ -94,7 +94,7 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         stages=cut.stages,
         architecture=architecture,
     ))  # fmt: skip
-    # Few and large: added up element by element, so that XLA casts the sum in the same pass.
+    # Few and large: added elementwise, so that XLA fuses the cast into the same pass.
     grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))
     return MixGradients(
         *out[:5], out.depthwise_iwnc.sum(0), out.depthwise_bias_jnc.sum(0), grouped,
@@ -108,7 +108,7 @@ def _kernel(*refs: Any, sizes: tuple[int, int], summed: tuple[int, int, int], ti
     out: Any = _Out(*refs[count + 3 :])
     b, n, num_kv = inputs.x.u_bsnc.shape[0], inputs.x.u_bsnc.shape[2], inputs.k_bskc.shape[2]
     own, part = pl.program_id(0), pl.program_id(1)
-    # Sums first: theirs are the long programs.
+    # The programs that sum run longest, so they go first.
     sums = n * pl.cdiv(inputs.x.grouped_wncc.shape[0], summed[-1])
     head, first = jax.lax.rem(own, n), jax.lax.div(own, n) * summed[-1]
     number = own - sums + part * (pl.num_programs(0) - sums)
@@ -129,11 +129,11 @@ def _kernel(*refs: Any, sizes: tuple[int, int], summed: tuple[int, int, int], ti
 
 def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: jax.Array, tokens: int, depth: int,
                  count: int) -> None:  # fmt: skip
-    """Gradients of some taps of the grouped convolution of a head and of both biases, over a part of the tokens."""
+    """Sum the gradients of some taps of a head's grouped convolution, and of both biases, over a part of the tokens."""
     x = inputs.x
     b, s, _, c = x.u_bsnc.shape
     last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
-    taps = [jnp.minimum(first + i, last) for i in range(count)]  # the last one twice where they do not divide
+    taps = [jnp.minimum(first + i, last) for i in range(count)]  # the last one twice if they do not divide
     in_row = pl.cdiv(s, tokens)
     each = pl.cdiv(b * in_row, out.grouped_jwncc.shape[0])
 
@@ -153,7 +153,7 @@ def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: j
     @pl.when(first == 0)
     def _() -> None:
         triton.store(out.grouped_bias_jnc.at[part, head.number, channels], bias)
-        # A bias of the depthwise convolution reaches every token by all taps, whatever the limits of documents.
+        # The depthwise bias reaches every token through all taps, also across document boundaries.
         through = jnp.zeros((c,), jnp.float32)
         for tap in range(last + 1):
             kernel = triton.load(x.grouped_wncc.at[tap, head.number, channels[:, None], channels[None, :]])

@@ -1,8 +1,7 @@
-"""Attention of a few queries to many keys: the keys are split among programs, and a second kernel joins the parts.
+"""Attention of a few queries to many keys: programs share the keys, and a second kernel combines their results.
 
-All queries of all heads that share a key head are the rows of one tile, so that each key is read once. What is
-not written yet, past the last query, is not read, and neither is what lies before the window (Flash-Decoding; vLLM's
-and Lean Attention's split of keys).
+All queries of the heads that share a key head are the rows of one tile, so that each key is read once. Cache entries
+after the last query or before the window are not read (like Flash-Decoding, vLLM and Lean Attention).
 """
 
 import functools
@@ -18,13 +17,13 @@ from pallas_kernels.attention_tiles import Segments, load_rows, rows_of, tile_of
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-ROWS = 64  # most rows, query heads of a key head times queries, of a decode
-LEAST_ROWS = 16  # of a matrix product
-MOST_PARTS = 128  # that one program joins
+ROWS = 64  # most rows (query heads of a key head × queries) for this kernel
+LEAST_ROWS = 16  # fewest rows of a matmul
+MOST_PARTS = 128  # most parts that one program combines
 
 
 def decodes(q_bshc: jax.Array, k_btkc: jax.Array) -> bool:
-    """Whether so few queries are better served by splitting the keys."""
+    """Whether there are so few queries that splitting the keys is faster."""
     return q_bshc.shape[1] * q_bshc.shape[2] // k_btkc.shape[2] <= ROWS
 
 
@@ -32,7 +31,7 @@ def attention_decode(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array, *,
     window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """What `attention_forward` returns, for queries of which `decodes` is true."""
+    """Compute the same as `attention_forward`, for queries for which `decodes` is true."""
     b, s, h, c = q_bshc.shape
     t, num_kv = k_btkc.shape[1:3]
     shape = (b, s, t, h // num_kv)
@@ -72,7 +71,7 @@ def _kernel(offset_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, sha
     offset = offset_ref[0]
     rows = rows_of(0, sizes[0], shape, batch, kv_head, offset, q_seg_ref)
 
-    # Parts share evenly what is visible now, which may be little of what there is room for.
+    # Split what is visible now, which may be a small part of the cache.
     high = (jnp.clip(offset + s, 0, t) + keys - 1) // keys
     low = 0 if window is None else jnp.clip(offset - window + 1, 0, t) // keys
     each = (jnp.maximum(high - low, 0) + parts - 1) // parts

@@ -1,14 +1,11 @@
-"""Products of sorted rows with the matrix of their group: of rows, and of the gradient of the matrices.
+"""Grouped matmul: sorted rows times the matrix of their group, and the gradient of the matrices.
 
-Rows stand sorted by group; rows past the sum of the sizes belong to none and meet no matrix. A program does one tile
-of one group. Which rows it has is computed before the launch, since grids are static: as many programs as any split
-into groups can need, those that a split leaves over stopping at once.
+Rows are sorted by group; rows past the sum of the sizes belong to no group. A program processes one tile of one group.
+Its rows are computed before the launch, since grids are static: there are as many programs as any group sizes can need,
+and superfluous ones stop at once.
 
-Where rows are not sorted in memory, `order` says where they stand, and a tile reads or writes them there: a row is
-wider than a piece of memory that is read at once, so that a row may stand anywhere at the same price.
-
-Launches are jitted functions: jax 0.10 keeps a bare one whose results are not used, as the forward's are not in the
-backward of a rematerialised layer.
+If rows are not sorted in memory, `order` has their places, and tiles gather or scatter them. This costs nothing, since
+a row is wider than one memory transaction.
 """
 
 import functools
@@ -25,18 +22,18 @@ from pallas_kernels.launch import launch
 from pallas_kernels.product import product
 from pallas_kernels.tiles import platform, tile
 
-TOGETHER = 8  # tiles of rows that run side by side, so that a matrix is read from memory once for all of them
-CHIPLETS = 8  # of an MI300X or MI355X, each with a cache of its own: program i runs on chiplet i mod 8
+TOGETHER = 8  # tiles of rows that run concurrently, so that a matrix is read from memory once for all of them
+CHIPLETS = 8  # of an MI300X or MI355X, each with its own cache; program i runs on chiplet i mod 8
 
 
 class RowTile(NamedTuple):
-    """The rows of a program and what they meet.
+    """The rows of a program, and their group.
 
     Attributes:
-      rows: int32 [m] places among the sorted rows.
-      inside: bool [m]: whether the group has this row.
-      group: whose matrix they meet.
-      meets: int32: 1 where they meet a matrix, 0 for rows of no group.
+      rows: int32 [m], indices among the sorted rows.
+      inside: bool [m], whether the row belongs to the group.
+      group: index of the group.
+      meets: int32, 1 if there is a matrix to multiply by, 0 for rows of no group.
     """
 
     rows: jax.Array
@@ -46,16 +43,16 @@ class RowTile(NamedTuple):
 
 
 def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
-    """Where the tiles of `block` rows stand, each within one group, those of rows of no group last.
+    """Split the rows into tiles, each within one group; tiles of rows of no group come last.
 
     Args:
-      sizes_e: int32 rows of each group.
-      rows: of all groups and of none.
+      sizes_e: int32 number of rows of each group.
+      rows: total number of rows.
       block: rows of a tile.
 
     Returns:
-      int32 [3, m]: group of each tile (from e on: none), its first row, the end of its group. Tiles left over begin
-      past their end. m is a multiple of `TOGETHER`.
+      int32 [3, m]: group of each tile (e or more for no group), its first row, and the end of its group. Superfluous
+      tiles start past their end. m is a multiple of `TOGETHER`.
     """
     groups = sizes_e.shape[0] + 1
     most = (rows + groups * (block - 1)) // block
@@ -70,17 +67,17 @@ def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
 
 
 def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTile:
-    """Tile `index` of `row_tiles`."""
+    """Return tile `index` of `row_tiles`."""
     group, first, end = tiles_ref[0, index], tiles_ref[1, index], tiles_ref[2, index]
     rows = first + jnp.arange(block, dtype=jnp.int32)
     return RowTile(rows, rows < end, jnp.minimum(group, groups - 1), (group < groups).astype(jnp.int32))
 
 
 def place(index: jax.Array, rows: int, columns: int, architecture: str) -> tuple[jax.Array, jax.Array]:
-    """Which of `rows` × `columns` tiles program `index` does.
+    """Return which of `rows` × `columns` tiles program `index` processes.
 
-    `TOGETHER` tiles of rows go through all columns before the next do: programs that run at a time share rows and
-    columns in about equal parts. On AMD those of one chiplet are neighbours.
+    `TOGETHER` tiles of rows go through all columns before the next ones, so that concurrent programs share rows and
+    columns about equally. On AMD, programs of the same chiplet process neighbouring tiles.
     """
     together = math.gcd(TOGETHER, rows)
     each = together * columns
@@ -91,23 +88,23 @@ def place(index: jax.Array, rows: int, columns: int, architecture: str) -> tuple
 
 
 def piece(index: Any, size: int, end: int, halves: int = 1) -> tuple[jax.Array, jax.Array | None]:
-    """The places of piece `index` of `size`, and which are before `end`; None where pieces fit and all are.
+    """Return the indices of piece `index` of length `size`, and the mask of those before `end` (None if all are).
 
-    A program that does several `halves` may do some that lie past the end.
+    A program that processes several `halves` may have some past the end.
     """
     places = index * size + jnp.arange(size, dtype=jnp.int32)
     return places, None if end % (halves * size) == 0 else places < end
 
 
 def both(first: jax.Array | None, second: jax.Array | None) -> jax.Array | None:
-    """bool [m, n] that is true where `first` [m] and `second` [n] are; None is true everywhere."""
+    """Combine masks [m] and [n] to [m, n]; None means all true."""
     if first is None:
         return None if second is None else second[None, :]
     return first[:, None] if second is None else first[:, None] & second[None, :]
 
 
 def load(ref: Any, *index: Any, mask: jax.Array | None) -> jax.Array:
-    """`ref[index]`, zero where `mask` is not true."""
+    """Load `ref[index]`, zero where `mask` is false."""
     if mask is None:
         return triton.load(ref.at[index])
     return triton.load(ref.at[index], mask=mask, other=0)
@@ -117,16 +114,16 @@ def rows_times_matrix(
     x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
     depth: int, transpose: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """fp32 `x[rows] @ w[group][:, columns]` for each of `columns`.
+    """Compute `x[rows] @ w[group][:, columns]` in fp32, for each of `columns`.
 
     Args:
       x_ref: [t, p].
-      rows: places in it, of which all must be inside it.
-      w_ref: [e, p, q], with `transpose` [e, q, p].
-      own: the rows' tile.
-      columns: places among q, and which are inside it.
-      depth: of the piece of p that is multiplied at a time.
-      transpose: multiply with `w[group].T`.
+      rows: indices into its rows, all valid.
+      w_ref: [e, p, q], or [e, q, p] with `transpose`.
+      own: tile of the rows.
+      columns: pairs of indices among q, and mask of the valid ones.
+      depth: length of the piece of p in each step.
+      transpose: whether to multiply by `w[group].T`.
     """
     p = x_ref.shape[1]
 
@@ -158,7 +155,7 @@ def _product_kernel(
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
     written = own.rows
     if moved:
-        # The rows of others go past the end, or an emulated store would meet them where rows of this tile go.
+        # Masked rows get an index past the end: an emulated store would otherwise overwrite rows of this tile.
         written = triton.load(moved[0].at[own.rows], mask=own.inside, other=out_ref.shape[0])
     for scale_ref in moved[1:]:
         out = out * triton.load(scale_ref.at[written], mask=own.inside, other=0)[:, None]
@@ -175,15 +172,15 @@ def grouped_product(
     scale_t: jax.Array | None = None,
     architecture: str,
 ) -> jax.Array:
-    """`x_tp[rows of e] @ w_epq[e]` for every group e.
+    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e.
 
     Args:
       x_tp: rows sorted by group, bf16 or fp32.
-      w_epq: one matrix a group, of the same dtype.
-      sizes_e: int32 rows of each group; their sum is at most t.
-      transpose: multiply with the transposed matrices, x being [t, q].
-      order_t: int32 permutation: row i of the product is written to row `order_t[i]`.
-      scale_t: fp32 factors of the rows as written; given with `order_t`.
+      w_epq: one matrix for each group, of the same dtype.
+      sizes_e: int32 number of rows of each group; the sum is at most t.
+      transpose: whether to multiply by the transposed matrices; x is then [t, q].
+      order_t: int32 permutation: row i of the result is written to row `order_t[i]`.
+      scale_t: fp32 factors of the written rows; requires `order_t`.
       architecture: see `launch`.
 
     Returns:
@@ -223,8 +220,8 @@ def _outer_kernel(
         inside = rows < end
         place = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
-        # Rows of others are left out of both, since what they hold need not be finite. x is read transposed: AMD's
-        # compiler turns such a tile on its way to shared memory, but not one that is transposed once read.
+        # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
+        # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
         x = load(x_ref, x_rows[None, :], x_column[:, None], mask=both(x_fits, inside))
         y = load(y_ref, y_rows[:, None], y_column[None, :], mask=both(inside, y_fits))
         return total + product(x, y)
@@ -245,15 +242,15 @@ def grouped_outer(
     dtype: jax.typing.DTypeLike,
     architecture: str,
 ) -> jax.Array:
-    """`x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
+    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
 
     Args:
       x_tp: rows sorted by group, bf16 or fp32.
-      y_tq: likewise, of the same dtype.
-      sizes_e: int32 rows of each group; their sum is at most t.
-      order_t: int32 permutation: row i of what is `moved` stands in its row `order_t[i]`.
+      y_tq: rows sorted by group, of the same dtype.
+      sizes_e: int32 number of rows of each group; the sum is at most t.
+      order_t: int32 permutation: sorted row i of the `moved` array is its row `order_t[i]`.
       moved: 'x', 'y', or '' for neither.
-      dtype: of the result; sums are fp32.
+      dtype: dtype of the result; sums are in fp32.
       architecture: see `launch`.
 
     Returns:

@@ -1,9 +1,8 @@
-"""The grouped product with gate and up matrices and SwiGLU behind it, in one launch each way.
+"""Grouped matmul with the gate and up matrices, fused with SwiGLU, in one launch each way.
 
-The forward writes gate and up only where a backward will read them. The backward's is the gradient through the product
-that follows SwiGLU: its tile of the hidden gradient is turned into that of gate and up before it leaves the
-registers, and SwiGLU done again on the way for the gradient of the matrices, so that no pass over
-the hidden rows stands on its own.
+The forward kernel writes gate and up only if a backward pass will need them. The backward kernel multiplies by the down
+matrices, and turns the hidden gradient into that of gate and up in registers. It also recomputes SwiGLU, which the
+gradient of the down matrices needs, so that no separate pass over the hidden rows is needed.
 """
 
 import functools
@@ -18,7 +17,7 @@ from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, ro
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-HALVES = 2  # in which the backward ends its tile, one after the other, or its registers would not suffice
+HALVES = 2  # in which the backward kernel finishes its tile, since registers do not suffice for the whole
 
 
 def _forward_kernel(
@@ -32,7 +31,7 @@ def _forward_kernel(
     column, fits = piece(column_index, n, f)
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
     gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
-    # Rounded before SwiGLU, which the backward does again from what was kept.
+    # Rounded before SwiGLU, which the backward pass recomputes from the rounded values.
     gate, up = gate.astype(hidden_ref.dtype), up.astype(hidden_ref.dtype)
     mask = both(own.inside, fits)
     for gate_up_ref in kept:
@@ -50,19 +49,19 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 def grouped_swiglu(
     x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, architecture: str
 ) -> tuple[jax.Array, ...]:
-    """SwiGLU of the product of sorted rows with the gate and up matrices of their group.
+    """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
     Args:
       x_td: rows in any order, bf16 or fp32.
       order_t: int32 permutation that sorts them by group.
       gate_up_edf: [e, d, 2f], gate then up, of the same dtype.
-      sizes_e: int32 rows of each group; their sum is at most t.
-      keep: return gate and up as well.
+      sizes_e: int32 number of rows of each group; the sum is at most t.
+      keep: whether to return gate and up, too.
       architecture: see `launch`.
 
     Returns:
-      hidden [t, f], and with `keep` gate and up [t, 2f]: of the sorted rows, in the dtype of `x_td`, sums in fp32;
-      zero in rows past the groups.
+      The hidden rows [t, f], and with `keep` gate and up [t, 2f], for the sorted rows in the dtype of `x_td`, with sums
+      in fp32; zero in rows past the groups.
     """
     chosen = tile("grouped_swiglu", architecture, x_td.dtype)
     m, n, _ = chosen.sizes
@@ -119,7 +118,7 @@ def grouped_swiglu_backward(
     *,
     architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """From the gradient of `scale_t · (hidden @ down)` to that of gate and up.
+    """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
 
     Args:
       dout_td: rows in any order, bf16 or fp32.
@@ -127,12 +126,12 @@ def grouped_swiglu_backward(
       scale_t: fp32 factors of the rows of `dout_td`.
       down_efd: [e, f, d], of the same dtype.
       gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
-      sizes_e: int32 rows of each group; their sum is at most t.
+      sizes_e: int32 number of rows of each group; the sum is at most t.
       architecture: see `launch`.
 
     Returns:
-      The gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with `dout_td` is the
-      gradient of `down_efd`; the gradient of scale, fp32 [t]: all of the sorted rows.
+      For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
+      `dout_td` is the gradient of `down_efd`; and the gradient of scale, fp32 [t].
     """
     chosen = tile("grouped_swiglu_backward", architecture, dout_td.dtype)
     m, n, _ = chosen.sizes

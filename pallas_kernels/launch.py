@@ -1,7 +1,7 @@
-"""How every kernel is called: through Pallas' Triton backend, its parameters explicit, or interpreted.
+"""Launch a kernel: with Pallas' Triton backend, or interpreted.
 
-The Triton backend serves CUDA and ROCm from jax 0.10 to 0.12. Without its parameters jax 0.10 takes another
-backend, which ROCm lacks.
+The Triton backend supports CUDA and ROCm from jax 0.10 to 0.12. Its parameters must be explicit: without them jax 0.10
+uses another backend, which does not support ROCm.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-WHOLE = pl.BlockSpec(memory_space=pl.ANY)  # an array that a kernel reads where it likes, by masked loads and stores
+WHOLE = pl.BlockSpec(memory_space=pl.ANY)  # a whole array, for masked loads and stores at any index
 
 
 def launch(
@@ -27,23 +27,23 @@ def launch(
     aliases: Mapping[int, int] | None = None,
     architecture: str,
 ) -> Any:
-    """Run `kernel` once a point of `grid`.
+    """Run one program of `kernel` for each point of `grid`.
 
     Args:
-      kernel: takes a reference for each array, then one for each output.
-      arrays: what it reads.
-      name: of the kernel, as profilers and lowered programs show it.
-      grid: static numbers of programs, the first varying fastest on the device.
-      out_shape: `jax.ShapeDtypeStruct`s of what it writes.
-      warps: groups of 32 (NVIDIA) or 64 (AMD) threads of one program.
-      stages: of the pipeline that Triton makes of a loop with products.
-      in_specs: a block for each array; whole arrays where None.
-      out_specs: a block for each output; whole arrays where None.
-      aliases: from the index of an array to that of the output that takes its memory.
-      architecture: as `tiles.tile` takes it; 'interpret' emulates the kernel by jax operations, on any device.
+      kernel: takes a reference to each array, then one to each output.
+      arrays: inputs.
+      name: name of the kernel in profilers and lowered programs.
+      grid: static numbers of programs; the first axis varies fastest.
+      out_shape: `jax.ShapeDtypeStruct`s of the outputs.
+      warps: number of warps of 32 (NVIDIA) or 64 (AMD) threads in a program.
+      stages: stages of Triton's software pipeline for loops with matmuls.
+      in_specs: block of each array; None for whole arrays.
+      out_specs: block of each output; None for whole arrays.
+      aliases: index of an array → index of the output that reuses its memory.
+      architecture: see `tiles.tile`; 'interpret' emulates the kernel with jax operations, on any device.
 
     Returns:
-      Arrays as `out_shape` says.
+      Arrays of `out_shape`.
     """
     specs = [WHOLE] * len(arrays) if in_specs is None else list(in_specs)
     out = jax.tree.map(lambda _: WHOLE, out_shape) if out_specs is None else out_specs
@@ -58,5 +58,6 @@ def launch(
         name=name,
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
     )
-    # jax 0.10 keeps a kernel that rematerialisation has no use for, but not a compiled function.
+    # jax 0.10 does not eliminate an unused kernel call, as in the backward pass of a rematerialized layer, but it does
+    # eliminate an unused jitted function.
     return jax.jit(call)(*arrays)

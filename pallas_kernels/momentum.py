@@ -1,7 +1,7 @@
-"""Momentum and the direction that it gives, in one pass: each array is read or written once.
+"""Muon's momentum update and direction in one pass, which reads or writes each array once.
 
-Arrays are seen as rows of as many lanes as divide both their size and a tile, so that no index outgrows 32 bits (of
-a size that shares little with a tile's: up to 2³¹ elements); the last program may have rows to spare.
+Arrays are reshaped to rows of as many lanes as divide both their size and a tile, so that indices fit 32 bits. (If size
+and tile have few common factors, arrays are limited to 2³¹ elements.) The last program may have superfluous rows.
 """
 
 import functools
@@ -20,17 +20,17 @@ from pallas_kernels.tiles import tile
 def momentum_and_direction(
     gradient: jax.Array, momentum: jax.Array, numbers: jax.Array, *, dtype: jax.typing.DTypeLike, architecture: str
 ) -> tuple[jax.Array, jax.Array]:
-    """m' = a·m + b·f·g, and c·m' + d·f·g.
+    """Compute m' = a·m + b·f·g, and the direction c·m' + d·f·g.
 
     Args:
       gradient: g, bf16 or fp32.
-      momentum: m, fp32 of the same shape; m' takes its memory.
-      numbers: fp32 [6]: f; whether m' is to be m; a, b, c, d.
-      dtype: of the second result, bf16 or fp32.
-      architecture: as `launch` takes it.
+      momentum: m, fp32 of the same shape; m' reuses its memory.
+      numbers: fp32 [6]: f; whether to keep m; a, b, c, d.
+      dtype: dtype of the direction, bf16 or fp32.
+      architecture: see `launch`.
 
     Returns:
-      Both, of the shape of `gradient`.
+      m' and the direction, in the shape of `gradient`.
     """
     (elements,), warps, _ = tile("momentum", architecture, dtype)
     lanes = math.gcd(gradient.size, elements)

@@ -1,19 +1,19 @@
-"""The product of two tiles, as every kernel takes it."""
+"""The matmul of two tiles, for all kernels."""
 
 import jax
 import jax.numpy as jnp
 
 
 def product(a: jax.Array, b: jax.Array, contracted: tuple[int, int] = (1, 0)) -> jax.Array:
-    """Over axis `contracted` of each, summed in fp32; fp32 tiles are multiplied as they are and not as TF32.
+    """Multiply two tiles with sums in fp32; fp32 tiles are multiplied exactly, not in TF32.
 
     Args:
-      a: a tile of two axes.
-      b: another, of the same dtype.
-      contracted: the axis of each that is summed over.
+      a: tile with two axes.
+      b: tile of the same dtype.
+      contracted: axis of `a`, and axis of `b`, to sum over.
 
     Returns:
-      fp32, the other axis of `a` and then that of `b`.
+      fp32, with the other axis of `a`, then that of `b`.
     """
     precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     axes = (((contracted[0],), (contracted[1],)), ((), ()))

@@ -1,8 +1,8 @@
-"""Residual scaling and RMSNorm in one pass over the rows, and the gradients of both in another.
+"""Residual scaling and RMSNorm in one pass over the rows, and their gradients in another.
 
-Rows are padded to a power of two of lanes within the kernels, in registers only. The forward pass reads a sublayer's
-output and the stream and writes the new stream and its norm. The backward pass reads output and stream again: the
-gradients of both scales need them, and the new stream and its root mean square follow from them without a byte more.
+Rows are padded to a power of two of lanes, in registers only. The forward pass reads a sublayer's output and the
+residual stream, and writes the new stream and its norm. The backward pass reads output and stream again, since the
+gradients of both scales need them, and recomputes the new stream and its root mean square from them.
 """
 
 import functools
@@ -16,19 +16,19 @@ from jax.experimental.pallas import triton
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-WIDEST = 8192  # lanes; what a program of 1,024 threads holds in registers
+WIDEST = 8192  # most lanes that a program of 1,024 threads can hold in registers
 
 
 class Cut(NamedTuple):
-    """How the rows of an array are shared out.
+    """How an array is split over programs.
 
     Attributes:
-      parts: that the columns are cut into, each a program's own.
-      programs: that the rows are cut into.
-      steps: that a program takes, one after another.
-      rows: of a step; program p begins at row p · steps · rows.
-      lanes: a part's columns, padded to a power of two.
-      warps: of a program.
+      parts: number of parts of the columns; each program has one.
+      programs: number of programs along the rows.
+      steps: steps of a program.
+      rows: rows of a step; program p starts at row p · steps · rows.
+      lanes: columns of a part, padded to a power of two.
+      warps: warps of a program.
     """
 
     parts: int
@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
-    """One step a program: neighbours share the vectors through the cache."""
+    """Split for the forward pass: one step per program; the vectors are read from cache."""
     (elements,), warps, _ = tile("residual_norm", architecture, dtype)
     lanes = pl.next_power_of_2(width)
     rows = max(elements // lanes, 1)
@@ -48,7 +48,7 @@ def forward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architectu
 
 
 def backward_cut(tokens: int, width: int, dtype: jax.typing.DTypeLike, architecture: str) -> Cut:
-    """Few programs of many rows: each writes a partial sum of every parameter's gradient."""
+    """Split for the backward pass: few programs with many rows, since each writes partial sums of all gradients."""
     (elements, programs, fewest, widest), warps, _ = tile("residual_norm_backward", architecture, dtype)
     lanes = min(pl.next_power_of_2(width), widest)
     rows = max(elements // lanes, 1)
@@ -67,19 +67,19 @@ def residual_norm_forward(
     dtype: jax.typing.DTypeLike,
     architecture: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """The new stream and its norm.
+    """Compute the new residual stream and its norm.
 
     Args:
-      output_td: of a sublayer, bf16 or fp32.
-      stream_td: fp32.
+      output_td: output of a sublayer, bf16 or fp32.
+      stream_td: residual stream, fp32.
       vectors_d: scale and bias of the output, scale and bias of the stream; empty for a plain sum.
-      weight_d: of the norm.
+      weight_d: weight of the norm.
       eps: added to the mean square.
-      dtype: of the norm, bf16 or fp32.
-      architecture: as `launch` has it.
+      dtype: dtype of the norm, bf16 or fp32.
+      architecture: see `launch`.
 
     Returns:
-      The new stream [t, d], fp32, and its norm [t, d] in `dtype`.
+      The new residual stream [t, d], fp32, and its norm [t, d] in `dtype`.
     """
     tokens, width = output_td.shape
     cut = forward_cut(tokens, width, dtype, architecture)
@@ -105,21 +105,21 @@ def residual_norm_backward(
     eps: float,
     architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of what `residual_norm_forward` takes.
+    """Compute the gradients of the inputs of `residual_norm_forward`.
 
     Args:
-      output_td: as it was given.
-      stream_td: as it was given.
-      vectors_d: as they were given.
-      weight_d: as it was given.
+      output_td: as in the forward pass.
+      stream_td: as in the forward pass.
+      vectors_d: as in the forward pass.
+      weight_d: as in the forward pass.
       d_new_td: gradient of the new stream, fp32.
       d_normed_td: gradient of the norm, in its dtype.
-      eps: as it was given.
-      architecture: as `launch` has it.
+      eps: as in the forward pass.
+      architecture: see `launch`.
 
     Returns:
-      Gradients of `output_td` and `stream_td` in their dtypes, and those of the parameters, fp32 [5, d]: of the
-      norm's weight and of each of `vectors_d` in order; [1, d] for a plain sum.
+      Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
+      then `vectors_d` in order; [1, d] for a plain sum.
     """
     tokens, width = output_td.shape
     cut = backward_cut(tokens, width, d_normed_td.dtype, architecture)
@@ -136,7 +136,7 @@ def residual_norm_backward(
     )  # fmt: skip
     sums_sd = partial_psd.sum(0)
     if vectors_d:
-        # The gradient of a bias is that of its whole term, times the scale.
+        # The gradient of a bias is the sum of its term's gradient, times the scale.
         d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
         output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in vectors_d)
         sums_sd = jnp.stack([d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
@@ -148,22 +148,22 @@ def _like(array: jax.Array, dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct
 
 
 class _Place(NamedTuple):
-    """Where a step's elements stand, and which of them are of the array; all broadcast to [rows, lanes]."""
+    """Indices of a step's elements, and the mask of those inside the array; all broadcast to [rows, lanes]."""
 
     row: jax.Array
     column: jax.Array
     inside: jax.Array
 
     def load(self, ref: Any) -> jax.Array:
-        """The elements of `ref` in fp32, zero outside."""
+        """Load the elements from `ref` in fp32; zero outside."""
         return triton.load(ref.at[self.row, self.column], mask=self.inside, other=0).astype(jnp.float32)
 
     def vector(self, ref: Any) -> jax.Array:
-        """fp32 [1, lanes], zero outside."""
+        """Load the columns of a vector, fp32 [1, lanes]; zero outside."""
         return triton.load(ref.at[self.column], mask=self.column < ref.shape[0], other=0).astype(jnp.float32)
 
     def store(self, ref: Any, value: jax.Array) -> None:
-        """Write those of `value` that are of the array."""
+        """Store the elements of `value` that are inside the array."""
         triton.store(ref.at[self.row, self.column], value.astype(ref.dtype), mask=self.inside)
 
 
@@ -174,7 +174,7 @@ def _place(step: jax.Array, part: jax.Array | int, cut: Cut, shape: tuple[int, i
 
 
 def _terms(output: jax.Array, stream: jax.Array, vectors: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Both terms before they are scaled, and the new stream."""
+    """Return both terms before scaling, and the new stream."""
     if not vectors:
         return output, stream, output + stream
     output_scale, output_bias, stream_scale, stream_bias = vectors
@@ -183,23 +183,23 @@ def _terms(output: jax.Array, stream: jax.Array, vectors: list[jax.Array]) -> tu
 
 
 def _rounded(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`x` with no more digits than `dtype` has, in fp32."""
+    """Round `x` to `dtype`, and return it in fp32."""
     return x.astype(dtype).astype(jnp.float32)
 
 
 def _mean(x: jax.Array, width: int) -> jax.Array:
-    """Of each row, whose lanes outside are zero."""
+    """Return the mean of each row; lanes outside must be zero."""
     return x.sum(1, keepdims=True) / width
 
 
 class _Part(NamedTuple):
-    """What the backward pass reads of a row in a part of the columns, fp32.
+    """What the backward pass reads for some rows and a part of the columns, fp32.
 
     Attributes:
-      place: where.
-      output: before its scale, as is `stream`.
-      stream: the old one.
-      vectors: of that part.
+      place: indices and mask.
+      output: the sublayer's output plus bias, before its scale.
+      stream: the old stream plus bias, before its scale.
+      vectors: this part of the scales and biases.
       exact: the new stream, rounded to the norm's dtype.
       d_new: gradient of the new stream.
       d_normed: gradient of the norm.
@@ -240,7 +240,7 @@ def _backward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps
 
     def read(number: jax.Array, part: jax.Array) -> _Part:
         place = _place(program * cut.steps + number, part, cut, output_ref.shape)
-        refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # loaded before any sum is waited for
+        refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # all loads are issued before the first sum
         output, stream, d_new, d_normed = (place.load(ref) for ref in refs)
         vectors = [place.vector(ref) for ref in vector_refs]
         output, stream, new = _terms(output, stream, vectors)

@@ -1,7 +1,7 @@
-"""Products that are symmetric: one program for each tile on or above the diagonal, which it stores twice.
+"""Symmetric matmuls: one program for each tile on or above the diagonal, which it stores twice.
 
-Both kernels sum A Aᵀ over chunks of A's columns, for a tile of rows i and a tile of rows j ≥ i. They differ in what
-they make of the sum: the Gram matrix itself, or Newton–Schulz' polynomial of it.
+Both kernels sum A Aᵀ over chunks of A's columns, for a tile of rows i and a tile of rows j ≥ i. One returns the Gram
+matrix itself, the other Newton–Schulz' polynomial of it.
 """
 
 import functools
@@ -19,16 +19,16 @@ from pallas_kernels.tiles import Tile, tile
 
 
 def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[jax.Array, jax.Array]:
-    """G = s² X Xᵀ of each matrix, as the polynomial wants it.
+    """Compute G = s² X Xᵀ for each matrix, in the form that `polynomial` takes.
 
     Args:
       x_npq: n matrices, bf16 or fp32.
-      scale_n: s of each, fp32.
-      architecture: as `launch` takes it.
+      scale_n: s of each matrix, fp32.
+      architecture: see `launch`.
 
     Returns:
-      G, [n, p, p] in the dtype of X and exactly symmetric; and its tiles on and above the diagonal before they were
-      rounded, fp32 [n, tiles, rows, rows] in the order of `upper_tiles`, zeros where they reach past the matrix.
+      G, [n, p, p] in the dtype of X and exactly symmetric; and its unrounded tiles on and above the diagonal, fp32
+      [n, tiles, rows, rows] in the order of `upper_tiles`, zero outside of the matrix.
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
@@ -37,22 +37,22 @@ def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[ja
 
 
 def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *, architecture: str) -> jax.Array:
-    """b G + c G² of each symmetric matrix, exactly symmetric.
+    """Compute b G + c G² for each symmetric matrix.
 
     Args:
-      low_npp: G as `gram` rounded it, of which the square is taken.
-      exact: its tiles before.
+      low_npp: G, rounded, for the square.
+      exact: its unrounded tiles, for the linear term.
       coefficients: b and c, fp32 [2].
-      architecture: as `launch` takes it.
+      architecture: see `launch`.
 
     Returns:
-      [n, p, p] in the dtype of `low_npp`.
+      [n, p, p] in the dtype of `low_npp`, exactly symmetric.
     """
     return _symmetric(_polynomial_epilogue, low_npp, (exact, coefficients), (), "gram_polynomial", architecture)[0]
 
 
 def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
-    """Row and column, int32, of each tile on or above the diagonal of a p × p matrix."""
+    """Return row and column, int32, of each tile on or above the diagonal of a p × p matrix."""
     first, second = np.triu_indices(pl.cdiv(p, cut.sizes[0]))
     return first.astype(np.int32), second.astype(np.int32)
 
@@ -65,7 +65,7 @@ def _symmetric(
     epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
     further: tuple[jax.ShapeDtypeStruct, ...], name: str, architecture: str,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """`epilogue` of every upper tile of X Xᵀ, and what it stores `further`."""
+    """Apply `epilogue` to every upper tile of X Xᵀ; `further` are outputs that it stores itself."""
     (n, p, q), cut = x_npq.shape, _tile(x_npq, architecture)
     rows, columns = upper_tiles(p, cut)
     return launch(
@@ -97,7 +97,7 @@ def _kernel(
     total = jax.lax.fori_loop(0, pl.cdiv(q, depth), chunk, jnp.zeros((size, size), jnp.float32))
     out, further = rest[operands], rest[operands + 1 :]
     value = epilogue(total, matrix, place, *rest[:operands], *further).astype(out.dtype)
-    # The two halves of a tile on the diagonal are sums in an order of their own each: one is made the other's mirror.
+    # Both halves of a diagonal tile are summed in different orders, so one is replaced by the mirror of the other.
     value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
     triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
                  mask=(rows < p)[:, None] & (columns < p)[None, :])  # fmt: skip
@@ -106,7 +106,7 @@ def _kernel(
 
 
 def _gram_epilogue(total: jax.Array, matrix: jax.Array, place: jax.Array, scale, exact) -> jax.Array:
-    value = total * scale[matrix] * scale[matrix]  # the square of a scale may be out of fp32's range
+    value = total * scale[matrix] * scale[matrix]  # two multiplications, since the square of a scale may overflow
     exact[matrix, place] = value
     return value
 

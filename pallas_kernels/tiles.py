@@ -1,4 +1,4 @@
-"""Tile sizes of every kernel, fixed by architecture and dtype: the one place where they stand."""
+"""The table of tile sizes of all kernels, by architecture and dtype."""
 
 from typing import NamedTuple
 
@@ -6,16 +6,16 @@ import jax
 import jax.numpy as jnp
 
 PLATFORMS = ("cuda", "rocm", "interpret")
-DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # the architecture whose tiles others of its platform take
+DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # architecture whose tiles unlisted ones of the platform use
 
 
 class Tile(NamedTuple):
-    """How a kernel is cut into programs.
+    """How a kernel is split into programs.
 
     Attributes:
-      sizes: of a tile's axes, as the kernel names them.
-      warps: groups of threads that do a program.
-      stages: of the pipeline of a loop with products.
+      sizes: sizes of the tile's axes, in the order of the kernel.
+      warps: warps of a program.
+      stages: stages of the software pipeline for loops with matmuls.
     """
 
     sizes: tuple[int, ...]
@@ -23,8 +23,8 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# Kernel → architecture → bytes per element. gfx950 uses the tiles of gfx942 until better ones are measured.
-# An interpreted kernel has: small, so that the shapes of tests have ragged ends and more than one tile.
+# Kernel → architecture → bytes per element. gfx950 uses the tiles of gfx942 until better ones are measured. Interpreted
+# kernels have small tiles, so that the shapes of tests have partial tiles, and more than one.
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
     "residual_norm": {  # elements of a program; a longer row has as many more warps
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
@@ -105,7 +105,7 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
 
 
 def platform(architecture: str) -> str:
-    """The one of `PLATFORMS` that an architecture belongs to ('sm_90' to 'cuda', 'gfx942' to 'rocm')."""
+    """Return the platform of an architecture ('sm_90' → 'cuda', 'gfx942' → 'rocm')."""
     for prefix, name in (("sm_", "cuda"), ("gfx", "rocm")):
         if architecture.startswith(prefix):
             return name
@@ -113,13 +113,13 @@ def platform(architecture: str) -> str:
 
 
 def tile(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> Tile:
-    """The tile of `kernel` for elements of `dtype`, those of 8 bytes taking the tile of 4.
+    """Look up the tile of `kernel` for elements of `dtype`; 8-byte elements use the tile for 4 bytes.
 
     Args:
-      kernel: a key of `TILES`.
-      architecture: 'gfx942', 'gfx950', 'sm_90', …; 'rocm' or 'cuda' where it is not known. One without tiles of its
-        own takes those of its platform's that has, on NVIDIA with two stages at most: they fit 99 KiB of shared memory.
-      dtype: of the elements.
+      kernel: key of `TILES`.
+      architecture: 'gfx942', 'gfx950', 'sm_90', …; or 'rocm' or 'cuda' if it is not known. An unlisted one uses the
+        tiles of `DEFAULT`, on NVIDIA with at most two stages, which fit 99 KiB of shared memory.
+      dtype: dtype of the elements.
     """
     by_architecture = TILES[kernel]
     known = architecture in by_architecture
