@@ -22,8 +22,8 @@ class MixArrays(NamedTuple):
     """Inputs of the mix; n = h + k heads, x = k·c / 2, p pairs of rotated channels.
 
     `halo_u_bwnc` and `halo_segments_bw` hold the max(k0 + k1 − 2, 1) rows before the first token. `grouped_wncc` has
-    the dtype of `u_bsnc`, other weights any floating dtype; cos and sin are fp32, segments int32. `start_x` is the delayed
-    value at the start of a document.
+    the dtype of `u_bsnc`, other weights any floating dtype; cos and sin are fp32, segments int32. `start_x` is the
+    delayed value at the start of a document.
     """
 
     u_bsnc: jax.Array

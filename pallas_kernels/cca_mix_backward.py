@@ -2,8 +2,8 @@
 
 There are two kinds of programs. The first kind has one head and many tokens, and sums the gradient of the grouped
 convolution. The second kind has a tile of tokens for one key head and its query heads, and computes the gradients of
-the projections. Both need the gradient of the convolutions' output; recomputing it is cheaper than writing and reading it.
-Programs of the same tokens run one after another, so that the second kind reads from cache.
+the projections. Both need the gradient of the convolutions' output; recomputing it is cheaper than writing and reading
+it. Programs of the same tokens run one after another, so that the second kind reads from cache.
 
 Rows of the halo are treated like others: time starts at minus their number.
 """

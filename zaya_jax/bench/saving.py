@@ -165,7 +165,7 @@ def _ours(folder: Path, state: Any, abstract: Any, verify: Any) -> Method:
 
 
 def timed_save(method: Method, step: int) -> dict[str, float]:
-    """The `stall` and `commit` (until durable) in seconds and the `memory` in bytes of a save, of the worst process."""
+    """Save once; return `stall` and `commit` (until durable), s, and `memory`, bytes: the maximum over processes."""
     gc.collect()
     multihost_utils.sync_global_devices("save")
     with PeakMemory() as peak:
