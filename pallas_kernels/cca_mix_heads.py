@@ -1,7 +1,7 @@
-"""The CCA mix of one head on the way back: what both kinds of programs of its gradient compute again.
+"""The gradient of the CCA mix for one head, the part that both kinds of programs of its kernel share.
 
-Registers can be neither sliced nor shifted: a range of channels is a sum over ranges of which one counts, and rows are
-moved by products with ones and zeros, which are exact.
+Registers can be neither sliced nor shifted. A range of channels is therefore a masked sum over all ranges, and rows are
+shifted by matmuls with 0 and 1, which are exact.
 """
 
 import itertools
@@ -19,12 +19,12 @@ class Head(NamedTuple):
     """A head of queries or of keys.
 
     Attributes:
-      number: of queries, then keys.
-      among: number among its kind.
+      number: index among all heads, queries before keys.
+      among: index among the heads of its kind.
       gradient: reference to the gradient of its kind.
-      first: of the heads with which it is averaged: a query's key, a key's queries.
-      others: number of these.
-      scale: that it is multiplied by once normed.
+      first: first of the heads that it is averaged with: a query's key head, or a key's query heads.
+      others: number of these heads.
+      scale: factor after the norm.
     """
 
     number: jax.Array
@@ -36,7 +36,7 @@ class Head(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """References to what the kernel reads."""
+    """References to the inputs of the kernel."""
 
     x: Any
     q_bshc: Any
@@ -44,12 +44,12 @@ class Inputs(NamedTuple):
     v_bskc: Any
 
     def query(self, head: jax.Array) -> Head:
-        """A head of queries."""
+        """Return a query head."""
         heads, num_kv = self.q_bshc.shape[2], self.k_bskc.shape[2]
         return Head(head, head, self.q_bshc, heads + jax.lax.div(head, heads // num_kv), 1, 1.0)
 
     def key(self, group: jax.Array) -> Head:
-        """A head of keys."""
+        """Return a key head."""
         heads, num_kv = self.q_bshc.shape[2], self.k_bskc.shape[2]
         served, scale = heads // num_kv, self.x.temperature_k[group].astype(jnp.float32)
         return Head(heads + group, group, self.k_bskc, group * served, served, scale)
@@ -57,19 +57,19 @@ class Inputs(NamedTuple):
 
 def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: int, *,
                   unroll: bool = False) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Gradient of what the convolutions make of a head, the forward pass computed again up to there.
+    """Compute the gradient of a head's convolution output, recomputing the forward pass.
 
     Args:
       x: references to the arrays of `MixArrays`.
-      head: which.
+      head: the head.
       batch: row of the batch.
-      time: [tokens] of the piece.
-      depth: channels of a step of the product.
-      unroll: its steps, so that in a loop over times the kernel can be loaded before the loop.
+      time: [tokens], indices of the tokens in the piece.
+      depth: channels in a step of the matmul.
+      unroll: whether to unroll these steps, so that a loop over times can load the convolution's weights beforehand.
 
     Returns:
-      [tokens, c] in u's dtype, zero outside of the piece; and [tokens] fp32: the normed head along its gradient, whose
-      sum is the gradient of a key's temperature.
+      The gradient, [tokens, c] in u's dtype, zero outside of the piece; and the dot product of the normed head and its
+      gradient, fp32 [tokens], whose sum is the gradient of a key's temperature.
     """
     c = x.u_bsnc.shape[3]
 
@@ -89,7 +89,7 @@ def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: 
 
 
 def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, depth: int, unroll: bool) -> jax.Array:
-    """Both convolutions of a head, [tokens, c] fp32, rounded as in the forward pass."""
+    """Compute both convolutions of a head, [tokens, c] fp32, rounded as in the forward pass."""
     dtype, c = x.u_bsnc.dtype, x.u_bsnc.shape[3]
     taps, chunks, out = x.grouped_wncc.shape[0], c // depth, span(0, c)
 
@@ -110,7 +110,7 @@ def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, depth
 
 
 def channels_of(x: jax.Array, number: jax.Array, depth: int) -> jax.Array:
-    """Range `number` of `depth` channels of x [tokens, c]."""
+    """Return range `number` of `depth` channels of x [tokens, c]."""
     tokens, c = x.shape
     if depth == c:
         return x
@@ -120,9 +120,9 @@ def channels_of(x: jax.Array, number: jax.Array, depth: int) -> jax.Array:
 
 
 def _turned_back(x: Any, head: Head, batch: jax.Array, time: jax.Array) -> jax.Array:
-    """Gradient of a head before the rotation, [tokens, c] fp32, zero outside of the piece.
+    """Compute the gradient of a head before RoPE, [tokens, c] fp32, zero outside of the piece.
 
-    The other channel of each pair is a second load, since registers cannot be permuted.
+    The other channel of each pair is loaded separately, since registers cannot be permuted.
     """
     s, c, pairs = x.u_bsnc.shape[1], x.u_bsnc.shape[3], x.cos_bsp.shape[2]
     inside, channel = inside_of(time, s, c), span(0, c)
@@ -141,5 +141,5 @@ def _turned_back(x: Any, head: Head, batch: jax.Array, time: jax.Array) -> jax.A
 
 
 def inside_of(time: jax.Array, length: int, c: int) -> jax.Array:
-    """Which of [tokens, c] are rows of an array of that length."""
+    """Return the mask [tokens, c] of times inside an array of that length."""
     return filled(((time >= 0) & (time < length))[:, None], time.size, c)

@@ -1,7 +1,7 @@
-"""The part of the mix's gradient that is done a tile of tokens at a time: from heads back to the projections.
+"""The part of the mix's gradient that processes tiles of tokens: from heads to the projections.
 
-A tile has as many rows more than it finishes as the convolutions reach back: what those rows make of the ones before
-them is theirs, what comes back to themselves from later ones is the next tile's.
+Tiles overlap by the reach of the convolutions: the last rows of a tile contribute to the gradients of earlier rows, but
+their own gradients need later rows, and are finished by the next tile.
 """
 
 from typing import Any, NamedTuple
@@ -16,14 +16,14 @@ from pallas_kernels.product import product
 
 
 class _Tile(NamedTuple):
-    """Rows of one row of the batch.
+    """A tile of tokens in one row of the batch.
 
     Attributes:
-      number: among the tiles of all rows of the batch.
-      batch: its row of the batch.
-      time: [tokens] of the piece, before which it may begin.
-      segment: [tokens] documents.
-      finished: bool [tokens], which rows later ones do not reach beyond the tile.
+      number: index among the tiles of the whole batch.
+      batch: row of the batch.
+      time: [tokens], indices of the tokens in the piece; negative in the halo.
+      segment: [tokens], documents.
+      finished: bool [tokens], rows whose gradients need no rows after the tile.
     """
 
     number: jax.Array
@@ -33,33 +33,33 @@ class _Tile(NamedTuple):
     finished: jax.Array
 
     def inside(self, length: int, c: int, after: int = 0) -> jax.Array:
-        """Which of [tokens, c] are finished and, so many rows after, rows of an array of that length."""
+        """Return the mask [tokens, c] of finished rows that, `after` rows later, are inside an array of that length."""
         return inside_of(self.time + after, length, c) & self.finished[:, None]
 
     def later(self, value: jax.Array, rows: jax.Array) -> jax.Array:
-        """`value` [tokens, c] so many rows later where the document is the same, else zero."""
+        """Return `value` [tokens, c] from `rows` rows later, zero if the document differs."""
         row = span(0, self.time.size)
         match = (row[None, :] == row[:, None] + rows) & (self.segment[None, :] == self.segment[:, None])
         return product(match.astype(value.dtype), value).astype(value.dtype)
 
 
 def reach(x: Any) -> int:
-    """Rows that both convolutions together go back."""
+    """Return the number of rows that both convolutions together look back."""
     return x.depthwise_wnc.shape[0] + x.grouped_wncc.shape[0] - 2
 
 
 def finish_tile(inputs: Inputs, out: Any, group: jax.Array, number: jax.Array, tokens: int, depth: int, *,
                 tiles: int) -> None:  # fmt: skip
-    """Gradients of u, of its halo, of both halves of the value, and, summed over the tile, of small parameters.
+    """Write the gradients of u, its halo and both halves of the value, and the tile's sums for small parameters.
 
     Args:
-      inputs: what the kernel reads.
-      out: what it writes.
-      group: the key head, whose queries come with it.
-      number: of the tile among those of all rows of the batch.
+      inputs: inputs of the kernel.
+      out: outputs of the kernel.
+      group: index of the key head; its query heads are included.
+      number: index of the tile in the whole batch.
       tokens: rows of the tile.
-      depth: channels of a step of a product.
-      tiles: of a row of the batch.
+      depth: channels in a step of a matmul.
+      tiles: number of tiles in a row of the batch.
     """
     x = inputs.x
     n, c = x.u_bsnc.shape[2:]
@@ -85,7 +85,7 @@ def finish_tile(inputs: Inputs, out: Any, group: jax.Array, number: jax.Array, t
 
 def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, others: jax.Array,
             depth: int) -> None:  # fmt: skip
-    """Of a head, from the gradient of what is convolved and that of the heads with which it is averaged, its share."""
+    """Write a head's gradients, from that of its convolution output and those of the heads it is averaged with."""
     s, c = x.u_bsnc.shape[1], x.u_bsnc.shape[3]
     y, taps, channels = _through_grouped(x, tile, head, convolved, depth), x.depthwise_wnc.shape[0], span(0, c)
 
@@ -106,7 +106,7 @@ def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array
 
 
 def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, depth: int) -> jax.Array:
-    """Gradient of the depthwise intermediate of a head, [tokens, c] in u's dtype."""
+    """Compute the gradient of a head's depthwise output, [tokens, c] in u's dtype."""
     taps, c = x.grouped_wncc.shape[0], x.u_bsnc.shape[3]
     chunks = c // depth
 
@@ -121,7 +121,7 @@ def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array,
 
 
 def _shift_back(inputs: Inputs, out: Any, tile: _Tile, group: jax.Array) -> None:
-    """Gradients of both halves of the value, and of what stands at the start of a document."""
+    """Write the gradients of both halves of the value, and of the delayed value at the start of a document."""
     x, v_ref, batch, time = inputs.x, inputs.v_bskc, tile.batch, tile.time
     s, half = x.current_bsx.shape[1:]
     c = v_ref.shape[3]
@@ -144,6 +144,6 @@ def _shift_back(inputs: Inputs, out: Any, tile: _Tile, group: jax.Array) -> None
 
 
 def _store(ref: Any, at: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array) -> None:
-    # What is masked goes to a row beyond the last: interpreted, a negative index would count from the end.
+    # Masked rows get an index past the end: interpreted, a negative index would count from the end.
     batch, row, *rest = at
     triton.store(ref.at[(batch, jnp.where(row < 0, ref.shape[1], row), *rest)], value, mask=mask)

@@ -12,7 +12,12 @@ from zaya_jax.machine.command import add_flags, run_verb
 _EXAMPLES = """examples:
   python -m zaya_jax.bench step --dtype float32
   python -m zaya_jax.bench step --whole --config configs/bench_8b.yaml
-  python -m zaya_jax.bench kernels --only attention --output attention.json"""
+  python -m zaya_jax.bench data --repeats 3
+  python -m zaya_jax.bench checkpoint --gib 2 --processes 1 4 --png saving.png
+  python -m zaya_jax.bench kernels --only attention --output attention.json
+  python -m zaya_jax.bench optimizer --steps 150 --png optimizer.png
+  python -m zaya_jax.bench balance --steps 100
+  python -m zaya_jax.bench ablations --steps 150"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
