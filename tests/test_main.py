@@ -106,7 +106,7 @@ def test_a_folder_of_another_run(tmp_path, capsys):
         assert "is in use by another process" in refused(capsys, tmp_path, "--config", path)
     assert "seed was 0 and is now 3" in refused(capsys, tmp_path, "--config", path, "seed=3")
     (folder / "config.yaml").unlink()
-    assert "holds metrics.jsonl but no config.yaml" in refused(capsys, tmp_path, "--config", path)
+    assert "contains metrics.jsonl but no config.yaml" in refused(capsys, tmp_path, "--config", path)
 
 
 # --- what goes well, or stops ----------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ def test_a_full_disk_is_one_warning_and_everything_is_written_when_there_is_room
         assert runs[name][1] == whole, name
 
     said = runs["freed"][0]
-    warnings = [line for line in said if line.endswith("when there is room.")]
+    warnings = [line for line in said if line.endswith("until the disk accepts them.")]
     assert len(warnings) == 1
     assert warnings[0].startswith(f"{tmp_path}/freed/metrics.jsonl cannot be written: No space left on device. ")
     assert f"{tmp_path}/freed can be written again; no row is missing." in said
