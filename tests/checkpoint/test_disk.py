@@ -129,12 +129,12 @@ def in_own_file_system(folder, function):
 
 def test_a_disk_that_is_full_costs_no_checkpoint_and_saving_recovers_when_it_is_freed(tmp_path):
     said = in_own_file_system(tmp_path, full_and_freed)
-    assert "bytes free, and" in said[0]
+    assert "bytes free, but" in said[0]
     assert "could not be saved" in said[1]
     assert said[-1].endswith("is saved.")
 
 
 def test_a_folder_that_is_read_only_for_a_while_is_written_again(tmp_path):
     said = in_own_file_system(tmp_path, read_only_for_a_while)
-    assert "Read-only file system. Training continues, the newest checkpoint is that of step 2" in said[0]
+    assert "Read-only file system. Training continues; the newest checkpoint is that of step 2" in said[0]
     assert said[-1].endswith("is saved.")
