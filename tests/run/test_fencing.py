@@ -126,4 +126,4 @@ def test_what_it_saves_in_the_last_moment_does_not_count(tmp_path, monkeypatch):
     quarantine(tmp_path, 3, "corrupt")
     next(tmp_path.glob("3.stale-*")).rename(tmp_path / "3")
     assert newest(tmp_path, said)[0] == 2
-    assert "was saved by processes that superseded processes" in said[-1]
+    assert "was saved by superseded processes" in said[-1]

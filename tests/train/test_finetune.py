@@ -146,8 +146,8 @@ def test_describe_shows_the_conversations(tuned, capsys):
     _, _, folder = tuned
     assert data_main(["describe", str(folder / "tune.yaml")]) == 0
     text = capsys.readouterr().out
-    assert "Phase chat: steps 10 to 30, 8 rows of 96 tokens a step, bins" in text
-    sample = text.partition("Phase chat, talk, row 0")[2].partition("\n")[2]
+    assert "Phase chat: steps 10 to 30, 8 rows of 96 tokens per step, bins" in text
+    sample = text.partition("Phase chat, source talk, row 0")[2].partition("\n")[2]
     assert "<|im_start|>user\n" in sample
     assert "[[" in sample
     assert "return" in sample.partition("[[")[2].partition("]]")[0]

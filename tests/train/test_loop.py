@@ -382,7 +382,7 @@ def test_a_corpus_that_changed_is_refused_before_anything_is_written(tmp_path, s
     else:
         train_until(config, step)
     (tmp_path / "corpus" / "1.txt").write_text("something else")
-    refused(config, "The saved position is in other data")
+    refused(config, "The saved position belongs to other data")
 
 
 @pytest.mark.parametrize(

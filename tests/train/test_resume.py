@@ -102,10 +102,10 @@ def test_what_cannot_be_continued_elsewhere_is_refused(long, tmp_path, monkeypat
     said({"phases": longer, "model.num_experts": 2}, r"^resume_from=.* another architecture: .*\.num_experts is 4")
     said({"phases": longer, "seed": 3}, r"^resume_from=.* made with seed=0, but this configuration has 3")
     said({"phases": longer, "optimizer.balance.rule": "sign"}, r"made with optimizer\.balance\.rule='adamw'")
-    said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position is in other data")
+    said({"phases": longer, "data.heldout_fraction": 0.5}, r"^resume_from=.*The saved position belongs to other data")
     said({"phases": longer, "train.batch.tokens": 256}, r"^resume_from=.*train\.batch")
     said({"phases": of_steps(base, 9).phases}, r"^resume_from=.*phases\.train\.tokens is 1,152, but .* 1,792 tokens")
-    said({"init_from": str(whole.run_dir)}, r"^resume_from is .* must be null where init_from is given")
+    said({"init_from": str(whole.run_dir)}, r"^resume_from is .* must be null if init_from is set")
     said({"resume_from": "hf:folder"}, r"^resume_from is 'hf:folder'.* no optimizer state")
     said({"resume_from": str(tmp_path)}, r"^resume_from is .*, but must be a run folder with a checkpoint")
 
