@@ -75,7 +75,8 @@ def test_a_file_has_its_name_once_it_is_whole(tmp_path):
             yield name, [b"x" * size]
 
     for wrong, said in (([("a", 16)], "b was declared"), ([("a", 15), ("b", 8)], "The tensor a has 15 bytes"),
-                        ([("b", 8)], "tensor b was written where a"), ([("a", 16), ("b", 8), ("c", 1)], "tensor c was written")):  # fmt: skip
+                        ([("b", 8)], "tensor b was written where a"),
+                        ([("a", 16), ("b", 8), ("c", 1)], "tensor c was written")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             write_file(path, described, content(*wrong))
         assert path.read_bytes() == b"before"
