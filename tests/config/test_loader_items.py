@@ -177,7 +177,7 @@ def test_a_name_goes_before_an_index_and_a_later_override_finds_the_new_name(mix
 
 
 @pytest.mark.parametrize(("override", "said"), [
-    ("phases.thrid.tokens=1", "There is no 'phases.thrid'; phases has 0 (first), 1 (second)."),
+    ("phases.thrid.tokens=1", "There is no 'phases.thrid'; the items of phases are 0 (first), 1 (second)."),
     ("phases.2.tokens=1", "There is no 'phases.2'; "),
     ("phases.-1.tokens=1", "There is no 'phases.-1'; "),
     ("phases.second.batch.stepped.1.until=9", "There is no 'phases.second.batch.stepped.1'; "),
@@ -193,7 +193,7 @@ def test_an_item_that_is_not_there_is_named_with_those_that_are(mixed, override,
 
 
 def test_items_of_an_empty_list_cannot_be_overridden(mixed):
-    said = "There is no 'phases.second.batch.stepped.0'; phases.second.batch.stepped has none."
+    said = "There is no 'phases.second.batch.stepped.0'; the items of phases.second.batch.stepped are none."
     assert refused_to_load(mixed, "phases.second.batch.stepped=[]", "phases.second.batch.stepped.0.until=9") == said
 
 

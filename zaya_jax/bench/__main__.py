@@ -23,7 +23,8 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m zaya_jax.bench", description="Time this project against others, or compare training recipes.",
+        prog="python -m zaya_jax.bench",
+        description="Benchmark zaya_jax against other libraries, or compare training recipes.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True)

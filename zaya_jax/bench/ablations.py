@@ -58,7 +58,8 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
         for name, model in models.items()
     }
     for name, row in result["results"].items():
-        print(f"{name}: held-out {statistics.mean(row['heldout_loss']):.4f} nats/token, {row['over_zaya1']:+.4f}")
+        print(f"{name}: held-out loss {statistics.mean(row['heldout_loss']):.4f} nats/token, {row['over_zaya1']:+.4f} "
+              "against ZAYA1")  # fmt: skip
     draw_heldout(png, {trials[key].name: curve for key, curve in curves.items()}, "Ablations at equal FLOPs")
     return result
 

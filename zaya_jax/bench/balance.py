@@ -35,10 +35,10 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
       png: file for a plot of the load entropy over the steps; None for no plot.
     """
     result = describe_run(
-        f"steps until the expert load's normalised entropy, mean over layers, is {EVEN} for {_HELD} steps in a row",
-        f"{SIZE}, {steps} steps of {_BATCH:,} tokens of program code, then {steps} of tables of characters; "
-        f"routers start with {ROUTER_OFFSET:g} added to the logits of two of eight experts",
-        "the sign rule at its best rate, and no rule", PACKAGES,
+        f"steps until the normalized expert-load entropy, mean over layers, stays at or above {EVEN} for {_HELD} steps",
+        f"{SIZE}, {steps} steps of {_BATCH:,} tokens of source code, then {steps} of character tables; "
+        f"at the start {ROUTER_OFFSET:g} is added to the router logits of 2 of 8 experts",
+        "bias update by sign at its best rate; no balancing", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         sources = _prepare(Path(folder))
@@ -68,12 +68,13 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
         for rule, rate in compared
     }  # fmt: skip
     for rule, row in result["results"].items():
-        median = {what: median_or_never(row[what]) for what in StepsUntilEven._fields}
-        print(f"{rule}: median {median['start']} steps to an even load, {median['switch']} after the data switch")
+        start, switch = ("never" if steps is None else f"after {steps} steps" for steps in
+                         (median_or_never(row[what]) for what in StepsUntilEven._fields))  # fmt: skip
+        print(f"{rule}: load balanced {start}; once the data changes, {switch} (medians over seeds)")
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip
-        draw_lines(Path(png), lines, title="Balancing from uneven routers, by rule (mean and range over seeds)",
+        draw_lines(Path(png), lines, title="Expert load from a skewed router, by rule (mean and range over seeds)",
                    x="step", y="expert-load entropy (1 = uniform)", marks={steps: "other data"})  # fmt: skip
     return result
 

@@ -59,7 +59,7 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
                           ("torch", "triton"))  # fmt: skip
     result["hardware"]["device"], result["emulated"] = target.device_kind, emulated
     if emulated:
-        print("JAX found no GPU: kernels run emulated at a small size, so the times say nothing about a GPU.")
+        print("JAX found no GPU. Kernels run emulated at a small size; do not compare these times with a GPU.")
     limits = rooflines(emulated, repeats)
     print(f"{target.device_kind}: measured {limits['copy'] / 1e9:,.0f} GB/s in copies and "
           f"{limits['dense'] / 1e12:,.3g} TFLOP/s in dense bf16 matmuls.", flush=True)  # fmt: skip
@@ -119,7 +119,7 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
     case, target = cases(sizes, dtype)[name], current_target()
     kernels = select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
     if kernel and not kernels.chosen.keys() & set(case.operations):
-        raise InputError(f"There is no kernel: {kernels}")
+        raise InputError(f"{name} has no kernel here. {kernels}")
     try:
         function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
         if case.held:

@@ -75,7 +75,10 @@ def bench_optimizer(steps: int, png: str | None) -> dict[str, Any]:
     for kind, row in result["grid"].items():
         if not row["interior"]:
             print(f"The best learning rates of {kind} are at the edge of the grid: widen the grid.")
-    print(f"Muon needs {result['results']['median']} of AdamW's steps (median of {len(SEEDS)} seeds)")
+    share = result["results"]["median"]
+    print("Muon did not reach AdamW's final held-out loss." if share is None else
+          f"Muon reaches AdamW's final held-out loss in {share:.0%} of its steps (median of "
+          f"{len(SEEDS)} seeds).")  # fmt: skip
     draw_heldout(png, named, "Optimizers at their best learning rates")
     return result
 

@@ -60,7 +60,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
       InputError: the step or its peer does not fit the device, the peer is not installed, or `config` has adapters.
     """
     check_peer()
-    require(config.lora is None, "lora", "a section", "left out, since the peer trains all parameters")
+    require(config.lora is None, "lora", "a section", "left out, because transformers trains all parameters")
     dtype, first = config.train.compute_dtype, stages(config)[0]
     require(dtype != "float64", "train.compute_dtype", dtype, "float32 or bfloat16")
     batch, context, tokens_bs = first.sequences, first.context, random_tokens(config)
@@ -68,11 +68,11 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
         "whole optimizer step",
         f"{total_parameters(config.model):,} parameters in {config.model.num_layers} layers, {dtype}, "
         f"{batch} x {context} tokens a step",
-        f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, moved by torch.optim.AdamW(fused=True)",
+        f"transformers ZayaForCausalLM (sdpa, default experts), all in {dtype}, torch.optim.AdamW(fused=True)",
         ("flax", "optax", "torch", "transformers"),
     )  # fmt: skip
     waiting, cpus = os.getloadavg()[0], len(os.sched_getaffinity(0))
-    result["hardware"]["load"] = f"{waiting:.1f} processes used or wanted the {cpus} CPUs in the minute before"
+    result["hardware"]["load"] = f"load average over the preceding minute: {waiting:.1f} on {cpus} CPUs"
     with restored_environment():
         apply_preset(select_preset(config.preset))  # like zaya_jax.main
         with run_in_subprocess(functools.partial, time_ours, config, tokens_bs, repeats) as ask:
@@ -264,11 +264,11 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
 
 def _print_ours(ours: dict[str, Any]) -> None:
     print(f"ours: {describe_throughput(ours)}, micro_batch {ours['micro_batch']}, remat {ours['remat']}"
-          f"{_memory_in_words(ours)} (by {ours['peak_bytes_by']})")  # fmt: skip
+          f"{_memory_in_words(ours)} (measured by {ours['peak_bytes_by']})")  # fmt: skip
     print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in "
           "Newton–Schulz")  # fmt: skip
     for part, shared in ours["with_part_of_the_optimizer"].items():
-        print(f"with {part} of the optimizer's time: {describe_throughput(shared)}, optimizer "
+        print(f"if the optimizer is sharded and takes {part} of its time: {describe_throughput(shared)}, optimizer "
               f"{shared['optimizer_share']:.1%}", flush=True)  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def restore_newest(
         except Damaged as error:
             quarantined = primary_first(lambda step=steps[-1]: _quarantine(folder, step))
             if is_primary():
-                say(f"{error} It was quarantined as {quarantined}; an older checkpoint is restored if there is one.")
+                say(f"{error} It was quarantined as {quarantined}. Trying the next older checkpoint.")
     if quarantined or broadcast(names.has_checkpoint(folder)):
         raise RunStopped(f"Every checkpoint in {folder} is damaged. They are kept there; start again in another "
                          "run_dir.")  # fmt: skip
@@ -105,7 +105,7 @@ def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Mani
         problem = error
     _raise_everywhere(problem)
     if manifest is None:
-        raise RuntimeError("A manifest that could not be read was agreed on.")
+        raise RuntimeError("The processes agreed on a manifest that could not be read.")
     return manifest
 
 

@@ -158,7 +158,8 @@ def _merge_items(base: list[Any], over: Mapping[str, Any], where: str) -> list[A
             index = int(key)
         else:
             known = [str(place) + (f" ({name})" if isinstance(name, str) else "") for place, name in enumerate(names)]
-            raise InputError(f"There is no {shown(_join(where, key))}; {where} has {', '.join(known[:9]) or 'none'}.")
+            raise InputError(f"There is no {shown(_join(where, key))}; the items of {where} are "
+                             f"{', '.join(known[:9]) or 'none'}.")  # fmt: skip
         item = merged[index]
         here = _join(where, key)
         merged[index] = _merge(item, value, here) if isinstance(item, dict) and isinstance(value, dict) else value

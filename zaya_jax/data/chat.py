@@ -217,7 +217,7 @@ class Template:
             raise InputError(f"The chat template {name} cannot be compiled: {message}.")
         if not answer["has_generation"]:
             raise InputError(
-                f"The chat template {name} does not mark what the assistant writes; put it between "
+                f"The chat template {name} does not mark assistant turns; put what the assistant writes between "
                 "{% generation %} and {% endgeneration %}."
             )
 
@@ -246,7 +246,7 @@ class Template:
             raise ValueError("the chat template writes an unpaired surrogate")
         pieces = _cut(marked)
         if "".join(piece.text for piece in pieces) != plain:
-            raise ValueError("the chat template must write reasoning and generation whole and unchanged")
+            raise ValueError("the chat template changes what the assistant writes; it must output it unmodified")
         if any(message.get("tool_calls") for message in conversation):
             self._check_tool_calls(conversation, names, plain)
         return pieces

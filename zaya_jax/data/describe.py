@@ -57,8 +57,8 @@ def describe(config: Config, *, png: Path | None = None, samples: int = 1, step_
         for name, share in phase.shares.items():
             for number in range(min(samples, share.rows)):
                 row = share.phase_rows.row(number)
-                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[covered by the loss]], ---- "
-                             f"between documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
+                parts.append(f"Phase {phase.config.name}, source {name}, row {number} ([[text]] is covered by the "
+                             f"loss, ---- separates documents):\n{render_row(row, prepared.tokenizer)}")  # fmt: skip
     return "\n\n".join(parts)
 
 
@@ -138,8 +138,8 @@ def _documents_per_row(phase: PhasePlan) -> float:
 def _storage(load: StorageLoad, step_seconds: float, max_iops: float) -> str:
     return (f"Storage: {load.bytes_per_step / 2**20:,.3g} MiB/step in {load.operations_per_step:,.6g} page reads "
             f"(fragmentation {load.fragmentation:.2f}): {load.operations_per_second:,.6g} reads/s at "
-            f"{step_seconds:g} s/step. Storage with {max_iops:,.6g} reads/s sustains "
-            f"{load.shortest_step_seconds:.3g} s/step")  # fmt: skip
+            f"{step_seconds:g} s/step. With {max_iops:,.6g} reads/s, reading takes "
+            f"{load.shortest_step_seconds:.3g} s/step.")  # fmt: skip
 
 
 def _table(rows: list[tuple[str, ...]]) -> str:

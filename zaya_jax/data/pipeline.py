@@ -95,13 +95,13 @@ class TrainBatches(Iterator[Batch]):
         """
         if state["order"] != self._order(int(state["sequences"])):
             raise InputError(
-                "The saved position belongs to other data: a source, the corpus, a key of data or of a phase that has "
-                "started, model.vocab_size or seed has changed since the checkpoint, or an older version of zaya_jax "
-                "saved it. Restore the old values, or start a new run_dir."
+                "The saved position belongs to other data. Since the checkpoint, one of these has changed: a source or "
+                "the corpus, a key of data or of a phase that has started, model.vocab_size, seed, or the version of "
+                "zaya_jax. Restore the old values, or start a new run_dir."
             )
         if not _is_step_boundary(self._stages, int(state["sequences"])):
             raise InputError(
-                f"The saved position is after {state['sequences']} rows, which is not a step boundary: the batch size "
+                f"The saved position, after {state['sequences']} rows, is not a whole number of steps: the batch size "
                 "of a phase that has started was changed. Restore it, or start a new run_dir."
             )
         self._batches.close()

@@ -78,7 +78,7 @@ def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], whe
             raise InputError(f"{where} has {key}, but quantized (FP8, MXFP4) and vision variants are not supported.")
     for key, values in fixed.items():
         if tree.get(key, values[0]) not in values:
-            raise InputError(f"{where} has {key} {tree[key]!r:.200}, but only {values[0]!r} is supported.")
+            raise InputError(f"{where} has {key} {shown(tree[key])}, but only {shown(values[0])} is supported.")
 
 
 def whole(tree: dict[str, Any], key: str, where: str) -> int:

@@ -162,7 +162,7 @@ def _remove_remains(partial: Path) -> None:
     if not partial.exists():
         return
     if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
-        raise InputError(f"{partial} is in the way: it contains files that no interrupted export left. Move it away.")
+        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")
     shutil.rmtree(partial)
 
 

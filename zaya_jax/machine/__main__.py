@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     describe = verbs.add_parser("describe", help="print devices, memory, drivers, environment and preset as JSON")
     describe.set_defaults(run=_describe)
-    smoke = verbs.add_parser("smoke", help="test and time kernels, collectives and training; write one JSON to post")
+    smoke = verbs.add_parser("smoke", help="test and time kernels, collectives and training; write a JSON to post")
     smoke.add_argument("--output", metavar="FILE",
                        help="write the result to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
     smoke.set_defaults(run=_smoke)
@@ -34,8 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                                 "moves, with and without Pallas kernels")  # fmt: skip
     add_flags(launches)
     launches.set_defaults(run=_launches)
-    machine_code = verbs.add_parser("machine-code", help="report registers, shared memory and spills of each kernel on "
-                                    "three GPUs; no GPU is needed")  # fmt: skip
+    machine_code = verbs.add_parser("machine-code", help="compile each kernel for MI300X, MI355X and H200, and report "
+                                    "registers, shared memory and spills (no GPU needed)")  # fmt: skip
     add_flags(machine_code)
     machine_code.set_defaults(run=_machine_code)
     return run_verb(parser, arguments)

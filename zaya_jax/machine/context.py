@@ -91,7 +91,7 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
     devices = SIMULATED if simulated else jax.device_count()
     sizes = sizes or (CPU if simulated or jax.default_backend() == "cpu" else GPU)
     result = describe_run(
-        "memory a device, and seconds, of attention over a sequence on several devices, forward and backward",
+        "memory per device (bytes) and time (s) of context-parallel attention, forward and backward",
         f"one sequence of {', '.join(f'{length:,}' for length in sizes.lengths)} tokens, {sizes.query_heads} query "
         f"heads, {sizes.kv_heads} key heads of {sizes.channels} channels, {sizes.dtype}, zigzag",
         "all-gather attention, in which every device holds all keys and values", (),

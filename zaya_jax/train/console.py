@@ -38,7 +38,8 @@ class ConsoleReport:
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
-        self._no_preset = "" if device_kind == "cpu" else "Preset: none, because jax was imported before it was set"
+        self._no_preset = ("" if device_kind == "cpu" else
+                           "Preset: none, because jax was imported before zaya_jax could set it")  # fmt: skip
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
         self._bar = Progress(
             TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),

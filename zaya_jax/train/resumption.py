@@ -10,6 +10,7 @@ from zaya_jax.checkpoint.environment import environment, versions
 from zaya_jax.checkpoint.restore import read_checkpoint, restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, from_dict, to_dict, to_yaml
+from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import first_step, stage_at, tokens_before, total_steps
 from zaya_jax.data.pipeline import TrainBatches
 from zaya_jax.errors import InputError
@@ -87,8 +88,8 @@ def resume(config: Config, programs: Programs, store: CheckpointStore, batches: 
     saved_on = restored.manifest.metadata["environment"]
     for key, value in environment().items() if is_primary() else ():
         if saved_on.get(key) != value:
-            print(f"Resuming with {key}={value!r}; the checkpoint was saved with {key}={saved_on.get(key)!r}. Results "
-                  "will differ in the last bits.")  # fmt: skip
+            print(f"Resuming with {key}={shown(value)}; the checkpoint was saved with "
+                  f"{key}={shown(saved_on.get(key))}. Results will not be bitwise identical.")  # fmt: skip
     return _resize_history(config, restored.state), restored.manifest.metadata.get("first_step", first_step(config))
 
 

@@ -111,8 +111,8 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
         if budget < tokens_done:
             raise InputError(f"{where}.tokens is {budget:,}, but the run has already trained on {tokens_done:,} tokens "
                              "in that phase. Set it to at least that number.")  # fmt: skip
-        raise InputError(f"train.batch or data.context differs from the first {step} steps, which are done. Restore "
-                         "the old values, or append a phase with the new ones.")  # fmt: skip
+        raise InputError(f"train.batch or data.context was changed, but {step} steps have already used the old "
+                         "values. Restore them, or append a phase with the new ones.")  # fmt: skip
     if rates:
         _check_rates(old, new, step, phases_started)
 
@@ -131,10 +131,10 @@ def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> No
         change = " and ".join(f"had {key} {shown(value)} and now has {shown(new_schedule[key])}"
                               for key, value in old_schedule.items() if value != new_schedule[key])  # fmt: skip
     raise InputError(
-        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. This changes the learning rates "
-        f"of steps {first + 1} to {step}, which are done. Restore the old values, and append a phase with its own "
-        f"schedule; or continue at the new rates in a new run_dir with resume_from={new.run_dir} (up to step {first}, "
-        f"both schedules have the same rates: {new.run_dir}/checkpoints/STEP)."
+        f"phases.{old.phases[phase].name}: the {was.schedule.shape} schedule {change}. But steps {first + 1} to {step} "
+        "have already used the old learning rates. Either restore the old values and append a phase with its own "
+        f"schedule, or continue in a new run_dir with resume_from={new.run_dir} (checkpoints up to step {first} agree "
+        f"with both schedules: {new.run_dir}/checkpoints/STEP)."
     )
 
 

@@ -108,7 +108,8 @@ def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | 
         "machine's memory",
         "  memory per device",
         *(f"    {name:<14}{size / _GB:10.2f} GB" for name, size in memory._asdict().items()),
-        f"    {'peak':<14}{memory.total / _GB:10.2f} GB = parameters + optimizer + frozen + max(update, the others)",
+        f"    {'peak':<14}{memory.total / _GB:10.2f} GB = parameters + optimizer + frozen + max(update, "
+        "everything else)",
         "  FLOPs per step, all devices",
         *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in estimate.flops.items()),
         "  sent per device and step" + ("" if estimate.transfers else ": nothing"),
