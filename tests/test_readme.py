@@ -155,7 +155,7 @@ def test_extras_exist():
 
 
 def test_files_and_links_exist():
-    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", README)]
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(((?!https:)[^)]+)\)", README)]
     listed = [
         line.split()[0] for block in blocks("text") for line in block.splitlines() if line.startswith("zaya_jax/")
     ]

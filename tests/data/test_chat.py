@@ -173,9 +173,9 @@ GENERATION = "{% generation %}{{ messages[0].content }}{% endgeneration %}"
         ("{% for i in range(10 ** 9) %}{% endfor %}", "fails: Range too big"),
         ("{% include '/etc/hostname' %}", "fails: no loader"),
         ("{{ strftime_now('%Y') }}", "fails: 'strftime_now' is undefined$"),
-        ("{{ messages[0].reasoning | length }}", "write reasoning"),
-        ("{{ messages[0].reasoning[:3] }}", "write reasoning"),
-        ("{% set x %}" + GENERATION + "{% endset %}{{ x | length }}", "reasoning and generation whole"),
+        ("{{ messages[0].reasoning | length }}", "output it unmodified"),
+        ("{{ messages[0].reasoning[:3] }}", "output it unmodified"),
+        ("{% set x %}" + GENERATION + "{% endset %}{{ x | length }}", "output it unmodified"),
         (
             "{% macro m() %}" + GENERATION + "{% endmacro %}{% generation %}{{ m() }}{% endgeneration %}",
             "nests generation",
@@ -226,7 +226,7 @@ def test_the_built_in_template_refuses_tool_calls_rather_than_lose_them(default)
         ("{% generation %}", "error in line 1: Unexpected end of template"),
         ("{% break %}" + GENERATION, r"a\.jinja cannot be compiled: 'break' outside loop"),
         ("{{ messages }}", "does not mark assistant turns"),
-        ("{# {% generation %}{% endgeneration %} #}", "does not mark what the assistant writes"),
+        ("{# {% generation %}{% endgeneration %} #}", "does not mark assistant turns"),
     ],
 )
 def test_a_source_that_cannot_be_used_is_named(source, message):

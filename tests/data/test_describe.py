@@ -39,7 +39,10 @@ def test_everything_is_told(config, tmp_path):
     assert re.search(r"talk +24 +3,072 +75\.00 % +\d\.\d{3} +\d+\.\d{3} %  +none", text)
     assert "talk: conversations trimmed to 128 tokens: 0 kept, 10 reasoning cut, 0 earlier removed, 0 dropped" in text
     # 8 rows of 16 tokens of 2 bytes are a sixteenth of a page of 4096, but each row lies on a page of its own.
-    assert "8.0625 page reads (fragmentation 129.00): 16.125 reads/s at 0.5 s/step. Storage with 100 reads/s" in text
+    assert (
+        "8.0625 page reads (fragmentation 129.00): 16.125 reads/s at 0.5 s/step. With 100 reads/s, reading takes"
+        in text
+    )
     assert "<|im_start|>user\n1 + 1?<|im_end|>\n<|im_start|>assistant\n[[<think>\nCount. " in text
     assert "It is 2.<|im_end|>]]" in text
     assert not (tmp_path / "run").exists()  # another run may live there

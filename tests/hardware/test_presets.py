@@ -144,6 +144,9 @@ def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):
     from zaya_jax.train.console import ConsoleReport
 
     monkeypatch.delenv(APPLIED, raising=False)
-    for kind, said in (("gfx942", "Preset: none, because jax was imported before it was set\n"), ("cpu", "")):
+    for kind, said in (
+        ("gfx942", "Preset: none, because jax was imported before zaya_jax could set it\n"),
+        ("cpu", ""),
+    ):
         ConsoleReport(load_config(ROOT / "configs" / "tiny.yaml"), None, kind).start()
         assert capsys.readouterr().out == said

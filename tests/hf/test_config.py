@@ -77,7 +77,7 @@ def test_what_is_left_out_has_transformers_defaults():
     ({"model_type": "llama"}, "model_type 'llama'"),
     ({"model_type": None}, "model_type None"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-    ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings false"),
     ({"num_experts_per_tok": 2}, "num_experts_per_tok 2"),
     ({"hidden_size": None}, "hidden_size None"),
     ({"hidden_size": "24"}, "hidden_size '24'"),

@@ -118,7 +118,7 @@ def test_a_failure_leaves_no_folder_and_a_cut_off_one_is_taken_over(values, tmp_
     remains.mkdir()
     (remains / "thesis.tex").write_text("mine")
     (tmp_path / "model").rename(tmp_path / "done")
-    with pytest.raises(InputError, match="partial is in the way"):
+    with pytest.raises(InputError, match="partial exists and was not left by an interrupted export"):
         write_folder(tmp_path / "model", CONFIG, read_arrays(values), "float32")
     assert (remains / "thesis.tex").read_text() == "mine"
 

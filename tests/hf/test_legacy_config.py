@@ -87,13 +87,13 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
 
 @pytest.mark.parametrize(("tree", "changes", "said"), [
     (LEGACY_8B, {"model_type": "llama"}, "model_type 'llama'"),
-    (LEGACY_8B, {"clamp_temp": True}, "clamp_temp True"),
-    (LEGACY_8B, {"zaya_use_mod": False}, "zaya_use_mod False"),
-    (LEGACY_8B, {"zaya_use_eda": False}, "zaya_use_eda False"),
-    (LEGACY_8B, {"scale_residual_merge": False}, "scale_residual_merge False"),
+    (LEGACY_8B, {"clamp_temp": True}, "clamp_temp true"),
+    (LEGACY_8B, {"zaya_use_mod": False}, "zaya_use_mod false"),
+    (LEGACY_8B, {"zaya_use_eda": False}, "zaya_use_eda false"),
+    (LEGACY_8B, {"scale_residual_merge": False}, "scale_residual_merge false"),
     (LEGACY_8B, {"activation_func": "gelu"}, "activation_func 'gelu'"),
     (LEGACY_8B, {"moe_router_topk": 2}, "moe_router_topk 2"),
-    (LEGACY_8B, {"tie_word_embeddings": False}, "tie_word_embeddings False"),
+    (LEGACY_8B, {"tie_word_embeddings": False}, "tie_word_embeddings false"),
     (LEGACY_8B, {"rope_scaling": {"factor": 2}}, "rope_scaling"),
     (LEGACY_8B, {"zaya_new_trick": 1}, "the unknown key zaya_new_trick"),
     (LEGACY_8B, {"moe_shared_experts": 1}, "the unknown key moe_shared_experts"),
