@@ -329,7 +329,7 @@ def test_the_result_says_what_was_measured_and_where(sides, tmp_path, capsys):
     assert result["results"]["peer"]["tokens_per_second"] == 3.2
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["ours:", "the", "if", "if", "transformers:"]
-    assert "peak 100.0 GB (by the device)" in lines[0]
+    assert "peak 100.0 GB (measured by the device)" in lines[0]
     assert "20.0% of the step, 15.0% in Newton–Schulz" in lines[1]
     assert all("MFU" in line for line in (lines[0], *lines[2:5]))
 
