@@ -65,7 +65,7 @@ def row(config, name):
 
 
 class Own:
-    """A part of a layer with names of its own."""
+    """A form of attention or router whose tensor has another name."""
 
     @staticmethod
     def hf_tensors(config):

@@ -13,7 +13,7 @@ import yaml
 
 from tests.checkpoint.test_store import abstract
 from tests.data_helpers import small_tokenizer
-from tests.train.test_loop import train_until
+from tests.train.test_interruption import train_until
 from tests.train_helpers import MODEL, differing, fast_jit, make_program, trained
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.data.__main__ import main as data_main

@@ -1,19 +1,16 @@
 import dataclasses
 import functools
 import json
-import os
-import shutil
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import pytest
 
+from tests.train.test_interruption import copied_run, metric_rows, train_until
 from tests.train_helpers import change, differing, make_program, restore, small_run, snapshot
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError, Preempted, RunStopped, last_words
-from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
 from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
@@ -21,38 +18,11 @@ from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import saved_steps
 from zaya_jax.run.run import open_run
-from zaya_jax.train import initialization, loop, resumption
+from zaya_jax.train import initialization, loop
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.program import Programs
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt(monkeypatch, step):
-    """Let the next run end with an exception when it has `step`'s metrics, before they are written."""
-
-    class Sink(loop.JsonlSink):
-        def write(self, metrics, timings):
-            if metrics["step"] == step:
-                raise Interrupted
-            super().write(metrics, timings)
-
-    monkeypatch.setattr(loop, "JsonlSink", Sink)
-
-
-def train_until(config, step):
-    with pytest.MonkeyPatch.context() as patch:
-        interrupt(patch, step)
-        with pytest.raises(Interrupted):
-            run_training(config)
 
 
 # --- a whole run -----------------------------------------------------------------------------------------------
@@ -73,7 +43,7 @@ def test_a_run_leaves_its_configuration_rows_checkpoints_and_a_picture(finished)
 
 def test_each_step_has_one_row_with_everything(finished):
     config, result = finished
-    rows = rows_of(result.run_dir)
+    rows = metric_rows(result.run_dir)
     assert [row["step"] for row in rows] == list(range(1, 13))
     for row in rows:
         evaluated, detailed = row["step"] in (6, 12), row["step"] % 4 == 0
@@ -134,7 +104,7 @@ def test_the_result_holds_the_last_state_as_a_model(finished):
 def test_the_heldout_loss_of_the_result_is_that_of_the_last_row(finished):
     result = finished[1]
     assert result.heldout_by_source == {"corpus": result.heldout}
-    assert result.heldout.nats_per_token == rows_of(result.run_dir)[-1]["heldout_loss"]
+    assert result.heldout.nats_per_token == metric_rows(result.run_dir)[-1]["heldout_loss"]
     held = result.prepared.sources["corpus"].manifest.heldout
     assert result.heldout.tokens < held.tokens - held.documents  # else it is no part, and anything would be equal
 
@@ -194,7 +164,7 @@ def test_evaluators_and_sinks_are_added_to_two_lists(finished, tmp_path, monkeyp
         monkeypatch.setattr(loop, name, with_norm(getattr(loop, name)))
     monkeypatch.setattr(loop, "open_sinks", lambda *arguments: [*open_sinks(*arguments), calls])
     result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
-    rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)
+    rows, others = metric_rows(result.run_dir), metric_rows(finished[1].run_dir)
     assert calls[-1] == "close"
     assert [call[0] for call in calls if isinstance(call, tuple)] == rows
     assert all(call[1]["seconds"] > 0 for call in calls if isinstance(call, tuple))
@@ -221,11 +191,11 @@ def test_a_trainer_can_be_stepped_evaluated_and_saved_by_hand(finished, tmp_path
     result = run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
     assert saved_steps(tmp_path / "run" / "checkpoints") == [7]
     ours, others = (
-        [{name: x for name, x in row.items() if name != "heldout_loss"} for row in rows_of(folder)[:7]]
+        [{name: x for name, x in row.items() if name != "heldout_loss"} for row in metric_rows(folder)[:7]]
         for folder in (result.run_dir, finished[1].run_dir)
     )
     assert ours == others
-    assert rows_of(result.run_dir)[-1]["heldout_loss"] == rows[0]["heldout_loss"]
+    assert metric_rows(result.run_dir)[-1]["heldout_loss"] == rows[0]["heldout_loss"]
     assert open_run(result.run_dir).checkpoints[-1].heldout_loss == rows[0]["heldout_loss"]
 
 
@@ -236,131 +206,6 @@ def test_kernels_are_tried_before_the_state_takes_its_memory(tmp_path, monkeypat
     monkeypatch.setattr(loop.Trainer, "run", lambda trainer: None)
     run_training(small_run(tmp_path))
     assert calls == ["kernels", "state"]
-
-
-# --- asked to end (SIGTERM) ------------------------------------------------------------------------------------
-
-
-def at_row(patch, step):
-    """Ask when `step` has its row, which is while the next step runs or is looked at."""
-
-    class Sink(loop.JsonlSink):
-        def write(self, metrics, timings):
-            super().write(metrics, timings)
-            if metrics["step"] == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    patch.setattr(loop, "JsonlSink", Sink)
-
-
-def in_evaluation(patch, number):
-    """Ask when the batch of that number is evaluated: there is one after step 6 and one after the last."""
-    seen, loss = [], ModelSnapshot.loss
-
-    def ask(model, batch):
-        seen.append(batch)
-        if len(seen) == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return loss(model, batch)
-
-    patch.setattr(ModelSnapshot, "loss", ask)
-
-
-@pytest.mark.parametrize(
-    ("when", "number", "saved"),
-    [
-        (at_row, 5, 6),  # before the evaluation after step 6, which is finished: the row is that of an undisturbed run
-        (at_row, 7, 8),
-        (in_evaluation, 2, 12),
-        pytest.param(at_row, 1, 2, marks=pytest.mark.soak),
-        pytest.param(at_row, 11, 12, marks=pytest.mark.soak),
-        pytest.param(in_evaluation, 1, 6, marks=pytest.mark.soak),
-    ],
-)
-def test_a_run_that_was_asked_to_end_goes_on_bitwise(tmp_path, finished, when, number, saved):
-    config = small_run(tmp_path)
-    with pytest.MonkeyPatch.context() as patch:
-        when(patch, number)
-        with pytest.raises(Preempted, match=r"^Stopped by SIGTERM after") as ended:
-            run_training(config)
-    sentence, status = last_words(ended.value)
-    assert status == 143
-    assert open_run(config.run_dir).status[-2:] == (status, sentence)
-    assert "which is saved" in sentence
-    assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
-    result = run_training(config)
-    assert not differing(result.state, finished[1].state)
-    assert restore(config, 12)[1] == restore(finished[0], 12)[1]
-    rows, others = rows_of(result.run_dir), rows_of(finished[1].run_dir)
-    assert rows == others
-
-
-# --- going on --------------------------------------------------------------------------------------------------
-
-
-def copy_of(finished, tmp_path):
-    """The finished run as a run of its own."""
-    config, result = finished
-    shutil.copytree(result.run_dir, tmp_path / "copy")
-    return change(config, {"run_dir": str(tmp_path / "copy")})
-
-
-def test_a_finished_run_gives_its_result_again_and_draws_a_picture_that_is_gone(finished, tmp_path):
-    config, before = copy_of(finished, tmp_path), snapshot(finished[1].run_dir)
-    (tmp_path / "copy" / "loss.png").unlink()
-    result = run_training(config)
-    assert not differing(result.state, finished[1].state)
-    assert result.heldout == finished[1].heldout
-    assert snapshot(result.run_dir) == before
-
-
-def test_no_checkpoint_is_newer_than_the_picture(finished, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(loop, "plot_run", lambda rows, *_: drawn.append(len(rows)))
-
-    class Store(loop.CheckpointStore):
-        def save(self, step, *arguments):
-            if step == 12:
-                raise Interrupted
-            super().save(step, *arguments)
-
-    monkeypatch.setattr(loop, "CheckpointStore", Store)
-    with pytest.raises(Interrupted):
-        run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
-    assert drawn == [6, 12]
-
-
-@pytest.mark.parametrize("step", [1, 6, 12, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 5, 8))])
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(finished, tmp_path, step):
-    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
-    train_until(config, step)
-    assert [row["step"] for row in rows_of(tmp_path / "run")] == list(range(1, step))
-    result = run_training(config)
-    whole = finished[1]
-    assert (result.run_dir / "metrics.jsonl").read_bytes() == (whole.run_dir / "metrics.jsonl").read_bytes()
-    assert not differing(result.state, whole.state)
-    assert result.heldout == whole.heldout
-
-
-def test_going_on_is_told_and_so_is_starting_again(finished, tmp_path, capsys):
-    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
-    train_until(config, 4)
-    capsys.readouterr()
-    train_until(config, 8)
-    assert "No checkpoint covers the 3 steps in metrics.jsonl" in capsys.readouterr().out
-    run_training(config)
-    assert "Resuming after step 5 of 12." in capsys.readouterr().out
-
-
-def test_another_machine_is_told_and_goes_on(finished, tmp_path, capsys, monkeypatch):
-    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
-    train_until(config, 8)
-    there = resumption.environment()
-    monkeypatch.setattr(resumption, "environment", lambda: there | {"cpus": 999})
-    run_training(config)
-    out = capsys.readouterr().out
-    assert f"Resuming with cpus=999; the checkpoint was saved with cpus={there['cpus']!r}." in out
-    assert "Resuming with jax" not in out
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
@@ -412,7 +257,7 @@ def test_a_corpus_that_was_misspelt_can_be_set_right(finished, tmp_path):
 
 
 def test_another_architecture_is_refused(finished, tmp_path):
-    config = change(copy_of(finished, tmp_path), {"model.num_experts": 2})
+    config = change(copied_run(finished, tmp_path), {"model.num_experts": 2})
     path = Path(config.run_dir) / "config.yaml"
     refused(config, r"model\.num_experts was 4 and is now 2")
     path.write_text(path.read_text().replace("num_experts: 4", "num_experts: 2"))
@@ -442,7 +287,7 @@ def test_a_run_stops_after_steps_in_a_row_that_are_not_finite(tmp_path, poisoned
     for _ in range(2):  # the same command says the same
         with pytest.raises(RunStopped, match=match):
             run_training(config)
-        rows = rows_of(tmp_path / "run")
+        rows = metric_rows(tmp_path / "run")
         assert [row["skipped"] for row in rows] == list(range(1, most + 1))
         assert all(row["loss"] is None and row["grad_norm"] is None for row in rows)
         assert [(row["skip"], row["rows"]) for row in rows] == [
@@ -454,5 +299,5 @@ def test_a_run_may_go_on_where_more_is_allowed(tmp_path, poisoned):
     config = change(small_run(tmp_path), {"train.max_skipped_steps": 13})
     result = run_training(config)
     assert int(result.state.skipped) == 12
-    assert rows_of(result.run_dir)[-1]["heldout_loss"] is None
+    assert metric_rows(result.run_dir)[-1]["heldout_loss"] is None
     assert not differing(result.state.opt_state, initialization.init_state(make_program(config)).opt_state)

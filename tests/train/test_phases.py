@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.train.test_loop import refused, rows_of, train_until
+from tests.train.test_interruption import metric_rows, train_until
+from tests.train.test_loop import refused
 from tests.train_helpers import change, differing, on_devices, restore, small_run, trained
 from zaya_jax.config import (
     BatchConfig,
@@ -74,7 +75,7 @@ def _quick(quick):
 
 def test_the_run_moves_through_its_phases_by_itself(whole):
     config, result, _ = whole
-    rows = rows_of(result.run_dir)
+    rows = metric_rows(result.run_dir)
     assert phase_steps(config) == [(0, 4), (4, 6), (6, 10)]
     assert [row["phase"] for row in rows] == ["one"] * 4 + ["two"] * 2 + ["three"] * 4
     assert result.model.config.rope_base == config.model.rope_base
@@ -87,7 +88,7 @@ def test_steps_have_the_tokens_of_the_schedule_exactly(whole):
     assert [shape[1:] for shape in shapes] == planned
     assert [shape[0] for shape in shapes] == [sequences // 2 for sequences, _ in planned]
     assert sorted({sequences for sequences, context in planned[:4]}) == [4, 8]  # a ramp, so that this says something
-    seen = [row["tokens_seen"] for row in rows_of(result.run_dir)]
+    seen = [row["tokens_seen"] for row in metric_rows(result.run_dir)]
     assert [b - a for a, b in zip([0, *seen], seen, strict=False)] == [a * b for a, b in planned]
 
 
@@ -111,13 +112,13 @@ def test_interrupted_around_a_boundary_it_goes_on_bitwise(whole, tmp_path, step)
 
 def losses_on_devices(folder):
     """Of each step of the phases, on the devices of this process."""
-    return [row["loss"] for row in rows_of(trained(phased(Path(folder)))[1].run_dir)]
+    return [row["loss"] for row in metric_rows(trained(phased(Path(folder)))[1].run_dir)]
 
 
 @pytest.mark.soak
 def test_two_devices_go_through_ramp_and_phases_alike(whole, tmp_path):
     losses = on_devices(2, "tests.train.test_phases:losses_on_devices", str(tmp_path))
-    alone = [row["loss"] for row in rows_of(whole[1].run_dir)]
+    alone = [row["loss"] for row in metric_rows(whole[1].run_dir)]
     assert losses != alone
     assert losses == pytest.approx(alone, rel=1e-2)
 
@@ -166,7 +167,7 @@ def test_phases_to_come_may_change(begun):
     result = run_training(other)
     assert int(result.state.step) == total_steps(other) == 8
     assert load_config(result.run_dir / "config.yaml").phases == other.phases
-    assert rows_of(result.run_dir)[-1]["learning_rate"] == pytest.approx(0.2 * other.optimizer.muon.learning_rate)
+    assert metric_rows(result.run_dir)[-1]["learning_rate"] == pytest.approx(0.2 * other.optimizer.muon.learning_rate)
 
 
 @pytest.mark.parametrize(
@@ -204,17 +205,17 @@ def test_a_run_begins_where_another_ended_a_phase(whole, tmp_path):
     config, result, _ = whole
     changes = {"run_dir": str(tmp_path / "run"), "init_from": f"{result.run_dir}@one", "start_phase": "two"}
     later = run_training(change(config, changes))
-    assert rows_of(later.run_dir) == rows_of(result.run_dir)[4:]
+    assert metric_rows(later.run_dir) == metric_rows(result.run_dir)[4:]
     assert not differing(later.state, result.state)
 
 
 def test_a_later_phase_can_be_begun_from_nothing(whole, tmp_path):
     config, result, _ = whole
     later = run_training(change(config, {"run_dir": str(tmp_path / "run"), "start_phase": "three"}))
-    rows = rows_of(later.run_dir)
+    rows = metric_rows(later.run_dir)
     assert [row["step"] for row in rows] == [7, 8, 9, 10]
-    assert rows[0]["tokens"] == rows_of(result.run_dir)[6]["tokens"]  # the same batch
-    assert rows[0]["loss"] > rows_of(result.run_dir)[6]["loss"]
+    assert rows[0]["tokens"] == metric_rows(result.run_dir)[6]["tokens"]  # the same batch
+    assert rows[0]["loss"] > metric_rows(result.run_dir)[6]["loss"]
 
 
 @pytest.mark.soak
@@ -287,7 +288,7 @@ def test_a_longer_context_begins_with_the_state_of_a_shorter_one(whole, tmp_path
 @pytest.mark.parametrize("step", [4, 6, 9])
 def test_skipped_steps_are_skipped_again_when_a_run_goes_on(spiky, tmp_path, step):
     config, result = spiky
-    skips = [row.get("skip") for row in rows_of(result.run_dir)]
+    skips = [row.get("skip") for row in metric_rows(result.run_dir)]
     assert "gradient spike" in skips  # each in its phase, the ramp among them, so that the next line says something
     assert None in skips
     config = change(config, {"run_dir": str(tmp_path / "run")})

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_loop import rows_of, train_until
+from tests.train.test_interruption import metric_rows, train_until
 from tests.train_helpers import CONFIG, change, differing, small_run, snapshot, trained
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
@@ -58,7 +58,7 @@ def test_a_finished_run_is_lengthened_as_if_it_had_been_that_long(long, tmp_path
     assert f"{tmp_path}/run/config.yaml cannot be written: No space left on device. Training continues" in said
     assert f"{tmp_path}/run can be written again; no row is missing." in said
     assert not differing(result.state, whole.state)
-    rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)
+    rows, others = metric_rows(result.run_dir), metric_rows(whole.run_dir)
     assert rows[11].pop("heldout_loss")  # taken where the run ended then, and every six steps
     assert others[11].pop("heldout_loss")
     assert rows == others
@@ -82,7 +82,7 @@ def test_another_run_is_continued_in_a_new_folder(long, tmp_path, monkeypatch, c
     result = run_training(config)
     assert snapshot(tmp_path / "gone") == before
     assert not differing(result.state, whole.state)
-    rows, others = rows_of(result.run_dir), rows_of(whole.run_dir)[5:]
+    rows, others = metric_rows(result.run_dir), metric_rows(whole.run_dir)[5:]
     for row in rows + others:
         row.pop("heldout_loss", None)
     assert rows == others
@@ -119,11 +119,11 @@ def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finis
             run_training(config)
     for key in ("train.spike.threshold", "train.max_skipped_steps", f"resume_from={config.run_dir}"):
         assert key in str(stopped.value)
-    step = rows_of(tmp_path / "run")[-1]["step"] - 1
+    step = metric_rows(tmp_path / "run")[-1]["step"] - 1
     config = change(usual, {"train.max_skipped_steps": 2})
     result = run_training(config)
     assert int(result.state.step) == 12
-    assert [row.get("skip") for row in rows_of(result.run_dir)] == [None] * 12
+    assert [row.get("skip") for row in metric_rows(result.run_dir)] == [None] * 12
     assert load_config(result.run_dir / "config.yaml") == change(config, {"checkpoint.every": 1})
     line = json.loads((result.run_dir / "changes.jsonl").read_text())
     assert line["step"] <= step
@@ -145,7 +145,7 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
         train_until(config, 8)
     result = run_training(config)
     assert not differing(result.state, finished[1].state)
-    assert rows_of(result.run_dir) == rows_of(finished[1].run_dir)
+    assert metric_rows(result.run_dir) == metric_rows(finished[1].run_dir)
 
 
 def test_another_base_of_the_positions_is_told(finished, tmp_path, capsys):

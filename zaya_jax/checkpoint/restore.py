@@ -71,7 +71,7 @@ def read_checkpoint(
     Args:
       folder: of the checkpoint.
       prepare: returns the abstract state for a manifest.
-      part: allow the state to be a subset of what was saved.
+      part: whether the state may omit arrays of the checkpoint.
       manifest: of the checkpoint, if it was read before; None reads it.
 
     Raises:

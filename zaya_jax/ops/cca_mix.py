@@ -48,7 +48,7 @@ class Halo(NamedTuple):
 
     Attributes:
       u_bwnc: the last k0 + k1 − 2 rows of the packed query and key projections.
-      segments_bw: int32 documents of these rows; 0 where there is none.
+      segments_bw: int32 segment ids of these rows; 0 before the start of the sequence and in padding.
       delayed_b1x: the last row of the delayed value projection.
     """
 

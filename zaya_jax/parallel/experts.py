@@ -22,8 +22,8 @@ Exchange = Callable[..., jax.Array]  # `jax.lax.ragged_all_to_all`
 def gathered_experts(local: Experts) -> Experts:
     """Make `Ops.experts` that all-gathers the tokens, and reduce-scatters the outputs.
 
-    Every device sees all tokens of the axis, and processes those of its own experts; for each token, at most one device
-    contributes a nonzero output.
+    Every device receives all tokens of the expert axis and applies the experts it holds. For each token, at most one
+    device contributes a nonzero output.
 
     Args:
       local: `Ops.experts` for the experts that a device holds.

@@ -106,7 +106,7 @@ class JsonlFile:
         """
         self._path, self._disk = path, disk
         rows = list(_parse(path.read_bytes())) if path.exists() else []
-        # A run without a checkpoint of its own starts over, perhaps after another step than last time.
+        # Until its first checkpoint a run starts over, and `resume_from` may then name a checkpoint of another step.
         kept = [(row, end) for row, end in rows if row["step"] <= step] if step > first else []
         if complete:
             self._check([row["step"] for row, _ in kept], range(first + 1, step + 1))

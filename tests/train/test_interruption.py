@@ -1,0 +1,171 @@
+"""Runs that are interrupted: by SIGTERM, by an error, on another machine. They resume as if nothing had happened."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.train_helpers import change, differing, restore, small_run, snapshot
+from zaya_jax.errors import Preempted, last_words
+from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.run import open_run
+from zaya_jax.train import loop, resumption
+from zaya_jax.train.loop import run_training
+
+pytestmark = pytest.mark.usefixtures("quick")
+
+
+def metric_rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt(monkeypatch, step):
+    """Let the next run end with an exception when it has `step`'s metrics, before they are written."""
+
+    class Sink(loop.JsonlSink):
+        def write(self, metrics, timings):
+            if metrics["step"] == step:
+                raise Interrupted
+            super().write(metrics, timings)
+
+    monkeypatch.setattr(loop, "JsonlSink", Sink)
+
+
+def train_until(config, step):
+    with pytest.MonkeyPatch.context() as patch:
+        interrupt(patch, step)
+        with pytest.raises(Interrupted):
+            run_training(config)
+
+
+# --- SIGTERM ------------------------------------------------------------------------------------
+
+
+def at_row(patch, step):
+    """Send SIGTERM when the row of `step` is written, while the next step runs or is evaluated."""
+
+    class Sink(loop.JsonlSink):
+        def write(self, metrics, timings):
+            super().write(metrics, timings)
+            if metrics["step"] == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    patch.setattr(loop, "JsonlSink", Sink)
+
+
+def in_evaluation(patch, number):
+    """Send SIGTERM when the batch of that number is evaluated: one follows step 6, one the last step."""
+    seen, loss = [], ModelSnapshot.loss
+
+    def ask(model, batch):
+        seen.append(batch)
+        if len(seen) == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(model, batch)
+
+    patch.setattr(ModelSnapshot, "loss", ask)
+
+
+@pytest.mark.parametrize(
+    ("when", "number", "saved"),
+    [
+        (at_row, 5, 6),  # before the evaluation after step 6, which is finished: the row is that of an undisturbed run
+        (at_row, 7, 8),
+        (in_evaluation, 2, 12),
+        pytest.param(at_row, 1, 2, marks=pytest.mark.soak),
+        pytest.param(at_row, 11, 12, marks=pytest.mark.soak),
+        pytest.param(in_evaluation, 1, 6, marks=pytest.mark.soak),
+    ],
+)
+def test_a_preempted_run_resumes_bitwise(tmp_path, finished, when, number, saved):
+    config = small_run(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        when(patch, number)
+        with pytest.raises(Preempted, match=r"^Stopped by SIGTERM after") as ended:
+            run_training(config)
+    sentence, status = last_words(ended.value)
+    assert status == 143
+    assert open_run(config.run_dir).status[-2:] == (status, sentence)
+    assert "which is saved" in sentence
+    assert saved_steps(Path(config.run_dir) / "checkpoints")[-1] == saved
+    result = run_training(config)
+    assert not differing(result.state, finished[1].state)
+    assert restore(config, 12)[1] == restore(finished[0], 12)[1]
+    rows, others = metric_rows(result.run_dir), metric_rows(finished[1].run_dir)
+    assert rows == others
+
+
+# --- resuming --------------------------------------------------------------------------------------------------
+
+
+def copied_run(finished, tmp_path):
+    """The configuration of a copy of the finished run."""
+    config, result = finished
+    shutil.copytree(result.run_dir, tmp_path / "copy")
+    return change(config, {"run_dir": str(tmp_path / "copy")})
+
+
+def test_a_finished_run_returns_its_result_again_and_redraws_a_missing_plot(finished, tmp_path):
+    config, before = copied_run(finished, tmp_path), snapshot(finished[1].run_dir)
+    (tmp_path / "copy" / "loss.png").unlink()
+    result = run_training(config)
+    assert not differing(result.state, finished[1].state)
+    assert result.heldout == finished[1].heldout
+    assert snapshot(result.run_dir) == before
+
+
+def test_no_checkpoint_is_newer_than_the_plot(finished, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(loop, "plot_run", lambda rows, *_: drawn.append(len(rows)))
+
+    class Store(loop.CheckpointStore):
+        def save(self, step, *arguments):
+            if step == 12:
+                raise Interrupted
+            super().save(step, *arguments)
+
+    monkeypatch.setattr(loop, "CheckpointStore", Store)
+    with pytest.raises(Interrupted):
+        run_training(change(finished[0], {"run_dir": str(tmp_path / "run")}))
+    assert drawn == [6, 12]
+
+
+@pytest.mark.parametrize("step", [1, 6, 12, *(pytest.param(step, marks=pytest.mark.soak) for step in (4, 5, 8))])
+def test_an_interrupted_run_resumes_bitwise(finished, tmp_path, step):
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
+    train_until(config, step)
+    assert [row["step"] for row in metric_rows(tmp_path / "run")] == list(range(1, step))
+    result = run_training(config)
+    whole = finished[1]
+    assert (result.run_dir / "metrics.jsonl").read_bytes() == (whole.run_dir / "metrics.jsonl").read_bytes()
+    assert not differing(result.state, whole.state)
+    assert result.heldout == whole.heldout
+
+
+def test_the_console_says_whether_a_run_resumes_or_starts_over(finished, tmp_path, capsys):
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
+    train_until(config, 4)
+    capsys.readouterr()
+    train_until(config, 8)
+    assert "No checkpoint covers the 3 steps in metrics.jsonl" in capsys.readouterr().out
+    run_training(config)
+    assert "Resuming after step 5 of 12." in capsys.readouterr().out
+
+
+def test_another_machine_is_reported_and_the_run_resumes(finished, tmp_path, capsys, monkeypatch):
+    config = change(finished[0], {"run_dir": str(tmp_path / "run")})
+    train_until(config, 8)
+    there = resumption.environment()
+    monkeypatch.setattr(resumption, "environment", lambda: there | {"cpus": 999})
+    run_training(config)
+    out = capsys.readouterr().out
+    assert f"Resuming with cpus=999; the checkpoint was saved with cpus={there['cpus']!r}." in out
+    assert "Resuming with jax" not in out
