@@ -103,18 +103,23 @@ def test_samples_follow_the_softmax():
     np.testing.assert_allclose(drawn[likely], expected[likely], atol=5 * (0.25 / 2000) ** 0.5)
 
 
-def test_kernels_are_tried_once_for_a_model_and_not_where_a_placement_is_given(monkeypatch):
-    tried, validate = [], decode.validate_kernels
-    monkeypatch.setattr(
-        decode, "validate_kernels", lambda *arguments, **more: tried.append(1) or validate(*arguments, **more)
-    )
-    decode._first_device.cache_clear()
-    expected = [generate_text(model(), PROMPTS, STEPS) for _ in range(2)]
-    assert tried == [1]
+def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(monkeypatch):
+    target, used, compute = current_target(), [], decode._decode
+    selections = [KernelSelection(target), KernelSelection(target, reasons={("attention", "pallas"): "it fails."})]
+    left = iter(selections)
+    monkeypatch.setattr(decode, "validate_kernels", lambda *_, **__: next(left))
+
+    def record(*arguments, placement, **options):
+        used.append(placement.kernels)
+        return compute(*arguments, placement=placement, **options)
+
+    monkeypatch.setattr(decode, "_decode", record)
+    expected = [generate_text(model(), PROMPTS, STEPS) for _ in selections]
+    assert used == selections  # a kernel that was rejected between two calls is not used by the second
     placement = make_placement(ParallelConfig(), make_mesh(devices=jax.devices()[:1]), shapes(model()), roles(model()),
-                               "float32", KernelSelection(current_target()))  # fmt: skip
+                               "float32", KernelSelection(target))  # fmt: skip
     assert generate_text(model(), PROMPTS, STEPS, placement=placement.replicated) == expected[0] == expected[1]
-    assert tried == [1]
+    assert used[2:] == [placement.kernels]  # and nothing is tried
 
 
 def test_prompts_can_be_arrays():

@@ -76,7 +76,6 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
     config, result = finished
     program, calls = make_program(change(config, {"train.compute_dtype": "bfloat16"})), []
     monkeypatch.setattr(decode, "validate_kernels", None)
-    decode._first_device.cache_clear()
 
     def generate(model, *arguments, placement, **options):
         calls.append((parameters(model), placement))

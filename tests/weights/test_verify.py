@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers import random_model, random_values, tiny_config
 from tests.hf.test_legacy import RELEASED_8B as LISTED
+from zaya_jax.checkpoint.__main__ import main as checkpoint
 from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import read_arrays, write_folder
 from zaya_jax.model.arithmetic import total_parameters
@@ -52,3 +53,11 @@ def test_what_comes_out_is_compared_and_told(monkeypatch):
     monkeypatch.setattr(module, "LIKELIEST", first.likeliest)
     monkeypatch.setattr(module, "TAIL", np.asarray(first.tail) + 0.2)
     assert not compare(model).good
+
+
+@pytest.mark.parametrize(("good", "status"), [(True, 0), (False, 1)])
+def test_the_exit_status_says_whether_the_logits_match(good, status, monkeypatch, capsys):
+    result = module.Verification(LIKELIEST, (), 0.0, good)
+    monkeypatch.setattr(module, "verify_hf", lambda _: result)  # the 8B is too large for a test
+    assert checkpoint(["verify-hf", "models/ZAYA1-8B"]) == status
+    assert str(result) in capsys.readouterr().out

@@ -135,7 +135,9 @@ def _run(options: argparse.Namespace) -> ExitCode:
         case "verify-hf":
             from zaya_jax.weights.verify import verify_hf
 
-            print(verify_hf(options.folder))
+            verification = verify_hf(options.folder)
+            print(verification)
+            return ExitCode.OK if verification.good else ExitCode.STOPPED
     return ExitCode.OK
 
 

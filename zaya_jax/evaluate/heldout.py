@@ -45,8 +45,6 @@ class HeldoutEvaluator:
 
     Attributes:
       losses: losses of the last evaluation, by source; sources without held-out tokens are left out.
-      compressors: nats per held-out token that general-purpose compressors need for the text corpus, by name; {}
-        before the first evaluation and for other sources.
     """
 
     name = "heldout_loss"
@@ -70,7 +68,11 @@ class HeldoutEvaluator:
                                         for compressor, bits in prepared.baselines.items()}  # fmt: skip
 
     @property
-    def compressors(self) -> dict[str, float]:  # noqa: D102 (see the class)
+    def compressors(self) -> dict[str, float]:
+        """Nats per held-out token that compressors need for the text corpus, by name.
+
+        {} before the first evaluation and for other sources.
+        """
         if not self._prepared.baselines or not self.total.tokens:
             return {}
         return {name: nats / self.total.tokens for name, nats in self._compressed_nats.items()}

@@ -74,7 +74,6 @@ def generate_text(
     return [row[: row.index(stop_token)] if stop_token in row else row for row in drawn.tolist()]
 
 
-@functools.lru_cache(maxsize=8)
 def _first_device(config: ModelConfig, dtype: str) -> Placement:
     """Return the placement of a model on the first device, with kernels validated there."""
     model, mesh = abstract_model(config), make_mesh(devices=jax.devices()[:1])
