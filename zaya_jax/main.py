@@ -71,7 +71,7 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
 
     timeout = preset.peer_timeout if options.peer_timeout is None else options.peer_timeout
     process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout)
-    text = report(config, run_training(config))
+    text = report(config, run_training(config, process.peers))
     if is_primary():
         print(text)
 

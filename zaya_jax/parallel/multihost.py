@@ -76,6 +76,7 @@ def join(
     direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
     os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
     jax.config.update("jax_check_proxy_envs", False)  # it would warn about the line above
+    jax.config.update("jax_enable_preemption_service", False)  # `StopStep` takes its place
     try:
         jax.distributed.initialize(
             relay(job.host, job.port) if job.process else job.address, job.processes, job.process,

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
+from zaya_jax.parallel.stop_step import StopStep
 from zaya_jax.run.signals import exit_at_once, print_error
 
 _DONE = "done"
@@ -24,7 +25,11 @@ _AGAIN = ("Start all processes again with the same command: training resumes fro
 
 
 class PeerLiveness:
-    """A thread that sends heartbeats, and ends the process when another is lost."""
+    """A thread that sends heartbeats, and ends the process when another is lost.
+
+    Attributes:
+      stop_step: agreement of all processes on the step after which they stop; the thread receives its messages.
+    """
 
     def __init__(self, peers: Sequence[Peer], peer_timeout: float) -> None:
         """Start the thread.
@@ -34,6 +39,7 @@ class PeerLiveness:
           peer_timeout: seconds that another process may be silent.
         """
         self._peers, self._timeout = list(peers), peer_timeout
+        self.stop_step = StopStep(self._peers)
         self._heard = dict.fromkeys(peers, time.monotonic())
         self._done: set[Peer] = set()
         self._last_word = threading.Lock()
@@ -90,6 +96,8 @@ class PeerLiveness:
             elif line.startswith(ENDS):
                 status, sentence = verdict(line)
                 self.leave(sentence, status)
+            else:
+                self.stop_step.receive(line)
         return lines is not None
 
     def _end_if(self, lost: Sequence[Peer], how: str) -> None:

@@ -4,9 +4,7 @@ import os
 import signal
 from types import FrameType
 
-import jax
-from jax.experimental import multihost_utils
-
+from zaya_jax.parallel.stop_step import StopStep
 from zaya_jax.run.signals import NAMES, Listener, exit_status, warn
 
 
@@ -14,17 +12,19 @@ class Preemption(Listener):
     """Turns the first Ctrl-C or SIGTERM inside a `with` block, once it is `arm`ed, into a request to save and exit.
 
     Before that, and from the second signal on, the process exits at once, as it would without this class. In a job of
-    several processes, jax's preemption service receives SIGTERM in any process and makes all agree on the step; Ctrl-C
-    is forwarded to it as SIGTERM.
+    several processes, a signal to any of them makes all save and exit.
     """
 
-    def __init__(self) -> None:
-        self._several = jax.process_count() > 1
-        numbers = (int(signal.SIGINT),) if self._several else tuple(NAMES)
-        super().__init__(self._announce, self._handle_signal, numbers)
-        self._armed = self._announced = self._reached = False
+    def __init__(self, stop_step: StopStep | None = None) -> None:
+        """Create a listener; `with` activates it.
+
+        Args:
+          stop_step: agreement with the other processes of the job; None if this process is alone.
+        """
+        super().__init__(self._announce, self._handle_signal)
+        self._stop_step = stop_step
+        self._armed = self._announced = False
         self._number: int | None = None
-        self._polls = 0
 
     def arm(self) -> None:
         """Start to save on a signal, since now there is something to save."""
@@ -32,12 +32,7 @@ class Preemption(Listener):
 
     def reached(self) -> bool:
         """Whether the run must save and exit now; all processes must call it equally often."""
-        if not self._several:
-            return self._number is not None
-        self._polls += 1
-        # jax returns True at one poll only.
-        self._reached = self._reached or multihost_utils.reached_preemption_sync_point(self._polls)
-        return self._reached
+        return self._number is not None if self._stop_step is None else self._stop_step.reached()
 
     @property
     def signalled(self) -> bool:
@@ -58,8 +53,6 @@ class Preemption(Listener):
         """Handle a signal in the main thread, between two of its instructions."""
         if self._armed and self._number is None:
             self._number = number
-            if self._several:
-                os.kill(os.getpid(), signal.SIGTERM)
         elif not self.nested:
             before = self.before.get(number)
             if callable(before):
@@ -69,9 +62,11 @@ class Preemption(Listener):
                 os.kill(os.getpid(), number)
 
     def _announce(self, number: int) -> None:
-        """Print that the run will save, from a thread, without waiting for the main one."""
+        """Print that the run will save, and tell the others, from a thread, without waiting for the main one."""
         if self._armed and not self._announced:
             self._announced = True
+            if self._stop_step is not None:
+                self._stop_step.request()
             warn(f"{NAMES[number]}: saving after this step, then exiting. Another {NAMES[number]} exits at once.")
         else:
             self.pass_on(number)

@@ -24,6 +24,7 @@ from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.parallel.mesh import replicated
 from zaya_jax.parallel.multihost import broadcast, check_alike, is_primary, primary_first
+from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.folder import METRICS, TIMINGS, claim_run, lock_run, run_folder
@@ -95,8 +96,12 @@ class TrainResult:
         return with_values(self.program.model, {**params, **self.state.balance})
 
 
-def run_training(config: Config) -> TrainResult:
+def run_training(config: Config, peers: PeerLiveness | None = None) -> TrainResult:
     """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
+
+    Args:
+      config: checked configuration of the run.
+      peers: connections to the other processes of the job; None if this process is alone.
 
     Raises:
       InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
@@ -111,7 +116,7 @@ def run_training(config: Config) -> TrainResult:
         prepared = primary_first(lambda: open_sources(config))
         if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)
-        preemption = enter(Preemption())
+        preemption = enter(Preemption(peers and peers.stop_step))
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]
