@@ -1,3 +1,4 @@
+import contextlib
 import os
 import pty
 import re
@@ -8,13 +9,13 @@ import time
 import pytest
 
 from zaya_jax.run import progress
-from zaya_jax.run.progress import WorkProgress
+from zaya_jax.run.progress import WorkProgress, track
 
 DONE = re.compile(r"data: preparing: done, ([\d,]+\.\d) MB in (\d+\.\d) s \(([\d,]+\.\d) MB/s\)\n")
 
 
 def test_work_that_is_done_says_how_many_bytes_in_which_time(capsys):
-    with WorkProgress("preparing", 2_500_000, log=True) as work:
+    with WorkProgress("preparing", 2_500_000, log="data") as work:
         work.add(1_000_000)
         time.sleep(0.1)
         work.add(1_500_000)
@@ -31,14 +32,14 @@ def test_work_that_fails_does_not_say_that_it_is_done(capsys):
         work.add(500)
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), WorkProgress("preparing", 1000, log=True) as work:
+    with pytest.raises(ZeroDivisionError), WorkProgress("preparing", 1000, log="data") as work:
         fail(work)
     assert capsys.readouterr() == ("", "")
 
 
 def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_EVERY", 0.05)
-    with WorkProgress("preparing", 4_000_000, log=True) as work:
+    with WorkProgress("preparing", 4_000_000, log="data") as work:
         for _ in range(4):
             time.sleep(0.06)
             work.add(1_000_000)
@@ -51,7 +52,7 @@ def test_long_work_says_now_and_then_how_far_it_is(capsys, monkeypatch):
 
 def test_the_time_left_is_that_of_the_rate_so_far(capsys, monkeypatch):
     monkeypatch.setattr(progress, "_LINE_EVERY", 0.5)
-    with WorkProgress("preparing", 1000, log=True) as work:
+    with WorkProgress("preparing", 1000, log="data") as work:
         time.sleep(0.6)
         work.add(10)
     left = int(re.search(r"1 %, (\d+) s left", capsys.readouterr().err)[1])
@@ -61,14 +62,16 @@ def test_the_time_left_is_that_of_the_rate_so_far(capsys, monkeypatch):
 def test_what_other_processes_count_is_followed_to_the_end(capsys):
     counted = 0
     begun = threading.active_count()
-    with WorkProgress("preparing", 3_000_000, log=True) as work, work.follow(lambda: counted):
+    with WorkProgress("preparing", 3_000_000, log="data") as work, work.follow(lambda: counted):
         assert threading.active_count() > begun
         counted = 3_000_000
     assert float(DONE.fullmatch(capsys.readouterr().err)[1]) == 3.0
     assert threading.active_count() == begun
 
 
-def test_a_terminal_shows_a_bar_that_goes_away_and_the_line_stays(monkeypatch):
+@contextlib.contextmanager
+def terminal(monkeypatch):
+    """Make stderr a terminal; yields a function that reads what it shows up to a text."""
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     here, there = pty.openpty()
@@ -79,16 +82,33 @@ def test_a_terminal_shows_a_bar_that_goes_away_and_the_line_stays(monkeypatch):
             shown_text += os.read(here, 1 << 16).decode(errors="replace")
         return shown_text
 
-    with os.fdopen(there, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        with WorkProgress("preparing", 2_000_000, log=True) as work:
+    with os.fdopen(there, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        yield read_until
+        monkeypatch.undo()
+    os.close(here)
+
+
+def test_a_terminal_shows_a_bar_that_goes_away_and_the_line_stays(monkeypatch):
+    with terminal(monkeypatch) as read_until:
+        with WorkProgress("preparing", 2_000_000, log="data") as work:
             work.add(1_000_000)
             shown = read_until("1.0/2.0 MB")  # it is drawn several times a second
             work.add(1_000_000)
         last = read_until("MB/s)\r\n")
-        monkeypatch.undo()
-    os.close(here)
     assert "preparing" in shown
     assert "\x1b[1A\x1b[2Kdata: preparing: done" in last  # in place of the bar
     assert DONE.search(last.replace("\r\n", "\n"))[1] == "2.0"
     assert "s left" not in shown + last  # no lines beside a bar
+
+
+def test_a_terminal_shows_which_item_is_being_done_of_how_many(monkeypatch, capsys):
+    assert list(track("compiling", range(3), str)) == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")  # not a terminal
+    with terminal(monkeypatch) as read_until:
+        items = track("compiling", ["main", "decay"], "phase {}".format)
+        assert next(items) == "main"
+        assert "compiling phase main" in read_until("compiling phase main")
+        assert next(items) == "decay"
+        assert "compiling phase decay" in read_until("compiling phase decay")
+        assert list(items) == []

@@ -121,7 +121,7 @@ class Conversion:
         numbers = range(len(self.units)) if self.numbers is None else self.numbers
         notes = {number: note for number in numbers if (note := read_note(self.folder, number)) is not None}
         jobs = [_Job(self.folder, n, self.units[n], self.sizes[n]) for n in numbers if n not in notes]
-        with WorkProgress(label, sum(job.size for job in jobs), log=True) as progress:
+        with WorkProgress(label, sum(job.size for job in jobs), log="data") as progress:
             notes.update(_run_jobs(jobs, convert, min(self.workers, len(jobs)), progress))
         skipped, examples = Counter[str](), []
         for _, note in sorted(notes.items()):

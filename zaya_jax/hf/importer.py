@@ -21,6 +21,8 @@ from zaya_jax.hf.safetensors import Stored
 from zaya_jax.hf.tensors import Tensor
 from zaya_jax.model.router import is_inert
 from zaya_jax.model.tree import abstract_weights
+from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.run.progress import WorkProgress
 
 PIECE = 2**28  # maximum bytes of a tensor in host memory at once
 
@@ -45,14 +47,14 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
             raise InputError(f"{folder.path} has a different architecture: it has no parameter {name} of shape "
                              f"{list(x.shape)}.")  # fmt: skip
     made = _allocate(abstract)
-    for tensor in folder.tensors:
-        if tensor.leaf not in abstract:
-            continue
-        stored = folder.stored[tensor.name]
-        made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
-        if not finite:
-            raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
-                             "the model would compute NaN")  # fmt: skip
+    tensors = [(tensor, folder.stored[tensor.name]) for tensor in folder.tensors if tensor.leaf in abstract]
+    with WorkProgress(f"loading {folder.path.name}", sum(x.bytes for _, x in tensors), show=is_primary()) as progress:
+        for tensor, stored in tensors:
+            made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
+            if not finite:
+                raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
+                                 "the model would compute NaN")  # fmt: skip
+            progress.add(stored.bytes)
     return made
 
 

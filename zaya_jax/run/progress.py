@@ -1,14 +1,25 @@
-"""A progress bar over bytes, with rate and ETA, on terminals only."""
+"""Progress bars with rate and ETA, on terminals only."""
 
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Self
+from typing import Self, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+T = TypeVar("T")
 
 _LINE_EVERY = 30.0  # seconds
 _POLL_EVERY = 0.2  # seconds
@@ -17,13 +28,13 @@ _POLL_EVERY = 0.2  # seconds
 class WorkProgress:
     """Shows bytes done of a total on stderr, with rate and ETA; a context manager, safe to use from several threads."""
 
-    def __init__(self, label: str, total: int, *, log: bool = False, show: bool = True) -> None:
+    def __init__(self, label: str, total: int, *, log: str = "", show: bool = True) -> None:
         """Create the bar.
 
         Args:
           label: what is being done, such as 'verifying'.
           total: bytes to do.
-          log: also print a line every half minute without a terminal, and one at the end.
+          log: start of lines printed every half minute without a terminal, and at the end; empty for no lines.
           show: false hides the bar, as in all processes but one.
         """
         console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
@@ -80,5 +91,18 @@ class WorkProgress:
 
     def _line(self, state: str) -> None:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        print(f"data: {self._label}: {state}, {self._done / 1e6:,.1f} MB in {seconds:.1f} s "
+        print(f"{self._log}: {self._label}: {state}, {self._done / 1e6:,.1f} MB in {seconds:.1f} s "
               f"({self._done / 1e6 / seconds:,.1f} MB/s)", file=sys.stderr, flush=True)  # fmt: skip
+
+
+def track(label: str, items: Sequence[T], name: Callable[[T], str]) -> Iterator[T]:
+    """Yield the items with a bar on stderr that shows the current one's name, the count done, elapsed time and ETA."""
+    console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+               TimeRemainingColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task(label, total=len(items))
+        for item in items:
+            bar.update(task, description=f"{label} {name(item)}")
+            yield item
+            bar.advance(task)

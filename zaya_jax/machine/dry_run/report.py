@@ -14,6 +14,7 @@ from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
 from zaya_jax.machine.dry_run.estimate import REACHED, PhaseEstimate, advice, estimate_phase, simulated_programs
+from zaya_jax.run.progress import track
 
 _GB = 1e9
 # The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
@@ -46,7 +47,8 @@ def dry_run(config: Config, devices: int, hardware: str | None = None, as_json: 
     device = None if hardware is None else get_hardware(hardware)
     programs = simulated_programs(config, devices)
     estimates = [estimate_phase(programs, phase, device) for phase in range(len(config.phases))]
-    proofs = [prove(config, phase, devices) for phase in range(len(config.phases))]
+    phases = track("compiling the step of", range(len(config.phases)), config.phase_key)
+    proofs = [prove(config, phase, devices) for phase in phases]
     if as_json:
         rows = [
             {
