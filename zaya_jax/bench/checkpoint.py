@@ -149,8 +149,9 @@ def print_table(job: dict[str, Any]) -> None:
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
     jobs = [job for job in results if job["gib"] == size]
-    lines = {f"{way}, {key}": ([job["processes"] for job in jobs],
+    lines = {f"{way}: {what}": ([job["processes"] for job in jobs],
                                [job["ways"][way][key]["median"] for job in jobs])
-             for way in jobs[0]["ways"] for key in ("stall", "commit")}  # fmt: skip
-    draw_lines(path, lines, title=f"Saving {size:g} GiB: stall of training, and time until durable",
-               x="number of processes", y="time (s)")  # fmt: skip
+             for key, what in (("stall", "training waits"), ("commit", "durable after"))
+             for way in jobs[0]["ways"]}  # fmt: skip
+    draw_lines(path, lines, title=f"Saving {size:g} GiB: how long training waits, and when the checkpoint is durable",
+               x="number of processes", y="time (s)", logarithmic=True)  # fmt: skip

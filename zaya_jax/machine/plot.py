@@ -10,7 +10,7 @@ _SEED = " seed "
 
 
 def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, title: str, x: str, y: str,
-               marks: Mapping[float, str] | None = None) -> None:  # fmt: skip
+               marks: Mapping[float, str] | None = None, logarithmic: bool = False) -> None:  # fmt: skip
     """Plot lines. Lines whose names differ only in ' seed N' become their mean, in a band from minimum to maximum.
 
     Args:
@@ -20,6 +20,7 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
       x: label of the x axis, with its unit.
       y: label of the y axis, with its unit.
       marks: text by x position, for vertical lines.
+      logarithmic: scale of the y axis.
     """
     figure = new_figure(title)
     (panel,) = figure.axes
@@ -36,7 +37,7 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
         panel.axvline(position, color="grey", linewidth=0.8, linestyle="dotted")
         panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), verticalalignment="top",
                        fontsize="small", color="grey")  # fmt: skip
-    panel.set(xlabel=x, ylabel=y)
+    panel.set(xlabel=x, ylabel=y, yscale="log" if logarithmic else "linear")
     integer_steps(panel)
     legend_beside(panel)
     save_figure(figure, path)
