@@ -1,1 +1,1 @@
-"""Documents of text, JSONL, Parquet, Arrow and Megatron files, read in pieces that many processes share; no jax."""
+"""Read documents from text, JSONL, Parquet, Arrow and Megatron files, in units that processes share. No jax."""

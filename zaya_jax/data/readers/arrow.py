@@ -1,6 +1,7 @@
-"""Arrow's IPC formats, memory-mapped: the stream, which `datasets` writes, and the file, which can be split.
+"""Read Arrow IPC files and streams, memory-mapped.
 
-A stream has no index of its batches, so it is one unit; `datasets` cuts shards of 500 MB.
+Files can be cut into several units. Streams, which `datasets` writes, have no index of their batches and are one unit
+each; `datasets` writes shards of 500 MB.
 """
 
 from collections.abc import Iterator
@@ -13,11 +14,11 @@ from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
 
-_FILE_MAGIC = b"ARROW1"  # a stream begins with the length of its schema
+_FILE_MAGIC = b"ARROW1"  # a stream starts with the length of its schema instead
 
 
 def count_pieces(file: str) -> int:
-    """How many pieces the file can be cut into: its record batches, or 1 for a stream.
+    """Return the number of pieces that a file can be cut into: its record batches, or 1 for a stream.
 
     Raises:
       InputError: the file cannot be read or is damaged.
@@ -28,7 +29,7 @@ def count_pieces(file: str) -> int:
 
 
 def count_rows(file: str, stop: int | None = None) -> int:
-    """How many rows the file has, or of a file of Arrow's its first `stop` record batches; reads no column.
+    """Count the rows of a file or stream without reading columns. `stop` limits a file to its first record batches.
 
     Raises:
       InputError: the file cannot be read, is damaged or incomplete.
@@ -43,10 +44,10 @@ def count_rows(file: str, stop: int | None = None) -> int:
 
 
 def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
-    """The rows of the unit's record batches; a null is `BadDocument`.
+    """Yield the rows of the unit's record batches; a null becomes a `BadDocument`.
 
     Raises:
-      InputError: the file cannot be read, is damaged, has fewer batches than it had, or has no such column.
+      InputError: the file cannot be read, is damaged, lost record batches, or has no such column.
     """
     [file] = unit.files
     with closing(_map(file)) as source:
@@ -76,7 +77,7 @@ def _map(file: str) -> pa.MemoryMappedFile:
 def _reader(
     file: str, source: pa.MemoryMappedFile, columns: list[str] | None = None
 ) -> pa.RecordBatchFileReader | pa.RecordBatchStreamReader:
-    """A reader of some columns, each there once, or of all."""
+    """Open a reader of the given columns, whose names must be unique; None reads all."""
     indices = [] if columns is None else [_reader(file, source).schema.get_field_index(name) for name in columns]
     options = pa.ipc.IpcReadOptions(included_fields=indices, use_threads=False)
     with _reading(file):
@@ -103,30 +104,30 @@ def _stream_batches(
 
 
 def _batches(file: str, reader: pa.RecordBatchStreamReader, source: pa.MemoryMappedFile) -> Iterator[pa.RecordBatch]:
-    """The record batches of a stream, which must end with its marker: without it some may be missing."""
+    """Yield the record batches of a stream. Without its end-of-stream marker it is truncated, which is an error."""
     end = source.tell()
     for batch in reader:
         end = source.tell()
         yield batch
-    if source.tell() == end:  # the reader takes the end of the file for that of the stream
+    if source.tell() == end:  # no marker was read; pyarrow accepts the end of the file instead
         raise InputError(f"The Arrow file {file} ends without its end-of-stream marker, so it is truncated. Copy or "
                          "write it again.")  # fmt: skip
 
 
 def _checked(file: str, batches: Iterator[tuple[pa.RecordBatch, int]]) -> Iterator[tuple[pa.RecordBatch, int]]:
-    """The batches, each with offsets that lie inside it: what is memory-mapped nobody has looked at."""
+    """Validate each batch before use, because memory-mapped offsets are unchecked and could point outside it."""
     with _reading(file):
         for batch, size in batches:
             try:
                 batch.validate(full=True)
             except pa.ArrowInvalid as error:
-                if "UTF8" not in str(error):  # that is told row by row
+                if "UTF8" not in str(error):  # invalid UTF-8 is reported per row
                     raise
             yield batch, size
 
 
 def _first_row(file: str, batch: int) -> int:
-    """The number of a record batch's first row, counted from 1."""
+    """Return the row number, from 1, of a record batch's first row."""
     return 1 + count_rows(file, batch)
 
 

@@ -1,4 +1,4 @@
-"""A column of a table as documents: what Parquet and Arrow files share."""
+"""Turn a column of a table into documents, for Parquet and Arrow files."""
 
 from collections.abc import Iterator
 
@@ -8,14 +8,14 @@ from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, 
 from zaya_jax.data.readers.values import SIBLINGS, find_field, is_document, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
-_BATCH_ROWS = 64  # as Python objects; a row may hold megabytes
+_BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have megabytes
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """The columns to read: the one of the field and, where it holds lists, those of `SIBLINGS`.
+    """Return the columns to read: that of the field and, if it has lists, those of `SIBLINGS`.
 
     Raises:
-      InputError: there is not exactly one column of the name, or it can hold neither text nor lists.
+      InputError: not exactly one column has the name, or its type is neither text nor lists.
     """
     columns = ", ".join(map(repr, schema.names))
     index = schema.get_field_index(find_field(field, schema.names) or field)
@@ -36,9 +36,15 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
 def column_documents(
     batch: pa.RecordBatch, *, file: str, columns: list[str], size: int, before: int, first: FirstLine
 ) -> Iterator[Entry]:
-    """The rows of a batch, of `size` bytes and after `before` others of its unit, whose first row is `first`.
+    """Yield the rows of a batch as documents. Lists of structs become lists of dicts.
 
-    Lists of structs become lists of dicts; `columns` are of `check_columns`.
+    Args:
+      batch: a record batch with at least the `columns`.
+      file: path, for messages.
+      columns: from `check_columns`.
+      size: bytes of input that the batch stands for, for progress.
+      before: number of rows of the unit before the batch.
+      first: row number of the unit's first row.
     """
     array, (field, *others) = batch.column(columns[0]), columns
     beside = {name: batch.column(name) for name in others}
@@ -46,7 +52,7 @@ def column_documents(
         rows = array.slice(start, _BATCH_ROWS)
         try:
             values = rows.to_pylist()
-        except (ValueError, OverflowError):  # now to find out which
+        except (ValueError, OverflowError):  # convert one by one, to find the bad rows
             values = [_value(row) for row in rows]
         for i, value in enumerate(values, start):
             bad = None
@@ -57,7 +63,7 @@ def column_documents(
                 continue
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
-            elif isinstance(value, Exception):  # a time that Python has no type for
+            elif isinstance(value, Exception):  # a time that Python cannot represent
                 bad = bad or ("wrong type", f"{field!r} holds what JSON cannot: {value}")
             yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 

@@ -1,6 +1,6 @@
-"""The formats of input, and the documents of a unit of any of them.
+"""Registry of the input formats.
 
-A format is a module of this package whose `FORMAT` says how its files are cut and read, and a line of `FORMATS`.
+To add a format, add a module to this package that defines `FORMAT`, and a line to `FORMATS`.
 """
 
 from collections.abc import Iterator
@@ -8,35 +8,35 @@ from importlib import import_module
 
 from zaya_jax.data.readers.unit import Entry, Format, Unit
 
-# The endings of each format's files, by the name of its module, which `Unit.format` is too.
+# Module name, which is also `Unit.format` → suffixes of its files.
 FORMATS: dict[str, tuple[str, ...]] = {
     "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst"),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
     "megatron": (".bin",),
-    "text": (),  # chosen by the caller of `list_units`
+    "text": (),  # suffixes are an argument of `list_units`
 }
 
 
 def load_format(name: str) -> Format:
-    """A format of `FORMATS`, whose module is imported by then and not before: those of tables need pyarrow."""
+    """Import a format of `FORMATS` on first use, because those of tables need pyarrow."""
     return import_module(f"zaya_jax.data.readers.{name}").FORMAT
 
 
 def read_unit(unit: Unit, *, field: str) -> Iterator[Entry]:
-    """Read a unit from its beginning to its end, never holding more of it than a few documents.
+    """Read the documents of a unit in order, with only a few of them in memory.
 
-    The units of `list_units`, read in order, give every document of the inputs once and in order.
+    The units of `list_units`, read in order, yield every document of the inputs exactly once and in order.
 
     Args:
       unit: one of `list_units`.
-      field: the JSON key or the column that holds the document; text and Megatron files have none.
+      field: JSON key or column that contains the document; ignored for text and Megatron files.
 
     Returns:
-      An iterator of `Document`, where there is a text that is not only white space, a list that is not empty, or
-      token ids, and of `BadDocument`, where there is something else. Blank lines of JSONL are left out.
+      An iterator over a `Document` for each text that is not only white space, non-empty list, or array of token ids,
+      and a `BadDocument` for anything else. Blank lines of JSONL are skipped.
 
     Raises:
-      InputError: while it is iterated over: a file cannot be read, is damaged, or has no such column.
+      InputError: during iteration: a file cannot be read, is damaged, or has no such column.
     """
     return load_format(unit.format).read(unit, field)

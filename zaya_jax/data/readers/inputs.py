@@ -1,4 +1,4 @@
-"""From files and folders to units of work, the same on every machine."""
+"""List input files and folders, and cut them into units of work. The result is the same on every machine."""
 
 import itertools
 import os
@@ -18,21 +18,23 @@ _LEAST_UNIT, _MOST_UNIT, _UNITS = 2 * 2**20, 2**30, 512
 def list_units(
     inputs: Sequence[str | Path], *, suffixes: tuple[str, ...] = (".txt",), unit_bytes: int | None = None
 ) -> list[Unit]:
-    """Cut the inputs into units of work.
+    """Cut the inputs into units of work, in the order of the inputs.
 
-    The result depends on nothing but the arguments and the files. Units come in the order of the inputs.
+    The result depends only on the arguments and the files.
 
     Args:
-      inputs: files; Megatron datasets by their `.bin`, their `.idx` or what both begin with; folders that
-        `datasets.save_to_disk` wrote; and other folders, of which every file with a known ending is taken, sorted,
-        folders below them included, but hidden files and links to folders left out.
-      suffixes: endings of text files, beside those of `FORMATS`.
-      unit_bytes: size of a unit; by default a 512th of the input, at least 2 MiB and at most 1 GiB. A compressed
+      inputs: paths of these kinds:
+        - files with a known suffix; for Megatron datasets the `.bin`, the `.idx` or their common prefix;
+        - folders written by `datasets.save_to_disk`;
+        - other folders, which are searched recursively and in sorted order for files with a known suffix, except
+          hidden files and links to folders.
+      suffixes: suffixes of text files, in addition to those of `FORMATS`.
+      unit_bytes: size of a unit. None means 1/512 of the input, but at least 2 MiB and at most 1 GiB. A compressed
         file, an Arrow stream, a row group, a text and a Megatron document are never cut.
 
     Raises:
-      InputError: an input is missing, cannot be read, is empty or given twice, has an unknown ending, or is a
-        folder with nothing to read; or `unit_bytes` is not positive.
+      InputError: an input is missing, unreadable, empty or given twice, has an unknown suffix, or is a folder without
+        documents; or `unit_bytes` is not positive.
     """
     require(unit_bytes is None or unit_bytes >= 1, "unit_bytes", unit_bytes, "at least 1")
     if isinstance(inputs, str | Path) or not inputs:
@@ -57,7 +59,7 @@ def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[InputFile]:
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
     elif not os.path.exists(path) and any(os.path.exists(f"{path}{end}") for end in (".bin", ".idx")):
         path = path.with_name(path.name + ".bin")
-    # A missing file is told as missing, whatever its ending.
+    # Check existence first, so that a missing file with an unknown suffix is reported as missing.
     kind = _format(path.name, suffixes)
     file = _file(path, kind or "text")
     if kind is None:

@@ -1,8 +1,8 @@
-"""JSONL: one JSON object a line, plain or compressed.
+"""Read JSONL files: one JSON object per line, plain or compressed.
 
-Lines are read one at a time, so memory holds a line and not the file. A line ends at a newline byte and nowhere else;
-carriage returns before it are white space to JSON. Blank lines are left out in silence: only the one after the last
-newline is usual, but every tool skips the others too. Numbers may be NaN and Infinity, as Python's json has it.
+Lines are read one at a time, so memory never holds a whole file. Only a newline byte ends a line; a carriage return
+before it is white space to JSON. Blank lines are skipped silently, as other tools do. NaN and Infinity are accepted, as
+in Python's `json`.
 """
 
 import gzip
@@ -32,10 +32,10 @@ from zaya_jax.data.readers.values import find_field, is_document, rejection, sib
 from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst")
-LONGEST_LINE = 2**30  # bytes; more is no JSONL, and would be held in memory whole
+LONGEST_LINE = 2**30  # bytes; a longer line is probably not JSONL, and would have to fit in memory
 
 _READ_BYTES = 2**20  # bytes
-_COUNTED_BYTES = 64 * 2**20  # bytes before a unit that are read to number its first line
+_COUNTED_BYTES = 64 * 2**20  # maximum bytes before a unit that are read to count its line numbers
 
 
 def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
@@ -50,13 +50,13 @@ def cut_jsonl(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
 
 
 def read_jsonl(unit: Unit, field: str) -> Iterator[Entry]:
-    """What the field holds in each line that starts in the unit.
+    """Yield the field of each line that starts in the unit.
 
-    Lines are numbered from the file's start; far into a file, where to count them would be to read it all for every
-    unit with a bad line, from the byte that is named beside the file.
+    Line numbers in messages count from the start of the file. For units beyond the first 64 MiB, counting would read
+    too much, so they count from the start of the unit, and `[from byte N]` is appended to the file name.
 
     Raises:
-      InputError: the file cannot be read, is damaged, is shorter than it was, or has a line of over 1 GiB.
+      InputError: the file cannot be read, is damaged, became shorter, or has a line of over 1 GiB.
     """
     [file] = unit.files
     if file.endswith(COMPRESSED):
@@ -83,10 +83,10 @@ def _documents(file: str, field: str, lines: Iterator[tuple[bytes, int]], first:
 
 
 def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
-    """The field's value, and why it cannot be used if it cannot."""
+    """Return the value of the field and, if it cannot be used, the reason."""
     try:
         tree = json.loads(line.decode("utf-8"))
-        if rb"\u" in line and isinstance(tree, dict):  # only an escape can make half of a surrogate pair
+        if rb"\u" in line and isinstance(tree, dict):  # only an escape can write an unpaired surrogate
             json.dumps(tree.get(find_field(field, tree) or field), ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         return "", ("not UTF-8", f"the byte at offset {error.start} of the line cannot be decoded")
@@ -94,7 +94,7 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
         return "", ("not UTF-8", f"{field!r} has an escaped unpaired surrogate")
     except RecursionError:
         return "", ("invalid JSON", "it is nested too deeply")
-    except ValueError as error:  # bad syntax, or a number of thousands of digits
+    except ValueError as error:  # bad syntax, or an integer with thousands of digits
         return "", ("invalid JSON", str(error))
     if not isinstance(tree, dict):
         return "", ("wrong type", f"the line has type {type(tree).__name__}, but must be an object")
@@ -108,7 +108,7 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
 
 
 def _first_start(unit: Unit) -> int:
-    """Where the first line that starts in the unit does, or the unit's end where none does."""
+    """Return the position of the first line that starts in the unit, or the end of the unit if none does."""
     [file] = unit.files
     with reading(f"The file {file}"), open(file, "rb") as stream:
         size = stream.seek(0, io.SEEK_END)
@@ -119,7 +119,7 @@ def _first_start(unit: Unit) -> int:
             )
         if unit.start == 0:
             return 0
-        position = stream.seek(unit.start - 1)  # a newline here ends the line before the unit
+        position = stream.seek(unit.start - 1)  # if it is a newline, a line starts at the unit's start
         while tail := stream.readline(min(_READ_BYTES, unit.stop - 1 - position)):
             position += len(tail)
             if tail.endswith(b"\n"):
@@ -128,7 +128,7 @@ def _first_start(unit: Unit) -> int:
 
 
 def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]]:
-    """Lines that start in a range of bytes, each with its size in the file."""
+    """Yield the lines that start in a range of bytes, each with its size in bytes."""
     with _open(file) as stream:
         position = stream.seek(start)
         while position < stop and (line := _read_line(stream, file)):
@@ -137,7 +137,7 @@ def _plain_lines(file: str, start: int, stop: int) -> Iterator[tuple[bytes, int]
 
 
 def _compressed_lines(file: str) -> Iterator[tuple[bytes, int]]:
-    """Lines of a compressed file, each with the bytes of the file that were read for it."""
+    """Yield the lines of a compressed file, each with the compressed bytes that were read for it."""
     with ExitStack() as stack:
         raw = stack.enter_context(_open(file, buffering=0))
         stream = stack.enter_context(closing(_decompress(file, raw)))
@@ -152,7 +152,7 @@ def _decompress(file: str, raw: IO[bytes]) -> IO[bytes]:
         return io.BufferedReader(gzip.GzipFile(fileobj=raw, mode="rb"), _READ_BYTES)
     import pyarrow as pa
 
-    stream: Any = pa.CompressedInputStream(raw, "zstd")  # has what BufferedReader asks of a RawIOBase
+    stream: Any = pa.CompressedInputStream(raw, "zstd")  # implements the methods of RawIOBase that BufferedReader uses
     return io.BufferedReader(stream, _READ_BYTES)
 
 
@@ -162,7 +162,7 @@ def _open(file: str, buffering: int = _READ_BYTES) -> IO[bytes]:
 
 
 def _read_line(stream: IO[bytes], file: str) -> bytes:
-    with reading(f"The file {file}", EOFError, zlib.error):  # the compressed end too early or hold nonsense
+    with reading(f"The file {file}", EOFError, zlib.error):  # raised for a truncated or damaged compressed file
         line = stream.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
         raise InputError(
@@ -172,7 +172,7 @@ def _read_line(stream: IO[bytes], file: str) -> bytes:
 
 
 def _line_number(file: str, position: int) -> int:
-    """The number of the line that starts there, counted from 1."""
+    """Return the number, from 1, of the line that starts at a byte position."""
     number = 1
     with reading(f"The file {file}"), open(file, "rb") as stream:
         while position > 0 and (block := stream.read(min(_READ_BYTES, position))):

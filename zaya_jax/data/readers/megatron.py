@@ -1,6 +1,6 @@
-r"""Megatron-LM's indexed datasets: token ids in a `.bin`, where each document lies in the `.idx` beside it.
+r"""Read Megatron-LM's indexed datasets: token ids in a `.bin` file, and their documents in an `.idx` file next to it.
 
-The layout is that of `megatron/core/datasets/indexed_dataset.py`; all of it is little-endian:
+The `.idx` file has the layout of `megatron/core/datasets/indexed_dataset.py`, in little-endian byte order:
 
     9 bytes  b"MMIDIDX\x00\x00"
     uint64   version, 1
@@ -8,7 +8,7 @@ The layout is that of `megatron/core/datasets/indexed_dataset.py`; all of it is 
     uint64   number of sequences
     uint64   number of document indices, one more than there are documents
     int32    length of each sequence, in tokens
-    int64    where each sequence begins in the `.bin`, in bytes
+    int64    start of each sequence in the `.bin`, in bytes
     int64    document indices: document i is sequences indices[i] to indices[i + 1]
 """
 
@@ -29,29 +29,29 @@ _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4",
 
 
 class Index(NamedTuple):
-    """What the header of an `.idx` says, checked against the sizes of both files."""
+    """The header of an `.idx` file, checked against the sizes of both files."""
 
     file: str  # path of the `.idx`
-    dtype: np.dtype  # of a token; an integer
-    sequences: int  # how many there are
-    documents: int
+    dtype: np.dtype  # integer dtype of a token
+    sequences: int  # number of sequences
+    documents: int  # number of documents
     bin_bytes: int  # size of the `.bin`
 
 
 def index_path(file: str) -> str:
-    """The `.idx` that belongs to a `.bin`."""
+    """Return the path of the `.idx` file of a `.bin` file."""
     return file.removesuffix(".bin") + ".idx"
 
 
 def open_index(file: str) -> Index:
-    """Read and check the index's header.
+    """Read and check the header of an index.
 
     Args:
       file: path of the `.bin`.
 
     Raises:
-      InputError: a file cannot be read, the `.idx` is no such index or its size does not fit its header, or the
-        tokens are not integers.
+      InputError: a file cannot be read, the `.idx` is not a Megatron index or its size does not match its header, or
+        the tokens are not integers.
     """
     path = index_path(file)
     try:
@@ -85,13 +85,12 @@ def open_index(file: str) -> Index:
 
 
 def read_megatron(unit: Unit) -> Iterator[Entry]:
-    """The token ids of each document, all its sequences joined, as an array of its own with the file's dtype.
+    """Yield the token ids of each document, with its sequences concatenated, as a new array of the file's dtype.
 
-    Ids are as the file has them: the end-of-document token is in there if it was written, and none is checked
-    against a vocabulary.
+    Ids are returned as stored: with the end-of-document token if it was written, and unchecked against a vocabulary.
 
     Raises:
-      InputError: as `open_index`; or the index points outside the `.bin`, or has fewer documents than it had.
+      InputError: see `open_index`; or the index points outside the `.bin`, or lost documents.
     """
     [file] = unit.files
     index = open_index(file)
@@ -122,7 +121,7 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
 
 
 def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
-    """Part of one of the three arrays of the `.idx`."""
+    """Read the items [start, stop) of one of the three arrays of the `.idx`."""
     lengths_end = _HEADER.size + 4 * index.sequences
     dtype, offset = {
         "lengths": ("<i4", _HEADER.size),

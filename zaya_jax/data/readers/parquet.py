@@ -1,4 +1,4 @@
-"""Parquet: one column, one row group after the other."""
+"""Read a column of Parquet files, one row group after the other."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,12 +11,12 @@ from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
 
-_BATCH_ROWS = 256  # as an array
-_READ_BYTES = 2**20  # bytes; without it a whole column chunk is held compressed
+_BATCH_ROWS = 256  # rows decoded at a time
+_READ_BYTES = 2**20  # read buffer; without it, pyarrow holds a whole compressed column chunk in memory
 
 
 def count_row_groups(file: str) -> int:
-    """How many row groups the file has, 0 if it has no row; reads its footer alone.
+    """Return the number of row groups, or 0 if the file has no row. Reads only the footer.
 
     Raises:
       InputError: the file cannot be read or is damaged.
@@ -26,10 +26,10 @@ def count_row_groups(file: str) -> int:
 
 
 def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
-    """The rows of the unit's row groups; a null is `BadDocument`.
+    """Yield the rows of the unit's row groups; a null becomes a `BadDocument`.
 
     Raises:
-      InputError: the file cannot be read, is damaged, has fewer row groups than it had, or has no such column.
+      InputError: the file cannot be read, is damaged, lost row groups, or has no such column.
     """
     [file] = unit.files
     with closing(_open(file)) as table:

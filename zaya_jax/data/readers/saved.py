@@ -1,4 +1,4 @@
-"""The Arrow files of datasets that `datasets.save_to_disk` wrote, in order."""
+"""List the Arrow files of datasets written by `datasets.save_to_disk`, in order."""
 
 import json
 import os
@@ -13,12 +13,12 @@ _DICT, _STATE, _INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 
 
 def saved_files(folder: Path) -> list[Path] | None:
-    """The Arrow files of a saved dataset, those of a dataset dict split by split; None for any other folder.
+    """Return the Arrow files of a saved dataset or, split by split, of a saved dataset dict; None for other folders.
 
-    Other Arrow files in the folder are caches of the library and no part of the dataset.
+    Other Arrow files in the folder are caches of `datasets` and not part of the dataset.
 
     Raises:
-      InputError: the JSON files of the dataset cannot be read or say something else, or a split is missing.
+      InputError: the JSON files of the dataset cannot be read or parsed, or a split is missing.
     """
     if os.path.isfile(folder / _DICT):
         splits = _names(folder / _DICT, _json(folder / _DICT, "splits"))
@@ -35,9 +35,9 @@ def _split_files(folder: Path) -> list[Path]:
 
 
 def _compare_rows(folder: Path, files: list[Path]) -> None:
-    """Warn where the dataset has fewer rows than its information says.
+    """Warn if the dataset has fewer rows than `dataset_info.json` lists.
 
-    That is no error: `datasets` leaves the number as it was where rows are selected or filtered.
+    This is not an error, because `datasets` keeps the old number when rows are selected or filtered.
     """
     state, info = _tree(folder / _STATE), _tree(folder / _INFO)
     split = state.get("_split")

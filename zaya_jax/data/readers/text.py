@@ -1,4 +1,4 @@
-"""Text files: each is one document, byte for byte."""
+"""Read text files, each of which is one document, unchanged."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, 
 
 
 def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
-    """As many whole files to a unit as have at most `unit_bytes`, or one."""
+    """Group whole files into units of at most `unit_bytes`; a larger file is a unit of its own."""
     paths: list[str] = []
     size = 0
     for file in files:
@@ -20,7 +20,7 @@ def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
 
 
 def read_text(unit: Unit) -> Iterator[Entry]:
-    """The text of each file of the unit; a byte order mark and carriage returns stay.
+    """Yield the text of each file of the unit, including byte order marks and carriage returns.
 
     Raises:
       InputError: a file cannot be read.

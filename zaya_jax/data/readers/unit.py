@@ -1,4 +1,4 @@
-"""Units of input, and the documents and bad documents that reading them gives."""
+"""Types that all input formats share: units of input, documents, and how a format is cut and read."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,92 +11,92 @@ from zaya_jax.errors import InputError
 
 Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "lost field"]
 
-# A text, a list as JSON has it (chat messages, not validated here), or the token ids of a Megatron document.
+# A text, a JSON list (chat messages, validated later), or the token ids of a Megatron document.
 Value = str | list[Any] | np.ndarray
 
 
 class Unit(NamedTuple):
-    """A piece of input that one worker turns into one shard. It can be pickled and written as JSON.
+    """A piece of input that one worker turns into one shard. Can be pickled and written as JSON.
 
-    Its range counts what the format has: bytes (plain JSONL, in which a line belongs to the unit it starts in), row
-    groups (Parquet), record batches (Arrow files), documents (Megatron), `files` (text). What cannot be split,
-    compressed JSONL and Arrow streams, is 0 to 1.
+    The unit of `start` and `stop` depends on the format: bytes for plain JSONL (a line belongs to the unit in which it
+    starts), row groups for Parquet, record batches for Arrow files, documents for Megatron, `files` for text. For
+    compressed JSONL and Arrow streams, which cannot be cut, they are 0 and 1.
     """
 
-    format: str  # of `FORMATS`
-    files: tuple[str, ...]  # paths; several for text alone, where each file is one document
+    format: str  # a key of `FORMATS`
+    files: tuple[str, ...]  # paths; several only for text, where each file is one document
     start: int
-    stop: int  # the first that is not of the range
-    bytes: int  # of input, for progress; those of all the units of a file add up to its size
+    stop: int  # exclusive
+    bytes: int  # size of the input, for progress; all units of a file add up to its size
 
 
 class FirstLine:
-    """The number of a unit's first line in its file, worked out when it is first asked for.
+    """The line number, in its file, of a unit's first line. It is computed on first use.
 
-    Reading needs no line numbers, and to count the lines before a unit in the middle of a file is to read them all.
+    Only messages need line numbers, and counting the lines before a unit means to read everything before it.
     """
 
     def __init__(self, number: int | Callable[[], int] = 1):
-        """Take the number, or a picklable function that finds it."""
+        """Wrap the number, or a picklable function that returns it."""
         self._number = number
 
     @cached_property
     def number(self) -> int:
-        """Counted from 1."""
+        """The line number, from 1."""
         return self._number if isinstance(self._number, int) else self._number()
 
 
 class Document(NamedTuple):
-    """A document that was read; its `value` is neither empty nor only white space."""
+    """A document of the input, neither empty nor only white space."""
 
     value: Value
-    file: str  # its path
-    bytes: int  # of input that it stands for, for progress
-    lines_before: int  # lines of the unit before it, from which `line` is found
-    first: FirstLine  # of the unit, shared by all its documents
+    file: str  # path
+    bytes: int  # size in the input, for progress
+    lines_before: int  # number of lines of the unit before the document
+    first: FirstLine  # first line of the unit, shared by all its documents
 
     @property
     def line(self) -> int:
-        """Counted from 1: line of a JSONL file, row of a table, document of a Megatron file; 1 for text.
+        """The number, from 1, of the line (JSONL), row (tables) or document (Megatron) in its file; 1 for text.
 
-        The first call for a unit may read the file up to the unit.
+        The first access in a unit can read the file up to the unit.
 
         Raises:
-          InputError: that cannot be done.
+          InputError: the file cannot be read.
         """
         return self.first.number + self.lines_before
 
 
 class BadDocument(NamedTuple):
-    """A place that should hold a document and does not."""
+    """A line, row or file without a usable document."""
 
-    file: str  # its path
-    line: int  # as `Document.line`
+    file: str  # path
+    line: int  # see `Document.line`
     reason: Reason
-    detail: str  # what is wrong exactly, a clause
+    detail: str  # exact problem, as a clause
 
 
 Entry = Document | BadDocument  # what a reader yields
 
 
 class InputFile(NamedTuple):
-    """A file of input that is there."""
+    """An existing input file."""
 
-    format: str  # of `FORMATS`
+    format: str  # a key of `FORMATS`
     path: str
     bytes: int
 
 
 class Format(NamedTuple):
-    """How the files of one format are cut into units, and how a unit is read."""
+    """The functions that cut the files of a format into units and read a unit."""
 
-    cut: Callable[[Sequence[InputFile], int], Iterator[Unit]]  # files in a row, to units of about so many bytes
-    read: Callable[[Unit, str], Iterator[Entry]]  # a unit; by the key or column that holds documents, if it has such
-    companions: Callable[[str], tuple[str, ...]] = lambda path: ()  # files that must lie beside one
+    cut: Callable[[Sequence[InputFile], int], Iterator[Unit]]  # (consecutive files, approximate unit bytes) → units
+    read: Callable[[Unit, str], Iterator[Entry]]  # (unit, JSON key or column) → documents
+    companions: Callable[[str], tuple[str, ...]] = lambda path: ()  # path → paths that must exist next to it
 
 
 def cut_evenly(count_pieces: Callable[[str], int], files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
-    """Cut each file into units of about equal numbers of its `count_pieces(path)` pieces, as row groups are."""
+    """Cut each file into units with about equally many of its `count_pieces(path)` pieces, such as row groups."""
     for file in files:
         pieces = count_pieces(file.path)
         count = min(pieces, -(-file.bytes // unit_bytes))
@@ -106,13 +106,13 @@ def cut_evenly(count_pieces: Callable[[str], int], files: Sequence[InputFile], u
 
 
 def even_share(total: int, count: int, start: int, stop: int) -> int:
-    """The integers that `count` equal parts have of `total`, summed over the parts `start` to `stop`."""
+    """Return the integer share of the parts [start, stop) if `total` is divided into `count` parts without loss."""
     return total * stop // count - total * start // count
 
 
 @contextmanager
 def reading(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Raise `InputError` that `what` cannot be read where the block raises `OSError` or one of `errors`."""
+    """Turn `OSError` and the given `errors` in the block into an `InputError` that `what` cannot be read."""
     try:
         yield
     except (OSError, *errors) as error:

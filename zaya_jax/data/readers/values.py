@@ -1,4 +1,4 @@
-"""Rules for fields and columns: which one holds documents, and which of its values are usable."""
+"""Rules that select the field or column of documents, and decide which of its values are usable."""
 
 from collections.abc import Collection, Mapping
 from typing import Any, TypeGuard
@@ -7,29 +7,29 @@ from zaya_jax.data.readers.unit import Reason
 
 
 def is_document(value: object) -> TypeGuard[str | list[Any]]:
-    """Whether the value is a list with something in it, or a text that is not only white space."""
+    """Return whether the value is a non-empty list, or a text that is not only white space."""
     return (isinstance(value, str) and bool(value) and not value.isspace()) or (isinstance(value, list) and bool(value))
 
 
-CONVERSATIONS = ("messages", "conversations")  # fields that hold them, the second in the form of ShareGPT
-SIBLINGS = ("tools", "functions", "system")  # fields beside a conversation that change what it means
+CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
+SIBLINGS = ("tools", "functions", "system")  # fields next to a conversation that change its meaning
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:
-    """The field to read where there are these: the one asked for, or the other name of conversations."""
+    """Return the field to read: `field`, or `conversations` in place of a missing `messages`; None if absent."""
     if field in names:
         return field
     return CONVERSATIONS[1] if field == CONVERSATIONS[0] and CONVERSATIONS[1] in names else None
 
 
 def suggest_chat(field: str, names: Collection[str]) -> str:
-    """What to add to the message that there is no such field; nothing, or how to read the conversations there are."""
+    """Return a hint to append to a missing-field message if the data looks like conversations, otherwise ''."""
     others = [name for name in CONVERSATIONS if name in names and name != field]
     return f"; it has {others[0]!r}, and --chat reads conversations" if others else ""
 
 
 def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, str] | None:
-    """Why a conversation with a value in a field of `SIBLINGS` cannot be used; None where all are empty."""
+    """Return why a conversation with a non-empty field of `SIBLINGS` cannot be used; None if all are empty."""
     for name in SIBLINGS:
         if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
             return "lost field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
@@ -37,7 +37,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
 
 
 def rejection(value: object, field: str) -> tuple[Reason, str]:
-    """Why a value cannot be used as a document: the reason, and a clause that names the field."""
+    """Return why a value cannot be used as a document: the reason, and a clause that names the field."""
     match value:
         case None:
             return "empty", f"{field!r} is null"
