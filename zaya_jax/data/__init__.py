@@ -1,1 +1,1 @@
-"""The data pipeline: corpus → tokenizer → shards → packed rows → batches. None of it imports jax."""
+"""The data pipeline: corpus → tokenizer → shards → packed rows → batches. It does not import jax."""

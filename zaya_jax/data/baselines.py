@@ -19,11 +19,11 @@ def compressor_baselines(train: bytes, heldout: bytes) -> dict[str, float]:
       heldout: text of the held-out split, at least one byte.
 
     Returns:
-      Bits per byte of held-out text. `gzip` and `xz` compress it alone; `gzip_given_train` and `xz_given_train` are by
-      how much it lengthens the compressed training text when appended to it.
+      Bits per byte of held-out text. `gzip` and `xz` compress it alone. `gzip_given_train` and `xz_given_train` append
+      it to the training text, and count only the bits that this adds.
     """
     texts = {"both": train[-WINDOW_BYTES:] + heldout, "train": train[-WINDOW_BYTES:], "heldout": heldout}
-    jobs = list(itertools.product(texts, _COMPRESSORS))  # the longest first
+    jobs = list(itertools.product(texts, _COMPRESSORS))  # longest first
     with ThreadPoolExecutor(max_workers=2) as threads:  # both release the GIL; `xz -9` takes 0.7 GB a thread
         sizes = dict(zip(jobs, threads.map(lambda job: len(_COMPRESSORS[job[1]](texts[job[0]])), jobs), strict=True))
     bits_per_byte = {}

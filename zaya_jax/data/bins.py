@@ -13,9 +13,9 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class Bins:
-    """A packing: `bins[i]` are the items of the i-th bin, `len(bins)` is the number of bins."""
+    """A packing of items: `bins[i]` has the indices of the items in bin i."""
 
-    members: np.ndarray  # int64 [items]: the items bin by bin, each bin in order of placement (largest first)
+    members: np.ndarray  # int64 [items]: indices of the items bin by bin, the largest of each bin first
     starts: np.ndarray  # int64 [bins + 1]: start of each bin in `members`, and the end of the last
 
     def __len__(self) -> int:
@@ -47,23 +47,23 @@ def pack(sizes: np.ndarray, capacity: int) -> Bins:
 
 
 def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
-    """The bin of each item, for sizes in descending order: int64 [items].
+    """Return the bin of each item, int64 [items], for sizes in descending order.
 
-    Items of one size are placed together. Let r be the smallest room that holds this size. A bin of room r that
-    takes an item has room r - size, and if the next item fits there too, that is the tightest fit: every other
-    bin that fits has room r or more. So a bin takes r // size items at a stretch, then the next bin of room r
-    does. A bin's room at least halves each time (r mod size < r / 2), and each size makes at most two new rooms,
-    hence the number of rounds is O(sizes · log capacity), however many items there are.
+    Items of one size are placed together. Let r be the smallest free room that fits this size. After a bin of room r
+    takes an item, it has room r - size. If the next item still fits there, this is the tightest fit, because every
+    other bin that fits has room r or more. So a bin takes r // size items in a row, then the next bin of room r does.
+    Each time, a bin's room at least halves (r mod size < r / 2), and each size creates at most two new rooms. Hence the
+    number of rounds is O(sizes · log capacity), whatever the number of items.
     """
     bin_of = np.empty(len(sizes), np.int64)
     rooms = _Rooms(capacity)
-    ends = np.flatnonzero(np.diff(sizes, append=0)) + 1  # of each run of one size
+    ends = np.flatnonzero(np.diff(sizes, append=0)) + 1  # end of each run of equal sizes
     placed = 0
     for end, size in zip(ends.tolist(), sizes[ends - 1].tolist(), strict=True):
         while placed < end:
             room, bins = rooms.take(size, end - placed)
             each = room // size
-            # The last bin may be given fewer than it could hold.
+            # The last bin may get fewer items than fit.
             short = max(len(bins) * each - (end - placed), 0)
             numbers = np.frombuffer(bins, np.int64).repeat(each)
             bin_of[placed : placed + len(numbers) - short] = numbers[: len(numbers) - short]
@@ -76,19 +76,19 @@ def _best_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Rooms:
-    """The open bins, by how much room each has left."""
+    """The open bins, grouped by their remaining room."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._opened = 0  # bins so far
-        self._bins: dict[int, array[int]] = {}  # of each room, a stack; int64
-        self._sorted: list[int] = []  # the keys
+        self._bins: dict[int, array[int]] = {}  # room → stack of bin numbers, int64
+        self._sorted: list[int] = []  # keys of `_bins`, ascending
 
     def take(self, size: int, items: int) -> tuple[int, "array[int]"]:
-        """Take out the bins that `items` of one size go to next, in the order in which they are filled.
+        """Remove and return the bins to fill next with `items` items of one size, in filling order.
 
         Returns:
-          The room of these bins, all the same, and their numbers: no more than the items need, but perhaps fewer.
+          The room, which all these bins have, and their numbers. They may not be enough for all items.
         """
         at = bisect_left(self._sorted, size)
         if at == len(self._sorted):  # no bin has room
@@ -107,7 +107,7 @@ class _Rooms:
         return room, bins
 
     def put(self, room: int, bins: "array[int]") -> None:
-        """Put bins back, now with `room` left."""
+        """Return bins that now have `room` left."""
         if not bins or room == 0:  # nothing fits into a full bin
             return
         if room in self._bins:

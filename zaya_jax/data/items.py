@@ -24,7 +24,7 @@ class Items(NamedTuple):
         return type(self)(self.document[chosen], self.start[chosen], self.length[chosen])
 
     def untrimmed(self, originals: "Items", most: int) -> Self:
-        """Undo trimming to `most` tokens: restore the lengths of the `originals`."""
+        """Undo trimming to `most` tokens by restoring the lengths of `originals`."""
         if len(self.length) == 0 or len(originals.length) == 0:
             return self
         stride = int(max(originals.start.max(), self.start.max())) + 1

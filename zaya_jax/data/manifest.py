@@ -25,7 +25,7 @@ _DTYPES = ("|u1", "<u2", "<u4", "<u8")
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file of the folder."""
+    """A file of a prepared folder."""
 
     file: str  # name within the folder
     bytes: int
@@ -34,14 +34,14 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class ShardEntry(FileEntry):
-    """One ArrayRecord file."""
+    """An ArrayRecord file."""
 
     documents: int
 
 
 @dataclass(frozen=True)
 class SplitEntry:
-    """One split; its documents are those of its shards, in order."""
+    """A split, whose documents are those of its shards in order."""
 
     shards: tuple[ShardEntry, ...]
     lengths: FileEntry  # .npy, int64 [documents]: tokens of each document, begin and end tokens included
@@ -75,7 +75,7 @@ class Manifest:
         return SpecialTokens(self.eot, self.bos, self.eos)
 
     def split(self, split: Split) -> SplitEntry:
-        """The entry of one split."""
+        """Return the entry of a split."""
         return self.train if split == "train" else self.heldout
 
     def files(self) -> list[FileEntry]:
@@ -87,7 +87,7 @@ class Manifest:
 
 
 def json_digest(*values: object) -> str:
-    """A digest of values that JSON can hold."""
+    """Return a digest of values that JSON can represent."""
     return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
 
@@ -149,7 +149,7 @@ def _parse(tree: dict[str, Any]) -> Manifest:
     for name, entry in (("extras", lambda x: FileEntry(**x)), ("examples", str)):
         files[name] = tuple(map(entry, tree.pop(name)))
     splits = {split: _parse_split(tree.pop(split)) for split in SPLITS}
-    for key in ("bos", "eos"):  # of a manifest without them, the token that ends a document stood for both
+    for key in ("bos", "eos"):  # absent in older manifests, where `eot` served as both
         tree.setdefault(key, tree["eot"])
     manifest = Manifest(**files, **splits, **tree)
     for name, value, allowed in (("kind", manifest.kind, get_args(Kind)), ("dtype", manifest.dtype, _DTYPES)):

@@ -16,15 +16,15 @@ LONGEST_PERIOD = 65_536  # rows
 
 
 class Mixture:
-    """An endless sequence of rows of several sources. Picklable, and safe to read from several threads.
+    """An endless sequence of rows from several sources. Picklable and thread-safe.
 
-    Weights become integers whose sum is the period, in lowest terms: exactly if the period is then at most
-    65,536 (weights count as the decimal fractions they are written as), otherwise rounded to a period of
-    65,536 or a divisor of it with at least one row for each source. Multiplying all weights changes nothing.
+    Weights are read as decimal fractions and become integers in lowest terms, whose sum is the period. If the period
+    would exceed 65,536, they are rounded to a period of 65,536 or a divisor of it, with at least one row per source.
+    Scaling all weights changes nothing.
 
-    Within a period the j-th row of a source of integer weight W stands at time (2j + 1) / 2W. Rows are sorted by
-    time, rows of one time by the order of the sources. Among the first n rows a source of share w (of m sources)
-    has n·w rows, give or take (1 + w·(m - 2)) / 2.
+    Within a period, the j-th row of a source with integer weight W has time (2j + 1) / 2W. Rows are sorted by time;
+    ties keep the order of the sources. Among the first n rows, each of m sources with share w has n·w rows, with an
+    error of at most (1 + w·(m - 2)) / 2.
 
     Attributes:
       names: the sources, in the order given.
@@ -32,11 +32,10 @@ class Mixture:
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
-        """Mix the sources that are the keys.
+        """Mix sources by weight.
 
         Args:
-          weights: of each source, relative to each other; finite and above 0. Their unit is rows: with rows of equal
-            size also tokens.
+          weights: source → relative number of rows (and tokens, since rows have equal sizes); finite and above 0.
 
         Raises:
           InputError: a weight is not finite and above 0.
@@ -47,23 +46,23 @@ class Mixture:
         self.names: tuple[str, ...] = tuple(weights)
         self._per_period = _integers([Fraction(str(weight)) for weight in weights.values()])
         self.period: int = sum(self._per_period)
-        # Correctly rounded quotients of integers this small are equal exactly where the fractions are.
+        # For integers this small, floating-point quotients are equal if and only if the fractions are.
         times = [(2 * np.arange(count) + 1) / (2 * count) for count in self._per_period]
         sources = np.repeat(np.arange(len(times), dtype=np.int32), self._per_period)
         self._source = sources[np.argsort(np.concatenate(times), kind="stable")]  # int32 [period]
-        self._rows = [np.flatnonzero(self._source == source) for source in range(len(times))]  # int64, of each source
-        self._within = np.empty(self.period, np.int32)  # its row's number among those of its source
+        self._rows = [np.flatnonzero(self._source == source) for source in range(len(times))]  # int64 [rows] per source
+        self._within = np.empty(self.period, np.int32)  # index of each row among those of its source
         for rows in self._rows:
             self._within[rows] = np.arange(len(rows))
 
     def locate(self, row: int) -> tuple[int, int]:
-        """The source of a row, as its index in `names`, and which of that source's own rows it is, both from 0."""
+        """Return the source of a row, as an index into `names`, and the row's index within that source."""
         period, place = divmod(row, self.period)
         source = int(self._source[place])
         return source, period * self._per_period[source] + int(self._within[place])
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows are of each source, in the order of `names`."""
+        """Count the rows of each source among the first `rows`, in the order of `names`."""
         periods, rest = divmod(rows, self.period)
         return [
             periods * count + int(np.searchsorted(places, rest))
@@ -72,7 +71,7 @@ class Mixture:
 
 
 def _integers(weights: list[Fraction]) -> list[int]:
-    """Integers proportional to the weights, in lowest terms; rounded if their sum would pass the longest period."""
+    """Scale weights to integers in lowest terms, rounded if their sum would exceed `LONGEST_PERIOD`."""
     exact = _lowest_terms(weights)
     if sum(exact) <= LONGEST_PERIOD:
         return exact

@@ -18,7 +18,7 @@ from zaya_jax.errors import InputError, WorkerLost
 from zaya_jax.run.signals import interrupts_kept_from_children
 
 Batch = dict[str, np.ndarray]  # of `rows.PackedRows.row`, each array [b, s]
-ProcessShare = tuple[int, int]  # (i, n): the i-th of n equal parts of each batch
+ProcessShare = tuple[int, int]  # (i, n): part i of n equal parts of each batch
 
 _THREADS = 2
 _PREFETCHED = 4  # batches
@@ -40,20 +40,20 @@ class TrainBatches(Iterator[Batch]):
         self.plan = plan
         self._stages, self._workers = steps, workers
         self._shares = shares or [(0, 1)] * len(plan.phases)
-        self._sequences = start  # given so far, by all processes together
+        self._sequences = start  # rows of the run returned so far, by all processes together
         self._batches = self._start()
 
     def __next__(self) -> Batch:
-        """The next batch: this process's rows of it.
+        """Return this process's rows of the next batch.
 
         Raises:
           InputError: a document is damaged.
-          WorkerLost: a process that reads was killed.
+          WorkerLost: a data worker process was killed.
         """
         try:
             batch = next(self._batches) if self._started else self._first()
         except RuntimeError as error:
-            if "Worker process was terminated" not in str(error):  # Grain's words; it has no class for this
+            if "Worker process was terminated" not in str(error):  # Grain has no exception class for this
                 raise
             code = str(error).partition("exit code ")[2].partition(".")[0].replace("-", "signal ")
             raise WorkerLost(
@@ -70,11 +70,11 @@ class TrainBatches(Iterator[Batch]):
         self.close()
 
     def close(self) -> None:
-        """Stop the threads and processes; no batch follows."""
+        """Stop the threads and processes. No batch can be read afterwards."""
         self._batches.close()
 
     def _first(self) -> Batch:
-        """The first batch of Grain's processes, for which it starts them."""
+        """Return the first batch, for which Grain starts its worker processes."""
         self._started = True
         with interrupts_kept_from_children():
             return next(self._batches)
@@ -110,7 +110,7 @@ class TrainBatches(Iterator[Batch]):
 
     def _start(self) -> Any:
         self._started = not self._workers
-        import grain  # imports jax, which preparing data must not
+        import grain  # here, because it imports jax, which data preparation must not
 
         batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, self._shares))
         threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)

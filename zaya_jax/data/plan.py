@@ -1,4 +1,7 @@
-"""The rows of a whole run, each a function of its number: phases, mixtures and the position of every source."""
+"""Plan which rows each step of a run reads, over all phases and sources.
+
+Every row is a function of its index, so a run resumes from an index alone.
+"""
 
 import bisect
 import dataclasses
@@ -20,13 +23,13 @@ from zaya_jax.errors import InputError
 
 
 class SourceShare(NamedTuple):
-    """The rows that a phase takes of a source."""
+    """The rows that a phase reads from one source."""
 
     rows: int
-    epochs: float  # read in this phase
+    epochs: float  # passes over the source in this phase
     phase_rows: PhaseRows
     documents: Documents
-    counts: dict[str, int]  # what was done to conversations to make them fit
+    counts: dict[str, int]  # trimming outcome → number of conversations, see `trimming.Outcome`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +37,19 @@ class PhasePlan:
     """The rows of one phase."""
 
     config: PhaseConfig
-    context: int  # tokens a row
-    first_row: int  # of the run
+    context: int  # tokens per row
+    first_row: int  # index in the run
     rows: int
     mixture: Mixture
     shares: dict[str, SourceShare]
-    bytes_per_token: float | None  # of text, on average; None where the loss does not count all tokens
-    order: str  # digest of what the rows and their order depend on
-    sources: tuple[str, ...]  # of the run
+    bytes_per_token: float | None  # average UTF-8 bytes of text; None if the loss masks some tokens (chat)
+    order: str  # digest of everything that determines the rows and their order
+    sources: tuple[str, ...]  # names of all sources of the run
 
     def row(self, index: int) -> Row:
-        """Row `index` of the phase, see `rows.PackedRows.row`; in a run of several sources also `sources` int16 [s].
+        """Return row `index` of the phase, see `rows.PackedRows.row`.
 
-        All its values are the index of the row's source.
+        With several sources in the run, it also has `sources` int16 [s], filled with the index of the row's source.
         """
         source, place = self.mixture.locate(index)
         name = self.mixture.names[source]
@@ -58,7 +61,7 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run, see `rows.PackedRows.row`. Picklable; safe to read from several threads."""
+    """All rows of a run as a sequence, see `rows.PackedRows.row`. Picklable and thread-safe."""
 
     phases: tuple[PhasePlan, ...]
 
@@ -71,14 +74,16 @@ class RunPlan:
 
 
 def plan_run(config: Config, prepared: Prepared) -> RunPlan:
-    """Plan what each step of a run reads; a pure function of the configuration and the sources' content.
+    """Plan the rows that each step of a run reads.
+
+    The plan is a pure function of the configuration and the content of the sources.
 
     Args:
-      config: `data`, `seed` and `phases` are used.
+      config: uses `data`, `seed` and `phases`.
       prepared: the sources.
 
     Raises:
-      InputError: a source would be read more often than its `max_epochs`, or a phase finds nothing to read in one.
+      InputError: a source would be read more often than its `max_epochs`, or yields no row in a phase.
     """
     positions = dict.fromkeys(prepared.sources, Position())
     phases: list[PhasePlan] = []
@@ -104,14 +109,15 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
 
 
 def make_packer(config: Config, prepared: Prepared, phase: PhaseConfig, seed: int | None) -> Packer:
-    """How `phase` makes rows of documents, in an order drawn from `seed` or in their own."""
+    """Return the packer of a phase. `seed` shuffles the rows; None keeps the order of the documents."""
     return Packer(phase.packing, phase.over_length, config.context_for(phase), seed, prepared.cache / "plans")
 
 
 def heldout_phase(config: Config, source: Source) -> PhaseConfig | None:
-    """How held-out documents of a source become rows of `data.context` tokens; None where no phase reads the source.
+    """Return the phase settings that pack a source's held-out documents; None if no phase reads the source.
 
-    As the last phase that reads it does, but no token is left out: only conversations are trimmed.
+    They are those of the last phase that reads it, with rows of `data.context` tokens. Long texts are split, so every
+    token is evaluated; conversations are trimmed if the phase trims them.
     """
     reading = [phase for phase in config.phases if not phase.mixture or source.name in phase.mixture]
     if not reading:
@@ -141,7 +147,7 @@ def _bytes_per_token(prepared: Prepared, shares: dict[str, SourceShare]) -> floa
 
 def _order_digest(seed: int, phase: PhaseConfig, context: int, first_row: int, mixture: Mixture,
            shares: dict[str, SourceShare]) -> str:  # fmt: skip
-    """The digest leaves out batch and budget: they change neither a row nor the order of rows."""
+    """Digest what determines the rows and their order; batch size and token budget do not."""
     sources = [
         [name, parts, share.phase_rows.content]
         for (name, share), parts in zip(shares.items(), mixture.counts(mixture.period), strict=True)
@@ -150,6 +156,6 @@ def _order_digest(seed: int, phase: PhaseConfig, context: int, first_row: int, m
 
 
 def _source_seed(config: Config, name: str) -> int:
-    """A seed of each source's own, so that sources of equal size are not in the same order; the corpus is alone."""
+    """Return the seed of a source. Each has its own, so that sources of equal size get different orders."""
     own = 0 if name == CORPUS else int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little")
     return config.seed + (own << 32)

@@ -1,4 +1,4 @@
-"""Prepare documents once: text or conversations to shards, by any number of tasks, resumable after a kill."""
+"""Tokenize documents and write them as shards, in one or several tasks. A killed task resumes where it stopped."""
 
 import dataclasses
 import json
@@ -54,28 +54,28 @@ def prepare(
     tasks: int = 1,
     unit_bytes: int | None = None,
 ) -> Manifest | None:
-    """Do one task's share of a preparation; a single task also merges it.
+    """Prepare this task's share of the inputs. With a single task, also merge the folder.
 
     Args:
       inputs: files and folders, see `list_units`.
-      tokenizer: a `tokenizer.json`.
-      output: a folder, new or of an earlier call that was interrupted.
+      tokenizer: path of a `tokenizer.json`.
+      output: a new folder, or the folder of an interrupted preparation.
       settings: the same for all tasks.
-      max_bad: documents that cannot be used and that this task may leave out.
-      workers: processes; by default one for each core.
-      task: of this call, from 0.
-      tasks: calls that share the work, each on any machine that sees `output`.
-      unit_bytes: of input to a shard, see `list_units`.
+      max_bad: maximum number of unusable documents that this task skips.
+      workers: number of processes; None means one per core.
+      task: index of this task, from 0.
+      tasks: number of tasks that share the work, each on any machine that has access to `output`.
+      unit_bytes: bytes of input per shard, see `list_units`.
 
     Returns:
-      The manifest, if the folder is complete and merged: always where `tasks` is 1.
+      The manifest, or None if the folder is not merged yet, which happens only with several tasks.
 
     Raises:
-      InputError: an input, the tokenizer or a setting cannot be used, the folder holds another preparation, or
-        too many documents cannot be used. What is done stays done.
-      RunStopped: a process was killed.
+      InputError: an input, the tokenizer or a setting cannot be used, the folder contains another preparation, or
+        more than `max_bad` documents are unusable. Finished shards are kept.
+      RunStopped: a worker process was killed.
     """
-    if not 0 <= settings.heldout < 1:  # NaN as the command line spells it
+    if not 0 <= settings.heldout < 1:  # also rejects NaN
         raise InputError(f"--heldout is {settings.heldout}, but must be at least 0 and below 1.")
     require(max_bad >= 0, "--max-bad", max_bad, "at least 0")
     require(0 <= task < tasks, "--task", task, f"at least 0 and below --of ({tasks})")
@@ -94,7 +94,7 @@ def prepare(
                             "Fix them, or skip up to {count} with --max-bad {count}.", range(task, len(units), tasks),
                             workers or default_workers(), max_bad)  # fmt: skip
     of_task = "" if tasks == 1 else f" task {task} of {tasks}"
-    # Whatever raises here leaves no file behind.
+    # Check everything before the first file is written, so that a rejected input leaves nothing behind.
     if not _finished(output, plan):
         _check_plan(output, plan)
         conversion.check(PrepareWork(tokenizer, plan["tokenizer"], special, settings).check, f"checking{of_task}")
@@ -108,15 +108,15 @@ def prepare(
 
 
 def merge(output: Path) -> Manifest:
-    """Finish a folder whose tasks are all done: write its manifest.
+    """Write the manifest of a prepared folder after all its tasks are done, and return it.
 
     Raises:
-      InputError: `output` holds no preparation, or tasks are missing (the message names them).
+      InputError: `output` contains no preparation, or tasks are missing (the message names them).
     """
     if not output.is_dir():
         raise InputError(f"{output} is not a folder; pass the --output folder of prepare.")
     if not (output / PLAN).exists() and not (output / MANIFEST).exists():
-        _read_plan(output)  # raises, before a lock is left in somebody else's folder
+        _read_plan(output)  # raises before a lock file is written to an unrelated folder
     with locked(output / ".merge.lock", "The prepared folder"):
         if not (output / MANIFEST).exists():
             missing = missing_tasks(output)
@@ -126,7 +126,7 @@ def merge(output: Path) -> Manifest:
             special = SpecialTokens(plan["eot"], plan["bos"], plan["eos"])
             write_merged(output, plan["units"], kind=plan["kind"], inputs=plan["digest"], special=special)
         manifest = read_manifest(output, remedy(output))
-        # A kill may have come after the manifest, so this is done whoever wrote it.
+        # Also remove what a process left that was killed after it had written the manifest.
         remove_notes(output)
         for leftover in (*output.glob("task-*.json"), output / PLAN, *output.glob(".task-*.lock"),
                          output / ".merge.lock"):  # fmt: skip
@@ -135,7 +135,7 @@ def merge(output: Path) -> Manifest:
 
 
 def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: SpecialTokens) -> Manifest:
-    """Write the lengths and the manifest of a folder whose `units` units are all converted and have notes."""
+    """Write the lengths and the manifest of a folder after all of its `units` units are converted."""
     notes = [note for number in range(units) if (note := read_note(folder, number)) is not None]
     tokenizer, *extras = (describe_file(folder / name) for name in (TOKENIZER, *TOKENIZER_FILES)
                           if (folder / name).exists())  # fmt: skip
@@ -154,12 +154,12 @@ def write_merged(folder: Path, units: int, *, kind: Kind, inputs: str, special: 
 
 
 def missing_tasks(output: Path) -> list[int]:
-    """List the tasks of a preparation that have units to do or did not finish.
+    """Return the indices of the tasks that are unfinished.
 
-    A task that skipped more documents than it may has no unit to do, and yet must not be merged.
+    A task that skipped too many documents has converted all its units but did not finish, so it is listed too.
 
     Raises:
-      InputError: `output` holds no preparation.
+      InputError: `output` contains no preparation.
     """
     plan = _read_plan(output)
     undone = {task for task in range(plan["tasks"]) if not _done_path(output, task).exists()}
@@ -187,11 +187,12 @@ def remedy(folder: Path) -> str:
 
 def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: PrepareSettings, special: SpecialTokens,
           tasks: int) -> dict[str, Any]:  # fmt: skip
-    """The settings and inputs that all calls on one folder must share."""
+    """Return the settings and inputs, which must be the same in every call that writes to a folder."""
     stats = [[file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns]
              for file in dict.fromkeys(file for unit in units for file in _files(unit))]  # fmt: skip
     chosen = dataclasses.asdict(settings) | {"suffixes": list(settings.suffixes)}
-    del chosen["bos"]  # what it comes to counts, and only where it is not the end, as it was before it could be given
+    # The detected token counts, not the option; and only if it differs from `eot`, so that older digests still match.
+    del chosen["bos"]
     entry, eot = describe_file(tokenizer), special.eot
     others = [] if special == (eot, eot, eot) else [special.bos, special.eos]
     return {
@@ -208,13 +209,13 @@ def _plan(inputs: list[str], units: list[Unit], tokenizer: Path, settings: Prepa
 
 
 def _files(unit: Unit) -> tuple[str, ...]:
-    """The files that a unit is read from."""
+    """Return the files that a unit is read from."""
     companions = load_format(unit.format).companions
     return (*unit.files, *(path for file in unit.files for path in companions(file)))
 
 
 def _finished(output: Path, plan: dict[str, Any]) -> bool:
-    """Whether this preparation is finished already; raise `InputError` where another one is."""
+    """Return whether this preparation is finished. Raise `InputError` if the folder has another finished one."""
     if not (output / MANIFEST).exists():
         return False
     if read_manifest(output, remedy(output)).inputs != plan["digest"]:
@@ -224,7 +225,7 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
 
 
 def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
-    """Claim the folder for this preparation; True if the preparation is finished already."""
+    """Claim the folder for this preparation, and return whether the preparation is already finished."""
     with locked(output / ".merge.lock", "--output"):
         if _finished(output, plan):
             return True
@@ -243,7 +244,7 @@ def _claim(output: Path, tokenizer: Path, plan: dict[str, Any]) -> bool:
 
 
 def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
-    """Whether this preparation is under way in the folder; raise `InputError` where another one is."""
+    """Return whether the folder contains this preparation, unfinished. Raise `InputError` if it contains another."""
     if not (output / PLAN).exists():
         return False
     saved = _read_plan(output)
@@ -261,7 +262,7 @@ def _read_plan(output: Path) -> dict[str, Any]:
         plan = json.loads((output / PLAN).read_text(encoding="utf-8"))
         if plan["format"] != FORMAT:
             raise ValueError(f"it has format {plan['format']}, but this version reads format {FORMAT}")
-        for key in ("bos", "eos"):  # as in a manifest without them
+        for key in ("bos", "eos"):  # absent in older plans, where `eot` served as both
             plan.setdefault(key, plan["eot"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
@@ -281,7 +282,7 @@ def _incomplete(folder: Path, missing: list[int], tasks: int) -> str:
 
 
 def _refuse_foreign(output: Path) -> None:
-    """Raise `InputError` for a folder of something else, in which nothing may be overwritten."""
+    """Raise `InputError` if the folder contains unrelated files, so that none is overwritten."""
     if (output / PLAN).exists() or (output / MANIFEST).exists() or not output.is_dir():
         return
     ours = {TOKENIZER, *TOKENIZER_FILES}  # written before the plan

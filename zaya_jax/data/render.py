@@ -1,4 +1,4 @@
-"""Conversations as tokens: rendered by a template, trimmed to fit, and cached."""
+"""Render conversations with a chat template, trim them, and cache the tokens."""
 
 import functools
 import json
@@ -23,17 +23,20 @@ from zaya_jax.run.files import locked, write_atomically
 
 @dataclass(frozen=True)
 class RenderWork:
-    """A shard of conversations to records of tokens and a loss mask that covers assistant turns only."""
+    """Renders a shard of conversations as records of tokens and a loss mask that covers assistant turns only."""
 
     tokenizer: Path
     special: SpecialTokens
     template: Template
-    limit: int | None  # tokens; None trims nothing
-    folder: Path  # of the conversations
+    limit: int | None  # maximum tokens of a conversation; None disables trimming
+    folder: Path  # prepared conversations
     split: Split
 
     def __call__(self, shard: ShardEntry) -> Iterator[Record | Skipped]:
-        """A record a conversation; one that cannot fit has no tokens, and so keeps its number."""
+        """Yield one record per conversation.
+
+        A conversation that cannot be trimmed to fit gets a record without tokens, so that others keep their index.
+        """
         tokenizer = _tokenizer(self.tokenizer, self.special)
         dtype = token_dtype(tokenizer.vocab_size)
         records = Records(self.folder, (shard,))
@@ -62,28 +65,28 @@ class RenderWork:
 
 def open_rendered(folder: Path, manifest: Manifest, split: Split, template: str | None, limit: int | None,
                   cache: Path) -> tuple[Path, Manifest]:  # fmt: skip
-    """Find a split of the conversations of a prepared folder written out as tokens, or write it out.
+    """Render a split of a prepared folder of conversations, or return the cached rendering.
 
-    The result lies in `cache/DIGEST`. Of several processes on one file system one makes it, with all its cores, and
-    the others wait; what a killed one has done is not done again.
+    The result is cached in `cache/DIGEST`. If several processes share a file system, one renders with all its cores
+    and the others wait. An interrupted rendering resumes where it stopped.
 
     Args:
-      folder: of the kind 'chat'.
-      manifest: of it.
-      split: of it.
-      template: a Jinja file; None is the built-in one.
-      limit: tokens that a conversation may have, see `trim`; None trims nothing.
-      cache: a folder.
+      folder: a prepared folder of kind 'chat'.
+      manifest: the manifest of `folder`.
+      split: the split to render.
+      template: path of a Jinja file; None selects the built-in template.
+      limit: maximum tokens of a conversation, see `trim`; None disables trimming.
+      cache: folder of the cache.
 
     Returns:
-      A folder of the kind 'masked' and its manifest, in which the other split is empty. Its documents are those of
-      `folder` in the same order; one that cannot fit has no tokens. Counted are the outcomes of trimming.
+      A folder of kind 'masked' and its manifest, in which the other split is empty. Its documents are those of
+      `folder` in the same order; one that cannot be trimmed to fit has no tokens. `counts` has the trimming outcomes.
 
     Raises:
-      InputError: the template cannot be used, or a conversation with it.
-      RunStopped: a process was killed.
+      InputError: the template cannot be used, or fails on a conversation.
+      RunStopped: a worker process was killed.
     """
-    refuse_in_worker()  # which would wait for its parent
+    refuse_in_worker()  # a worker would wait forever for the lock that its parent holds
     loaded = load_template(template)
     inputs = json_digest(FORMAT, manifest.content, split, loaded.digest, limit)
     target = cache / inputs
@@ -112,4 +115,4 @@ def _render(folder: Path, manifest: Manifest, split: Split, template: Template, 
 
 @functools.lru_cache(maxsize=1)
 def _tokenizer(path: Path, special: SpecialTokens) -> Tokenizer:
-    return load_tokenizer(path, special.eot, special.bos)  # its folder is named by what it holds
+    return load_tokenizer(path, special.eot, special.bos)  # cached by path, which contains a digest

@@ -1,7 +1,6 @@
-"""Rows of a fixed length from items, each row a function of its index alone.
+"""Pack items into rows of a fixed length. Each row is a function of its index.
 
-Nothing is carried from one row to the next: any row can be made first, by any process, and a run resumes by
-knowing one number.
+No state is carried between rows, so any process can build any row, and a run resumes from a row index.
 """
 
 import functools
@@ -16,9 +15,9 @@ from zaya_jax.data.shards import Documents, Text
 
 Row = dict[str, np.ndarray]
 
-LANES = 64  # places of the concatenation that windows are read from in rotation
+LANES = 64  # parts of the concatenation from which windows are read in turn
 
-_CACHED_EPOCHS = 2  # orders in memory: prefetching threads work on both sides of an epoch's end
+_CACHED_EPOCHS = 2  # orders kept in memory, since prefetching threads can work on two epochs at once
 
 
 class DocumentPart(NamedTuple):
@@ -30,51 +29,51 @@ class DocumentPart(NamedTuple):
 
 
 class PackedRows(Protocol):
-    """Items as rows, in an order of each epoch's own."""
+    """Items packed into rows, whose order differs from epoch to epoch."""
 
     @property
     def per_epoch(self) -> int:
-        """Rows of an epoch."""
+        """Number of rows per epoch."""
         ...
 
     def row(self, epoch: int, index: int) -> Row:
-        """Row `index` of an epoch.
+        """Return row `index` of an epoch.
 
         Returns:
-          Arrays of shape [s]. `tokens` and `targets` int32: what the model sees and what follows it.
+          Arrays of shape [s]. `tokens` int32: input token ids. `targets` int32: the next token of each.
           `segment_ids` int32: 1, 2, 3, … for the items in the row, 0 for padding. `positions` int32: from 0 in each
-          item. `loss_mask` bool: true where the target belongs to the same item as the token and the loss counts it.
+          item. `loss_mask` bool: whether the loss covers the target, which must belong to the same item as the token.
         """
         ...
 
     def parts(self, epoch: int, index: int) -> list[DocumentPart]:
-        """The parts of documents that row `index` of an epoch is made of; the first token of each is only an input."""
+        """Return the parts of documents in row `index` of an epoch; the first token of each is not a target."""
         ...
 
     def after(self, epoch: int, rows: int) -> Items:
-        """What the first `rows` rows of an epoch leave of its items, in the order they would have come."""
+        """Return the items that remain unread after the first `rows` rows of an epoch, in reading order."""
         ...
 
 
 class Windows:
-    """Windows over the concatenation of the items; of s + 1 tokens each, one shared with the next window.
+    """Windows of s + 1 tokens over the concatenation of all items. Neighbouring windows share one token.
 
-    An epoch predicts each token of the concatenation but the first once. The concatenation is cut into lanes of as
-    many windows each, and rows take the lanes in turn: neighbouring windows are often of one document, and a batch
-    of them would teach that document alone.
+    An epoch predicts each token of the concatenation once, except the first. The concatenation is cut into lanes of
+    equally many windows, and rows are read from the lanes in turn. Otherwise the rows of a batch would often come from
+    a single document.
     """
 
     def __init__(
         self, documents: Documents, items: Items, context: int, *, seed: int | None, lanes: int = LANES
     ) -> None:
-        """Describe the windows; nothing is read yet.
+        """Define the windows without reading any document.
 
         Args:
-          documents: the items are of.
-          items: at least 2 tokens of them, for a window to be.
-          context: s, tokens a window gives to the model.
-          seed: permutes the items anew in each epoch, as a pure function of (seed, epoch); with None they stay.
-          lanes: read in turn; with 1, windows follow each other.
+          documents: the documents that the items refer to.
+          items: the items to pack; fewer than 2 tokens in total give no window.
+          context: s, input tokens per window.
+          seed: shuffles the items of each epoch, as a pure function of (seed, epoch); None keeps their order.
+          lanes: number of lanes that are read in turn; with 1, windows are read from the first to the last.
         """
         self._documents, self._items, self._context, self._seed = documents, items, context, seed
         self._tokens = items.tokens
@@ -104,17 +103,17 @@ class Windows:
         parts = []
         for place in range(first, last + 1):
             item = order[place]
-            begin = ends[place] - self._items.length[item]  # of the item in the concatenation
-            skip = self._items.start[item] - begin  # from a place in the concatenation to one in the document
+            begin = ends[place] - self._items.length[item]  # start of the item in the concatenation
+            skip = self._items.start[item] - begin  # offset from the concatenation to the document
             document = int(self._items.document[item])
             parts.append(DocumentPart(document, int(max(start, begin) + skip), int(min(stop, ends[place]) + skip)))
         return parts
 
     def after(self, epoch: int, rows: int) -> Items:
-        """See `PackedRows.after`. Items that a read window's edge cuts are left with what is not read of them."""
+        """See `PackedRows.after`. Of an item that was read in part, the unread part remains."""
         rounds, more = divmod(rows, self._lanes)
         edges = [self._lane(lane) for lane in range(self._lanes + 1)]
-        runs: list[list[int]] = []  # windows in a row that are not read: the first, and the one after the last
+        runs: list[list[int]] = []  # [first, stop) of each run of consecutive unread windows
         for lane, (begin, end) in enumerate(itertools.pairwise(edges)):
             unread = begin + rounds + (lane < more)
             if unread >= end:
@@ -125,22 +124,22 @@ class Windows:
                 runs.append([unread, end])
         rest = self._items.take(np.zeros(0, np.int64))
         for first, last in runs:
-            # The first token of a window is the last target of the one before: it was predicted.
+            # The first token of a window was already predicted: it is the last target of the window before.
             rest += self._between(epoch, first * self._context, min(last * self._context + 1, self._tokens))
         return rest
 
     def _window(self, index: int) -> int:
-        """The window that row `index` is."""
-        place, lane = divmod(index, self._lanes)  # the first lanes have a window more where they are not even
+        """Return the index of the window of row `index`."""
+        place, lane = divmod(index, self._lanes)  # if lanes are uneven, the first ones have one window more
         return self._lane(lane) + place
 
     def _lane(self, lane: int) -> int:
-        """The first window of a lane."""
+        """Return the index of the first window of a lane."""
         each, more = divmod(self.per_epoch, self._lanes)
         return lane * each + min(lane, more)
 
     def _between(self, epoch: int, start: int, stop: int) -> Items:
-        """The items, or parts of them, that the tokens [start, stop) of an epoch's concatenation are."""
+        """Return the items and parts of items in the tokens [start, stop) of an epoch's concatenation."""
         order, ends = self._epoch(epoch)
         first, last = np.searchsorted(ends, [start, stop - 1], side="right")
         part = self._items.take(order[first : last + 1])
@@ -156,23 +155,23 @@ class Windows:
         return make, (self._documents, self._items, self._context)
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The epoch's items in order, and where in its concatenation each ends: int64 [items] both."""
+        """Return the order of the epoch's items and the end of each in the concatenation, both int64 [items]."""
         order = permutation(len(self._items.length), self._seed, epoch)
         return order, np.cumsum(self._items.length[order])
 
 
 class BinRows:
-    """A row for each bin of whole items; every token of an item but the first is predicted once an epoch."""
+    """One row per bin of whole items. An epoch predicts each token of an item once, except its first."""
 
     def __init__(self, documents: Documents, items: Items, bins: Bins, context: int, *, seed: int | None) -> None:
-        """Describe the rows; nothing is read yet.
+        """Define the rows without reading any document.
 
         Args:
-          documents: the items are of.
-          items: each of 2 to s + 1 tokens.
-          bins: of their sizes, which are one less than their lengths.
-          context: s, tokens a row.
-          seed: permutes the bins anew in each epoch; with None they stay.
+          documents: the documents that the items refer to.
+          items: the items to pack, each of 2 to s + 1 tokens.
+          bins: packing of the items, each of which takes its length minus 1.
+          context: s, tokens per row.
+          seed: shuffles the bins of each epoch; None keeps their order.
         """
         self._documents, self._items, self._bins = documents, items, bins
         self._context, self._seed = context, seed
@@ -219,16 +218,16 @@ class BinRows:
 
 
 def permutation(count: int, seed: int | None, epoch: int) -> np.ndarray:
-    """An order of `count` things, int64 [count], a pure function of (seed, epoch); with no seed their own."""
+    """Return a permutation, int64 [count], as a pure function of (seed, epoch); the identity if `seed` is None."""
     if seed is None:
         return np.arange(count)
-    # Sorting raw bits: numpy promises their stream for good, which it does not for `permutation`.
+    # Sort raw bits: numpy guarantees their stream across versions, but not that of `Generator.permutation`.
     bits = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(count)
     return np.argsort(bits, kind="stable")
 
 
 class _RowBuilder:
-    """Arrays of a row, filled from the left."""
+    """Builds the arrays of a row from left to right."""
 
     def __init__(self, size: int) -> None:
         self.tokens, self.segments, self.positions = np.zeros((3, size), np.int32)

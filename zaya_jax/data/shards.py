@@ -1,4 +1,4 @@
-"""Documents in ArrayRecord files, one record a document, read by random access."""
+"""Write documents to ArrayRecord files, one record per document, and read them by random access."""
 
 import bisect
 import functools
@@ -17,30 +17,30 @@ from zaya_jax.data.manifest import Manifest, ShardEntry, describe_file
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.run.files import partial_name
 
-_WRITER_OPTIONS = "group_size:1,zstd:3"  # one record a chunk: a random read decodes nothing but that record
+_WRITER_OPTIONS = "group_size:1,zstd:3"  # one record per chunk, so that a random read decodes only that record
 _MAX_OPEN = 16384  # shards
-_CACHED_DOCUMENTS = 128  # kept in memory: each lane of windows (`rows.LANES`) often goes on in the same document
+_CACHED_DOCUMENTS = 128  # successive windows of a lane (`rows.LANES`) often read the same document
 
 
 class Text(NamedTuple):
     """A document as token ids."""
 
-    tokens: np.ndarray  # unsigned [n], read-only
-    loss_mask: np.ndarray | None  # bool [n], true where the loss counts a token; None where it counts all
+    tokens: np.ndarray  # unsigned integers [n], read-only
+    loss_mask: np.ndarray | None  # bool [n]: whether the loss covers the token; None if it covers all
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest little-endian unsigned integer that holds every id below `vocab_size`."""
+    """Return the smallest little-endian unsigned integer dtype that holds every id below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1).newbyteorder("<")
 
 
 def pack_text(tokens: np.ndarray, loss_mask: np.ndarray) -> bytes:
-    """The record of a 'masked' document."""
+    """Serialize a document of kind 'masked' as a record."""
     return tokens.tobytes() + np.packbits(loss_mask).tobytes()
 
 
 class ShardWriter:
-    """One shard, which appears under its name whole or not at all; a context manager."""
+    """Writes one shard atomically; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._part = path, partial_name(path)
@@ -54,30 +54,30 @@ class ShardWriter:
         try:
             if self._writer is not None:
                 self._writer.close()
-        except RuntimeError:  # it is not wanted any more
+        except RuntimeError:  # the file is deleted anyway
             pass
         finally:
             self._part.unlink(missing_ok=True)
 
     def write(self, record: bytes) -> None:
-        """Add a record.
+        """Append a record.
 
         Raises:
-          RunStopped: it cannot be written.
+          RunStopped: the record cannot be written.
         """
         try:
             writer = self._writer or ArrayRecordWriter(str(self._part), _WRITER_OPTIONS)
             self._writer = writer
             writer.write(record)
-        except RuntimeError as error:  # of the library's C++
+        except RuntimeError as error:  # raised by the library's C++ code
             raise self._failed(error) from error
         self.documents += 1
 
     def finish(self) -> ShardEntry | None:
-        """Write the shard to disk under its name; None, and no file, where it has no record.
+        """Finish the file and move it to its final name. Without records, write no file and return None.
 
         Raises:
-          RunStopped: it cannot be written.
+          RunStopped: the shard cannot be written.
         """
         if self._writer is None:
             return None
@@ -100,7 +100,7 @@ class ShardWriter:
 
 @dataclass
 class _ShardSpec:
-    """A shard as the data source wants it described so as to open it when it is read; the field names are its own."""
+    """A shard in the form that lets `ArrayRecordDataSource` open it lazily; the library sets the field names."""
 
     filename: str
     skip: int
@@ -109,12 +109,12 @@ class _ShardSpec:
 
 
 class Records:
-    """The records of shards, by index. Safe to read from several threads; picklable."""
+    """Random access to the records of shards. Picklable and thread-safe."""
 
     def __init__(self, folder: Path, shards: tuple[ShardEntry, ...]) -> None:
         self._folder, self._shards = folder, shards
         self._ends = np.cumsum([shard.documents for shard in shards]).tolist()
-        # Open shards are kept, but leave room for what else the process opens.
+        # Keep shards open, but leave file descriptors for the rest of the process.
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         kept = _MAX_OPEN if allowed == resource.RLIM_INFINITY else min(_MAX_OPEN, max(16, allowed // 4))
         self._open = functools.lru_cache(maxsize=kept)(self._source)
@@ -123,11 +123,11 @@ class Records:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> bytes:
-        """One record.
+        """Return one record.
 
         Raises:
           IndexError: `index` is not in [0, len).
-          InputError: its bytes were altered since the shard was written.
+          InputError: the file cannot be opened, or the record is damaged.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"Document {index} is not among the {len(self)} documents.")
@@ -135,7 +135,7 @@ class Records:
         path = self._folder / self._shards[shard].file
         try:
             return self._open(shard)[index - (self._ends[shard - 1] if shard else 0)]
-        except Exception as error:  # whatever the reader's C++ raises
+        except Exception as error:  # the library's C++ code raises several kinds
             try:
                 path.open("rb").close()
             except OSError as unreadable:
@@ -147,7 +147,7 @@ class Records:
         return ArrayRecordDataSource([_ShardSpec(str(self._folder / entry.file), 0, entry.documents, entry.documents)])
 
     def damaged(self, index: int) -> InputError:
-        """The error for a record whose bytes were altered."""
+        """Return the error for a damaged record."""
         shard = self._folder / self._shards[bisect.bisect_right(self._ends, index)].file
         return InputError(f"Document {index} in the data file {shard} is damaged: it cannot be decoded. "
                           "Prepare the data again, or restore the file.")  # fmt: skip
@@ -158,11 +158,11 @@ class Records:
 
 
 class Documents:
-    """The documents of one split, by index, see `Records`. Safe to read from several threads; picklable."""
+    """Random access to the documents of one split. Picklable and thread-safe."""
 
     def __init__(self, records: Records, lengths: np.ndarray, dtype: np.dtype, masked: bool) -> None:
         """Wrap the records; see `open_documents`."""
-        self.lengths = lengths  # int64 [documents], tokens of each
+        self.lengths = lengths  # int64 [documents], tokens per document
         self._records, self._dtype, self._masked = records, dtype, masked
         self._read = functools.lru_cache(maxsize=_CACHED_DOCUMENTS)(self._decode)
 
@@ -189,7 +189,7 @@ class Documents:
 
 
 def open_documents(folder: Path, manifest: Manifest, split: Split) -> Documents:
-    """The documents of one split of a prepared folder, of the kind 'tokens' or 'masked'."""
+    """Open the documents of one split of a prepared folder of kind 'tokens' or 'masked'."""
     entry = manifest.split(split)
     lengths = np.load(folder / entry.lengths.file, allow_pickle=False)
     return Documents(Records(folder, entry.shards), lengths, np.dtype(manifest.dtype), manifest.kind == "masked")

@@ -1,4 +1,4 @@
-"""The prepared sources of a run, checked to fit one another and the model."""
+"""Open the prepared sources of a run, and check that they fit each other and the model."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from zaya_jax.errors import InputError
 
 @dataclass(frozen=True)
 class Source:
-    """One prepared folder."""
+    """A prepared folder that a run reads."""
 
     name: str
     folder: Path
@@ -28,21 +28,22 @@ class Source:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All sources of a run, every file of them checked; they share one tokenizer."""
+    """The verified sources of a run, which share one tokenizer."""
 
     tokenizer: Tokenizer
     sources: dict[str, Source]
-    baselines: dict[str, float]  # bits per byte of the text corpus' held-out text, see `compressor_baselines`
-    cache: Path
+    baselines: dict[str, float]  # compressor → bits per byte, see `compressor_baselines`; empty with `data.sources`
+    cache: Path  # data.cache_dir
     _opened: dict[tuple[str, str], Documents] = field(default_factory=dict, repr=False, compare=False)
 
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
-        """The documents of a source as `phase` reads them, and the manifest that counts them.
+        """Open the documents of a source as `phase` reads them, with their manifest.
 
-        The phase's template writes conversations out; with 'trim' they are made to fit a row of `context` tokens.
+        Conversations are rendered with the phase's template, and with `over_length: trim` trimmed to a row of `context`
+        tokens.
 
         Raises:
-          InputError: the template cannot be used, or a conversation with it.
+          InputError: the template cannot be used, or fails on a conversation.
         """
         source = self.sources[name]
         folder, manifest = source.folder, source.manifest
@@ -52,7 +53,7 @@ class Prepared:
         return self._documents(folder, manifest, split), manifest
 
     def _documents(self, folder: Path, manifest: Manifest, split: Split) -> Documents:
-        """Opened once: phases share what they hold of a document's length."""
+        """Open documents once, so that phases share the array of lengths."""
         key = str(folder), split
         if key not in self._opened:
             self._opened[key] = open_documents(folder, manifest, split)
@@ -60,11 +61,11 @@ class Prepared:
 
 
 def open_sources(config: Config) -> Prepared:
-    """Open what `data.sources` names, or prepare `data.corpus` where it names nothing.
+    """Open and verify the folders of `data.sources`, or prepare `data.corpus` if there are none.
 
     Raises:
-      InputError: a folder is missing, not complete or damaged, the sources are of several tokenizers, the tokenizer
-        has more tokens than the model, or there is nothing to train on or to hold out.
+      InputError: a folder is missing, incomplete or damaged, the sources have different tokenizers, the tokenizer has
+        more tokens than the model, a source has no training document, or none has a held-out document.
     """
     cache = Path(config.data.cache_dir).expanduser()
     try:

@@ -1,4 +1,4 @@
-"""The special tokens that begin and end documents, and those that chat templates receive."""
+"""Find the special tokens that begin and end documents, and that chat templates receive."""
 
 import json
 from pathlib import Path
@@ -8,29 +8,29 @@ from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
-# Beside tokenizer.json in a model's folder. A prepared folder carries those there are, for runs and exports.
+# Files that a model's folder may have next to tokenizer.json. Preparation copies them, for runs and exports.
 TOKENIZER_FILES = (TOKENIZER_CONFIG, "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
-BOS_TEXTS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")  # special tokens that begin a text
+BOS_TEXTS = ("<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>")  # common tokens that begin a text
 
 
 class SpecialTokens(NamedTuple):
-    """Special tokens as text."""
+    """Texts of the special tokens."""
 
     eot: str  # ends a document
-    bos: str | None  # begins a document, and is the `bos_token` of templates; None where nothing does
-    eos: str | None  # the `eos_token` of templates
+    bos: str | None  # begins a document, and `bos_token` of templates; None if there is none
+    eos: str | None  # `eos_token` of templates
 
 
 def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: str | None) -> SpecialTokens:
-    """Find the special tokens by the `tokenizer_config.json` beside the tokenizer and by its vocabulary.
+    """Find the special tokens in the `tokenizer_config.json` next to the tokenizer and in its vocabulary.
 
     Args:
-      tokenizer: a `tokenizer.json`.
-      chat: whether conversations are prepared. Templates get `bos_token` whatever `add_bos_token` says, as in
-        transformers; documents of text begin with it unless that is false.
-      eot: the token that ends a document; None finds it, see `load_tokenizer`.
-      bos: the token that begins a document, 'none' for nothing. None takes `bos_token` of the configuration.
-        Without one, it is the special token among `BOS_TEXTS` or, where there is none, `eot`.
+      tokenizer: path of a `tokenizer.json`.
+      chat: whether to prepare conversations. Their templates always receive `bos_token`, as in transformers, while
+        text documents do not begin with it if `add_bos_token` is false.
+      eot: the token that ends a document; None detects it, see `load_tokenizer`.
+      bos: the token that begins a document, or 'none'. None selects `bos_token` of `tokenizer_config.json`, otherwise
+        the special token among `BOS_TEXTS`, otherwise `eot`.
 
     Raises:
       InputError: a file cannot be read, or a token is unknown, ambiguous or not in the vocabulary.
@@ -69,7 +69,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _text(config: dict[str, Any], key: str, path: Path) -> str | None:
-    """A token's text, which is a string or an object with a `content`; None where it is null or absent."""
+    """Return a token's text, given as a string or an object with a `content`; None if it is null or absent."""
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):

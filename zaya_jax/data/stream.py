@@ -1,4 +1,4 @@
-"""The position of a source in a run: epoch after epoch, carried from phase to phase without repetition."""
+"""Read a source epoch by epoch. Each phase continues where the previous one stopped."""
 
 import hashlib
 import os
@@ -17,26 +17,26 @@ from zaya_jax.data.shards import Documents
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import partial_name
 
-_ALGORITHM = "best-fit-1"  # of `pack`; another one must not find these plans
+_ALGORITHM = "best-fit-1"  # version of `pack` in the names of cached plans; change it with the algorithm
 
 
 class Position(NamedTuple):
     """How far a source has been read."""
 
     epoch: int = 0
-    rest: Items | None = None  # of this epoch, in the order to come; None where nothing of it was read
-    content: str = ""  # digest of the documents that `rest` is of
-    lengths: np.ndarray | None = None  # of those documents
+    rest: Items | None = None  # unread items of the epoch, in reading order; None at its start
+    content: str = ""  # digest of the documents that `rest` refers to
+    lengths: np.ndarray | None = None  # int64 [documents], tokens of each of them
 
     @property
     def epochs_read(self) -> float:
-        """Epochs read, the last one as the fraction of its predictions that was made."""
+        """Number of epochs read; the last one counts by the fraction of its targets that were predicted."""
         if self.rest is None or self.lengths is None:
             return float(self.epoch)
         return self.epoch + 1 - _predictions(self.rest.length) / max(_predictions(self.lengths), 1)
 
     def unread_documents(self, lengths: np.ndarray) -> Items:
-        """Documents of which nothing was read, in the order to come, with `lengths` as their new lengths."""
+        """Return the documents of which nothing was read, in reading order, with `lengths` as their new lengths."""
         if self.rest is None or self.lengths is None:
             return whole_documents(lengths)
         left = np.bincount(self.rest.document, np.maximum(self.rest.length - 1, 0), len(self.lengths))
@@ -47,33 +47,33 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedEpoch:
-    """Items of one epoch as rows."""
+    """The items of one epoch, packed into rows."""
 
     rows: PackedRows
-    trimmed: Items | None  # the items before they were trimmed; None where they were not
-    most: int  # tokens they were trimmed to
-    left_out: Items  # by that policy
+    trimmed: Items | None  # the items before trimming; None if the phase does not trim
+    most: int  # tokens to which items were trimmed
+    left_out: Items  # items that the phase does not read, because they are too long
     counts: dict[str, int]  # see `Fitted`
-    padding: float  # part of the rows' tokens that stand for nothing
+    padding: float  # fraction of the rows' tokens that are padding
 
 
 @dataclass(frozen=True)
 class PhaseRows:
-    """The rows of a source in one phase: what is left of an epoch, then whole ones."""
+    """The rows of a source in one phase: first the rest of an epoch, then whole epochs."""
 
     epoch: int
     first: PackedEpoch
     later: PackedEpoch
     content: str
-    lengths: np.ndarray  # of the documents
+    lengths: np.ndarray  # int64 [documents], tokens of each
 
     def row(self, index: int) -> Row:
-        """Row `index` of the source in this phase, see `PackedRows.row`."""
+        """Return row `index` of the source in this phase, see `PackedRows.row`."""
         epoch, place, packed = self._locate(index)
         return packed.rows.row(epoch, place)
 
     def after(self, rows: int, before: Position) -> Position:
-        """The position after `rows` rows of a phase that began at the position `before`."""
+        """Return the position after `rows` rows of a phase that starts at the position `before`."""
         if rows == 0:
             return before
         epoch, place, packed = self._locate(rows - 1)
@@ -81,7 +81,7 @@ class PhaseRows:
         if packed.trimmed is not None:
             rest = rest.untrimmed(packed.trimmed, packed.most)
         rest += packed.left_out
-        if (rest.length == 1).all():  # such a token was predicted, and predicts nothing
+        if (rest.length == 1).all():  # a last token was already predicted, and has no target
             return Position(epoch + 1)
         return Position(epoch, rest, self.content, self.lengths)
 
@@ -94,25 +94,25 @@ class PhaseRows:
 
 
 class Packer(NamedTuple):
-    """How documents become rows."""
+    """Packs documents into rows."""
 
     packing: Packing
     over_length: OverLength
     context: int
-    seed: int | None  # of the order; None leaves it
-    plans: Path  # folder that keeps bins
+    seed: int | None  # shuffles the rows; None keeps the order of the documents
+    plans: Path  # folder of cached bins
 
     def phase_rows(self, documents: Documents, content: str, position: Position, key: str) -> PhaseRows:
-        """The rows of a source from `position` on.
+        """Pack the documents of a source from `position` on.
 
         Args:
-          documents: of the source, as this phase reads them.
-          content: their digest.
-          position: where the phase before left the source.
-          key: of the source in the configuration, for messages.
+          documents: the documents of the source, as this phase reads them.
+          content: digest of the documents.
+          position: position of the source after the previous phase.
+          key: configuration key of the source, for messages.
 
         Raises:
-          InputError: the policy for long documents leaves nothing.
+          InputError: no document is left, because all are too short or dropped as too long.
         """
         everything = whole_documents(documents.lengths)
         later = self._pack(documents, everything, self.seed)
@@ -121,21 +121,21 @@ class Packer(NamedTuple):
                              f"too short, or dropped by over_length {self.over_length!r}.")  # fmt: skip
         if position.rest is None:
             return PhaseRows(position.epoch, later, later, content, documents.lengths)
-        # Conversations written out anew have other tokens: one that was begun is over.
+        # A new template or limit changes the tokens of conversations, so those read in part cannot be continued.
         rest = position.rest if position.content == content else position.unread_documents(documents.lengths)
-        # Windows go on in the order that was; bins have none.
+        # Windows keep the order of the epoch; the remaining items of bins are packed and shuffled again.
         first = self._pack(documents, rest, None if self.packing == "windows" else self.seed)
         return PhaseRows(position.epoch, first, later, content, documents.lengths)
 
     def _pack(self, documents: Documents, items: Items, seed: int | None) -> PackedEpoch:
-        absent = items.length == 0  # conversations that do not fit here
+        absent = items.length == 0  # conversations that could not be trimmed to fit
         fitted = fit(items.take(~absent), self.context, self.over_length, whole=self.packing == "bins")
         if self.packing == "bins":
             bins = cached_bins(fitted.used.length - 1, self.context, self.plans)
             rows: PackedRows = BinRows(documents, fitted.used, bins, self.context, seed=seed)
             filled = int((fitted.used.length - 1).sum())
         else:
-            # Text without an order of its own is read as it lies: all of it, once.
+            # Without a seed (evaluation), windows are read from the first to the last.
             rows = Windows(documents, fitted.used, self.context, seed=seed, lanes=1 if self.seed is None else LANES)
             filled = max(fitted.used.tokens - 1, 0)
         padding = 1 - filled / max(rows.per_epoch * self.context, 1)
@@ -154,7 +154,7 @@ def _predictions(lengths: np.ndarray) -> int:
 
 
 def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
-    """The bins of `sizes`, packed once: they are cached in the folder `plans`, named by what they depend on."""
+    """Pack `sizes` into bins, or load the bins cached in the folder `plans` under a digest of the arguments."""
     digest = hashlib.blake2b(np.ascontiguousarray(sizes, "<i8").tobytes(), digest_size=12).hexdigest()
     path = plans / f"{_ALGORITHM}-{digest}-{capacity}.npz"
     try:
@@ -163,7 +163,7 @@ def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
         if _is_valid(bins, sizes, capacity):
             return bins
     except (OSError, EOFError, ValueError, KeyError, BadZipFile):
-        pass  # none yet, or a damaged one, which planning replaces
+        pass  # absent or damaged: packed and written again below
     bins = pack(sizes, capacity)
     plans.mkdir(parents=True, exist_ok=True)
     part = partial_name(path)
@@ -174,7 +174,7 @@ def cached_bins(sizes: np.ndarray, capacity: int, plans: Path) -> Bins:
 
 
 def _is_valid(bins: Bins, sizes: np.ndarray, capacity: int) -> bool:
-    """Whether each item stands in one bin, and no bin holds more than it can."""
+    """Return whether each item is in exactly one bin, and no bin exceeds its capacity."""
     members, starts = bins.members, bins.starts
     if members.shape != sizes.shape or starts[0] != 0 or starts[-1] != len(members) or (np.diff(starts) < 1).any():
         return False

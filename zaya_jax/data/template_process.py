@@ -1,7 +1,7 @@
-"""A process that runs chat templates, a request a line: what a template may take is limited by the system.
+"""Render chat templates in a process with limits on CPU time and memory. Each line of stdin is one request.
 
-Jinja's sandbox keeps a template from files and attributes, but not from loops without end or texts of terabytes. This
-file is run as a script and imports nothing of its package, so that it starts quickly and needs little memory.
+Jinja's sandbox denies a template access to files and attributes, but does not stop endless loops or huge outputs. This
+file runs as a script and imports nothing from its package, so that it starts quickly and needs little memory.
 """
 
 import json
@@ -18,17 +18,17 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-MEMORY = 2**30  # bytes of address space, Python's own included
-LONGEST = 2**24  # characters of a rendering
+MEMORY = 2**30  # bytes of address space, including Python's own
+LONGEST = 2**24  # maximum characters of a rendering
 
 
 class _Generation(Extension):
-    """`{% generation %}…{% endgeneration %}`: its inside, with a scope of its own as in transformers."""
+    """The block `{% generation %}…{% endgeneration %}`, which has its own scope, as in transformers."""
 
-    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a class attribute
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Read the block."""
+        """Parse the block."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         if any(node.find(nodes.ExtensionAttribute) for node in body):
@@ -41,7 +41,7 @@ class _Generation(Extension):
 
 
 def _environment(marks: tuple[str, str]) -> ImmutableSandboxedEnvironment:
-    # What transformers renders with, less what differs from one time to the next.
+    # The environment of transformers, without the clock and random numbers, so that renderings are reproducible.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -63,23 +63,23 @@ def _raise_exception(message: str) -> NoReturn:
 
 @lru_cache(maxsize=4)
 def _compile(source: str, marks: tuple[str, str]) -> tuple[jinja2.Template, bool]:
-    """The template, and whether it marks anything as generated."""
+    """Compile a template; also return whether it has a generation block."""
     environment = _environment(marks)
     has_generation = environment.parse(source).find(nodes.ExtensionAttribute) is not None
     return environment.from_string(source), has_generation
 
 
 def _answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The renderings of a request, or what went wrong.
+    """Return the renderings of a request, or an error.
 
-    A request has the template's `source` and a list of `renderings`, each with its `marks` of generated text and the
-    `names` that the template sees. Without any, the template is compiled alone.
+    A request has the template's `source` and a list of `renderings`. Each rendering has the `marks` to put around
+    generated text and the `names` that the template can use. With an empty list, the template is only compiled.
     """
     try:
         _, has_generation = _compile(request["source"], ("", ""))
     except jinja2.TemplateSyntaxError as error:
         return {"syntax": _message(error), "line": error.lineno}
-    except Exception as error:  # from Python, about what Jinja makes of the source
+    except Exception as error:  # Python can reject the code that Jinja generates
         return {"compile": _message(error)}
     texts = []
     for rendering in request["renderings"]:
@@ -106,8 +106,8 @@ def _limit(kind: int, value: int) -> None:
 
 
 def main() -> None:
-    """Answer requests until there are no more; end by SIGXCPU at one that takes too many seconds."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    """Answer requests until stdin ends. A request over its CPU time ends the process with SIGXCPU."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     _limit(resource.RLIMIT_CORE, 0)
     _limit(resource.RLIMIT_AS, MEMORY)
     for line in sys.stdin.buffer:

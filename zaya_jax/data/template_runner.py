@@ -1,4 +1,4 @@
-"""Chat templates run in a separate process with limits on CPU time and memory; see `template_process`."""
+"""Run chat templates in a separate process with limits on CPU time and memory, see `template_process`."""
 
 import atexit
 import functools
@@ -13,36 +13,37 @@ from typing import Any
 
 from zaya_jax.errors import RunStopped
 
-SECONDS = 10  # of CPU that a template may take with one conversation
-LONGEST = 2**27  # bytes of a request, of which the process needs several times as much memory to parse it
+SECONDS = 10  # maximum CPU time per request
+LONGEST = 2**27  # maximum bytes of a request; parsing it takes several times as much memory
 
 
 def run_template(source: str, renderings: list[dict[str, Any]]) -> dict[str, Any]:
     """Compile a template and render it.
 
     Args:
-      source: of the template.
-      renderings: for each the `marks` around generated text and the `names` that the template sees.
+      source: text of the template.
+      renderings: one dict per rendering, with the `marks` to put around generated text and the `names` that the
+        template can use.
 
     Returns:
-      `texts`, one for each rendering, and `has_generation`; or else one of `syntax` (with its `line`), `compile` and
-      `render`, a message.
+      `texts`, one per rendering, and `has_generation`. After an error instead one of the messages `syntax` (with its
+      `line`), `compile` and `render`.
 
     Raises:
-      ValueError: the renderings are not what JSON can hold.
-      RunStopped: the process cannot run.
+      ValueError: JSON cannot represent the renderings.
+      RunStopped: the process cannot be started.
     """
     return _runner(os.getpid()).ask({"source": source, "renderings": renderings, "seconds": SECONDS})
 
 
 @functools.lru_cache(maxsize=1)
 def _runner(process: int) -> "_Runner":
-    del process  # a fork has its parent's pipes, and needs its own
+    del process  # part of the cache key: a forked process must not share its parent's pipes
     return _Runner()
 
 
 class _Runner:
-    """One process, started when it is first needed and again when a template has ended it."""
+    """A process that is started on first use, and again after a template exceeded its limits."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,10 +56,10 @@ class _Runner:
             return {"render": f"its input is larger than {LONGEST // 2**20} MiB as JSON"}
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
-                self._close()  # it was killed while it waited, for which no template is to blame
+                self._close()  # it was killed between requests, so no template is the cause
             try:
                 answer = self._send(data)
-            except BaseException:  # Ctrl-C: the answer that is under way must not be taken for the next one's
+            except BaseException:  # after Ctrl-C, the pending answer must not be read as that of the next request
                 self._close()
                 raise
             if answer.endswith(b"\n"):
@@ -75,22 +76,22 @@ class _Runner:
     def _send(self, data: bytes) -> bytes:
         if self._process is None:
             script = Path(__file__).with_name("template_process.py")
-            # Not in the terminal's group of processes, whose Ctrl-C is for the parent; -P, since a module beside the
-            # script may have the name of one that it imports.
+            # A new session, so that Ctrl-C reaches only the parent. -P, so that modules next to the script do not
+            # shadow those that it imports.
             self._process = subprocess.Popen([sys.executable, "-P", script], stdin=subprocess.PIPE,  # noqa: S603
                                              stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                                              start_new_session=True)  # fmt: skip
         stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None and stdout is not None  # noqa: PT018, S101 - they are pipes
+        assert stdin is not None and stdout is not None  # noqa: PT018, S101 - both are pipes, see above
         try:
             stdin.write(data)
             stdin.flush()
-        except BrokenPipeError:  # it has ended
+        except BrokenPipeError:  # the process has ended
             return b""
         return stdout.readline()
 
     def _close(self) -> int:
-        """End the process; its exit status."""
+        """End the process and return its exit status."""
         process, self._process = self._process, None
         if process is None:
             return 0

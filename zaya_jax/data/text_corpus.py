@@ -1,4 +1,4 @@
-"""The text files of a folder as a source: tokenizer, token shards and compressor baselines, made once and cached."""
+"""Prepare a folder of text files as a source, and cache its tokenizer, token shards and compressor baselines."""
 
 import json
 import os
@@ -33,24 +33,24 @@ from zaya_jax.run.files import locked
 
 BASELINES = "baselines.json"
 
-_SHARD_BYTES = 64 * 2**20  # of records; large files, since parallel file systems dislike many small ones
+_SHARD_BYTES = 64 * 2**20  # bytes of records; parallel file systems are slow with many small files
 
 
 def open_corpus(config: Config) -> tuple[Path, Manifest]:
-    """Find the prepared corpus of `config`, or make it.
+    """Prepare the corpus of `config`, or open the cached preparation.
 
-    The folder is `data.cache_dir/DIGEST`. It appears under that name whole or not at all. Of several processes
-    on one file system one prepares and the others wait; what a killed one left behind is removed.
+    The folder is `data.cache_dir/DIGEST`, which is created atomically. If several processes share a file system, one
+    prepares and the others wait. What a killed process left behind is removed.
 
     Args:
-      config: `data` and `model.vocab_size` are used.
+      config: uses `data` and `model.vocab_size`.
 
     Returns:
       The folder and its manifest.
 
     Raises:
-      InputError: the corpus, the vocabulary or `data.cache_dir` cannot be used (the message says why), the corpus
-        changed meanwhile, or a file of the folder is missing or has another size.
+      InputError: the corpus, the vocabulary size or `data.cache_dir` cannot be used, the corpus changed during the
+        preparation, or a file of the folder is missing or has another size.
     """
     corpus = find_corpus(config.data)
     corpus_digest = corpus.digest()
@@ -59,24 +59,24 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
     folder = Path(config.data.cache_dir).expanduser() / content
     if not folder.exists():
         with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
-            if not folder.exists():  # another process may have made it while this one waited
+            if not folder.exists():  # another process may have created it while this one waited
                 _prepare(config, corpus, corpus_digest, content, folder)
     return folder, read_manifest(folder, cache_remedy(folder))
 
 
 def cache_remedy(folder: Path) -> str:
-    """The advice for a damaged folder of the cache."""
+    """Return the advice for a damaged folder of the cache."""
     return f"Delete the folder {folder}; the next run prepares it again."
 
 
 def read_baselines(folder: Path) -> dict[str, float]:
-    """Bits per byte of the held-out text, see `compressor_baselines`."""
+    """Read the bits per byte of compressors on the held-out text, see `compressor_baselines`."""
     return json.loads((folder / BASELINES).read_text(encoding="utf-8"))
 
 
 def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, folder: Path) -> None:
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # a killed preparation's; the lock says that none is alive
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock excludes a running one
     partial.mkdir()
     try:
         vocab_size = config.model.vocab_size
@@ -92,7 +92,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             train = last_window(map(corpus.read, reversed(corpus.train)))
             baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
             (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
-        if find_corpus(config.data).digest() != corpus_digest:  # the texts were read several times
+        if find_corpus(config.data).digest() != corpus_digest:  # the steps above read the texts separately
             raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; rerun the command.")
         manifest = Manifest(
             format=FORMAT,
@@ -118,7 +118,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
 
 def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], tokenizer: Tokenizer,
                 text_bytes: int) -> SplitEntry:  # fmt: skip
-    """Write shards and lengths: each document as the token that begins one, its token ids, and the one that ends it."""
+    """Write the shards and lengths of a split, and add to each document its begin token, if any, and its end token."""
     dtype, shards, lengths = token_dtype(tokenizer.vocab_size), [], []
     records = (np.array([*tokenizer.prefix, *document, tokenizer.eot], dtype) for document in documents)
     while entry := _write_shard(folder / f"{split}-{len(shards):06d}.arrayrecord", records, lengths):
@@ -128,7 +128,7 @@ def write_split(folder: Path, split: Split, documents: Iterable[Sequence[int]], 
 
 
 def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int]) -> ShardEntry | None:
-    """Write records until the shard is full, and add their lengths; None where there was none."""
+    """Write records until the shard is full, and append to `lengths`; None if no record was left."""
     with ShardWriter(path) as writer:
         filled = 0
         for record in records:
@@ -142,7 +142,7 @@ def _write_shard(path: Path, records: Iterator[np.ndarray], lengths: list[int]) 
 
 @contextmanager
 def timed_step(label: str) -> Iterator[None]:
-    """Print a label on stderr and, at the end of the block, how long it took."""
+    """Print a label to stderr and, at the end of the block, its duration."""
     print(f"data: {label} ...", end=" ", file=sys.stderr, flush=True)
     started = time.perf_counter()
     outcome = "stopped after"

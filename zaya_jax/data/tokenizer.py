@@ -1,4 +1,4 @@
-"""Byte-level BPE trained on a corpus, or any `tokenizer.json`: text to token ids and back."""
+"""Train a byte-level BPE tokenizer or load a `tokenizer.json`, and convert text to token ids and back."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,23 +13,23 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.files import require_regular
 
 EOT_TEXT = "<|endoftext|>"
-EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # what ends a document, in the tokenizers people use
-MIN_VOCAB = 257  # every byte, and the end of a text
+EOT_TEXTS = (EOT_TEXT, "<|end_of_text|>", "<eos>", "</s>")  # common tokens that end a document
+MIN_VOCAB = 257  # every byte and the end-of-text token
 
 _PADDED_TO = 128  # vocabularies are padded to a multiple of this, since matrix units work on whole tiles
-_BATCH_TEXTS = 256  # texts; bounds memory and still feeds every core
+_BATCH_TEXTS = 256  # enough for all cores, few enough for memory
 
 
 class Tokenizer:
-    """Text to token ids and back.
+    """Converts text to token ids and back.
 
-    The text of a special token inside a text is text like any other. With a tokenizer of `train_tokenizer`,
+    `encode` treats the name of a special token inside a text as ordinary text. With a tokenizer from `train_tokenizer`,
     `decode(encode(text)) == text` for every text.
 
     Attributes:
-      eot: the token between documents.
-      eot_text: its text.
-      prefix: the tokens that begin a document: one, or none.
+      eot: id of the token that ends a document.
+      eot_text: text of that token.
+      prefix: ids of the tokens that begin a document: one or none.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eot_text: str = EOT_TEXT, bos_text: str | None = None) -> None:
@@ -43,12 +43,12 @@ class Tokenizer:
         self.prefix = [] if bos_text is None else [self._backend.token_to_id(bos_text)]
 
     def token_id(self, text: str) -> int | None:
-        """The id of the token `text`; None where the vocabulary lacks it."""
+        """Return the id of the token `text`; None if it is not in the vocabulary."""
         return self._backend.token_to_id(text)
 
     @functools.cached_property
     def vocab_size(self) -> int:
-        """One more than the largest token id; a small corpus may not fill the vocabulary it was asked for."""
+        """The largest token id plus 1. After training on a small corpus, it can be below the requested size."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @functools.cached_property
@@ -57,10 +57,10 @@ class Tokenizer:
         return frozenset(token.content for token in self._backend.get_added_tokens_decoder().values() if token.special)
 
     def encode(self, text: str) -> list[int]:
-        """The text's token ids, without any added before or after it.
+        """Encode a text without adding special tokens.
 
         Raises:
-          InputError: the text holds half of a surrogate pair, which no UTF-8 text can.
+          InputError: the text contains an unpaired surrogate, which UTF-8 cannot represent.
         """
         try:
             text.encode()
@@ -71,23 +71,23 @@ class Tokenizer:
         return self._backend.encode(text, add_special_tokens=False).ids
 
     def encode_all(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """`encode` of each text in order, on all cores."""
+        """Encode texts in order, on all cores; see `encode`."""
         texts = iter(texts)
         while batch := list(islice(texts, _BATCH_TEXTS)):
             encodings = self._backend.encode_batch_fast(batch, add_special_tokens=False)
             yield from (encoding.ids for encoding in encodings)
 
     def encode_template(self, text: str) -> list[int]:
-        """The token ids of a text in which special tokens are meant: what a chat template writes."""
+        """Encode the output of a chat template, in which the names of special tokens become those tokens."""
         return self.encode_rendering(text)[0]
 
     def encode_rendering(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """As `encode_template`, and for each token the first character it stands for and the one after the last."""
+        """Encode like `encode_template`; also return the character range [start, stop) of each token."""
         encoding = self._template.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of the token ids. Special tokens become their texts; bytes that are not UTF-8 become U+FFFD."""
+        """Decode token ids. Special tokens become their names, and bytes that are not UTF-8 become U+FFFD."""
         return self._backend.decode(list(tokens), skip_special_tokens=False)
 
     def save(self, path: Path) -> None:
@@ -96,24 +96,24 @@ class Tokenizer:
 
     @functools.cached_property
     def _template(self) -> tokenizers.Tokenizer:
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # which does not hold `encode_special_tokens`
-        backend.post_processor = None  # without special tokens to add, it would only trim spaces off the offsets
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())  # the copy has `encode_special_tokens` off
+        backend.post_processor = None  # it adds no special tokens here, but would trim spaces from the offsets
         return backend
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Train on the texts.
+    """Train a byte-level BPE tokenizer.
 
-    The same texts give the same file whatever the number of threads: the initial alphabet is fixed, and the
-    library orders pairs of equal count by their ids.
+    The result does not depend on the number of threads: the initial alphabet is fixed, and the library breaks ties
+    between pairs by their ids.
 
     Args:
-      texts: the train split.
-      vocab_size: number of token ids, the end of a text (0) included; fewer are used where the texts have too
-        few pairs.
+      texts: texts of the train split.
+      vocab_size: number of token ids, including the end-of-text token (id 0); fewer are used if the texts have too
+        few pairs to merge.
 
     Raises:
-      InputError: the vocabulary has no room for every byte and the end of a text.
+      InputError: `vocab_size` is below `MIN_VOCAB`.
     """
     allowed = f"at least {MIN_VOCAB}: one token a byte and {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
@@ -122,7 +122,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOT_TEXT],  # specials come first, which makes it 0
+        special_tokens=[EOT_TEXT],  # special tokens come first, so its id is 0
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -132,16 +132,17 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None = None, *,
                    default_eot: str | None = None) -> Tokenizer:  # fmt: skip
-    """Read a `tokenizer.json`.
+    """Load a `tokenizer.json`.
 
     Args:
-      path: its file.
-      eot_text: the token that ends a document; where None, the one of `EOT_TEXTS` that the tokenizer has.
-      bos_text: the token that begins a document; None where nothing does.
-      default_eot: taken where the tokenizer has none or several of `EOT_TEXTS`.
+      path: path of the file.
+      eot_text: the token that ends a document; None selects the one of `EOT_TEXTS` in the vocabulary.
+      bos_text: the token that begins a document; None means none.
+      default_eot: the token that ends a document if `eot_text` is None and the vocabulary has none or several of
+        `EOT_TEXTS`.
 
     Raises:
-      InputError: the file is missing or is no such tokenizer, or the end of a document is unknown.
+      InputError: the file is missing or not a tokenizer, or a token is unknown or ambiguous.
     """
     try:
         require_regular(path)
@@ -164,7 +165,7 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
-    """Raise `InputError` where the tokenizer at `path` has more tokens than the model's `vocab_size`."""
+    """Raise `InputError` if the tokenizer at `path` has more tokens than the model's `vocab_size`."""
     if tokenizer.vocab_size > vocab_size:
         raise InputError(
             f"The tokenizer file {path} has {tokenizer.vocab_size} tokens, more than model.vocab_size ({vocab_size}); "
@@ -173,7 +174,7 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int, path: Path) -> None:
 
 
 def vocabulary_warning(tokenizer: Tokenizer, vocab_size: int) -> str | None:
-    """A sentence on the embedding rows that no token uses; None where they only pad to a multiple of `_PADDED_TO`."""
+    """Return a warning about unused embedding rows; None if they only pad to a multiple of `_PADDED_TO`."""
     if -(-tokenizer.vocab_size // _PADDED_TO) * _PADDED_TO >= vocab_size:
         return None
     return (f"Warning: the tokenizer has {tokenizer.vocab_size:,} tokens, but model.vocab_size is {vocab_size:,}; "

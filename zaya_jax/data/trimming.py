@@ -1,7 +1,8 @@
-"""Answer-preserving trimming: a conversation that is too long loses ends of its reasoning, never of an answer.
+"""Trim conversations that are too long, by cutting the end of their reasoning and never an answer.
 
-The head of a chain of thought plans and takes the problem apart, while its tail consolidates (docs/reference.md §6.1;
-arXiv 2605.05365, section III-A). The report leaves open how tokens are counted: here all count, the template's too.
+ZAYA1 keeps the start of a chain of thought because it plans and takes the problem apart, while the end consolidates
+(docs/reference.md §6.1; arXiv 2605.05365, section III-A). The report does not say which tokens count toward the limit;
+here all do, including those of the template.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,26 +16,25 @@ Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped"]
 def trim(
     conversation: Conversation, limit: int, render: Callable[[Conversation], list[Span]]
 ) -> tuple[list[Span] | None, Outcome]:
-    """Fit a conversation into `limit` tokens with every answer whole.
+    """Trim a conversation to at most `limit` tokens without shortening an answer.
 
-    The first of these that fits is taken:
+    Uses the first of these that fits:
 
-    1. all of it ("kept");
-    2. the last turn's reasoning cut at its end, by just as many tokens as are too many ("reasoning_cut");
-    3. no reasoning in earlier turns, and the last turn's whole or cut as in 2 ("earlier_removed");
-    4. no reasoning anywhere, not even the marks around it ("earlier_removed" where earlier turns had some, otherwise
+    1. the whole conversation ("kept");
+    2. the reasoning of the last turn cut at its end, by exactly the excess tokens ("reasoning_cut");
+    3. earlier turns without reasoning, and the last turn's whole or cut as in 2 ("earlier_removed");
+    4. no reasoning at all, nor the marks around it ("earlier_removed" if earlier turns had some, otherwise
        "reasoning_cut").
 
-    A cut falls between two tokens, which with byte-level tokens may be within a character.
+    A cut falls between two tokens, so with byte-level tokens it can split a character.
 
     Args:
-      conversation: of `parse_conversation`; stays as it is.
-      limit: tokens.
-      render: a conversation to spans that name each reasoning they hold, as `encode_pieces` does; called at most
-        three times.
+      conversation: from `parse_conversation`; not modified.
+      limit: maximum number of tokens.
+      render: conversation → spans that identify reasoning, see `encode_pieces`; called at most three times.
 
     Returns:
-      The spans, of `limit` tokens at most, or None where the answers alone are too long; and what was done.
+      The spans, or None if the conversation does not fit even without reasoning; and the outcome.
     """
     spans = render(conversation)
     if _total(spans) <= limit:
@@ -61,7 +61,7 @@ def _total(spans: Sequence[Span]) -> int:
 
 
 def _cut(spans: list[Span], last: int, limit: int) -> list[Span] | None:
-    """The spans of exactly `limit` tokens, where the reasoning of message `last` has as many as are too many."""
+    """Cut the reasoning of message `last` so that exactly `limit` tokens remain; None if it is too short for that."""
     excess = _total(spans) - limit
     place = max((place for place, span in enumerate(spans) if span.reasoning == last), default=None)
     if place is None or len(spans[place].tokens) < excess:
@@ -72,7 +72,7 @@ def _cut(spans: list[Span], last: int, limit: int) -> list[Span] | None:
 
 
 def _without(conversation: Conversation, numbers: set[int]) -> Conversation:
-    """The conversation without the reasoning of some messages."""
+    """Return the conversation without the reasoning of the given messages."""
     return [
         {key: value for key, value in message.items() if key != "reasoning"} if number in numbers else message
         for number, message in enumerate(conversation)

@@ -1,4 +1,4 @@
-"""Verification of prepared files by their digests, once for each state of a file."""
+"""Verify the digests of prepared files, again only after a file changes."""
 
 import json
 import os
@@ -13,19 +13,25 @@ _BATCH_FILES = 64  # files
 
 
 def verify_files(folder: Path, manifest: Manifest, cache: Path, remedy: str) -> None:
-    """Compare the digest of every file of a prepared folder.
+    """Verify the digest of every file of a prepared folder.
 
-    Reading terabytes at each start would cost hours, so `cache` notes which files were verified, with their size and
-    time of change, and they are read again only when these differ. A change without a new time is reported when its
-    record is read (see `Documents`).
+    Reading terabytes at each start would take hours, so `cache` records the size and modification time of verified
+    files, and a file is read again only if these differ. A change that keeps both is detected when the damaged record
+    is read (see `Documents`).
+
+    Args:
+      folder: the prepared folder.
+      manifest: its manifest.
+      cache: folder that records the verified files.
+      remedy: sentence of the error that says what to do.
 
     Raises:
-      InputError: a file was altered; `remedy` is the sentence that says what to do about it.
+      InputError: a file was altered.
     """
     notes = cache / f"verified-{json_digest(str(folder.resolve()))}.json"
     if not _unverified(folder, manifest, notes):
         return
-    with locked(notes.with_suffix(".lock"), "The folder data.cache_dir"):  # of several processes one reads the files
+    with locked(notes.with_suffix(".lock"), "The folder data.cache_dir"):  # only one process reads the files
         unverified, verified = _unverified(folder, manifest, notes), _read(notes)
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:  # hashing and reading release the GIL
             for start in range(0, len(unverified), _BATCH_FILES):
