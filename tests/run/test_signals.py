@@ -133,7 +133,7 @@ def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_pa
         assert run.poll() is None, run.communicate()
         time.sleep(0.02)
     listed = subprocess.run(
-        ["ps", "-o", "pid,args", "--ppid", str(run.pid)], capture_output=True, text=True, check=True
+        ["ps", "-ww", "-o", "pid,args", "--ppid", str(run.pid)], capture_output=True, text=True, check=True
     )
     workers = [int(line.split()[0]) for line in listed.stdout.splitlines() if "spawn_main" in line]
     assert len(workers) == 2
@@ -143,8 +143,8 @@ def test_a_killed_data_worker_ends_a_run_with_a_sentence_and_a_checkpoint(tmp_pa
     assert "Traceback" not in said
     assert "leaked" not in said
     last = said.splitlines()[-1]
-    assert last.startswith("Stopped: A process that reads data was killed (signal 9), as happens where memory runs out")
-    assert "data.workers, now 2" in last
+    assert last.startswith("Stopped: A data worker process was killed (signal 9), probably because memory ran out.")
+    assert "data.workers (now 2;" in last
     (step,) = saved_steps(tmp_path / "run" / "checkpoints")
     assert f"Step {step} is saved." in last
     assert metrics.read_bytes().count(b"\n") == step
