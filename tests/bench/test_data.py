@@ -248,9 +248,9 @@ def test_both_sides_read_the_same_and_the_best_setting_of_the_peer_counts(peers,
     assert preparing["ratio"] == {"peer": 2.0, "peer_fast": 1.5, "peer_map_alone": 1.8, "peer_fast_map_alone": 1.35}
     assert preparing["seconds"]["ours"] == [1.0] * 3
     out = capsys.readouterr().out
-    assert len(out.splitlines()) == 3
-    assert "packing, 0 workers: ours" in out
-    assert "ratio 2.00" in out
+    assert len(out.splitlines()) == 5
+    assert "packing, 0 workers: zaya_jax" in out
+    assert "2.00× as fast" in out
     read = {name: {str(argument) for made in peers if made[0] == name for argument in made[1:]} for name, *_ in peers}
     assert len({path for path in read["our packing"] & read["grain"] if path.endswith("/drawn")}) == 1
     assert len({path for path in read["our preparing"] & read["datasets"] if path.endswith("/lines.jsonl")}) == 1

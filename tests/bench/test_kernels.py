@@ -66,7 +66,8 @@ def test_a_row_is_a_sentence():
     passes = {"kernel": timed(0.02), "reference": timed(0.06), "peer": timed(0.03)}
     found = bench.row(a_case(Aim("copy", 0.8)), passes, {}, LIMITS, "NVIDIA H200")
     assert bench.sentence(found) == (
-        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3× as fast as XLA; 1.5× as fast as PyTorch; copy 0.5 (aim 0.8, missed)"
+        "20 ms, 2,000 GB/s, 200 TFLOP/s; 3× as fast as XLA; 1.5× as fast as PyTorch; "
+        "fraction of the copy bandwidth 0.5 (goal 0.8, missed)"
     )
 
 

@@ -1,6 +1,7 @@
 """What a machine is, its collectives, and what every result and command of `machine` and `bench` shares."""
 
 import json
+import re
 import sys
 
 import jax
@@ -101,3 +102,16 @@ def test_seeds_of_a_line_are_drawn_as_their_mean_in_a_band(tmp_path, monkeypatch
     assert means == [("muon", [1, 2], [3, 0.5]), ("adamw", [1, 2], [3, 0.5]), ("alone", [1, 2], [5, 6])]
     assert bands == [([1, 2], [3, 0], [3, 1])] * 2
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("run", "verb"), [
+    *((main, verb) for verb in ("describe", "smoke", "context", "launches", "machine-code")),
+    *((bench, verb) for verb in ("step", "data", "checkpoint", "kernels", "optimizer", "balance", "ablations")),
+])  # fmt: skip
+def test_the_help_of_each_verb_ends_with_an_example(run, verb, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run([verb, "--help"])
+    usage, description, *_, example = capsys.readouterr().out.strip().split("\n\n")
+    assert usage.startswith("usage: ")
+    assert len(description) > 60
+    assert re.match(rf"example: python -m zaya_jax\.(bench|machine) {verb}\b", example)

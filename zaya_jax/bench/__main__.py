@@ -7,8 +7,9 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.machine.command import add_flags, run_verb
+from zaya_jax.machine.command import add_flags, add_verb, run_verb
 
+_PROGRAM = "python -m zaya_jax.bench"
 _EXAMPLES = """examples:
   python -m zaya_jax.bench step --dtype float32
   python -m zaya_jax.bench step --whole --config configs/bench_8b.yaml
@@ -23,12 +24,16 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one benchmark; the exit status is 0, or 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m zaya_jax.bench",
+        prog=_PROGRAM,
         description="Benchmark zaya_jax against other libraries, or compare training recipes.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    step = verbs.add_parser("step", help="time a training step against transformers in PyTorch")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    step = add_verb(
+        verbs, _PROGRAM, "step", "time a training step against transformers in PyTorch",
+        "Prints tokens/s of both on the same random tokens and the same device.", "--dtype float32 --repeats 3",
+    )  # fmt: skip
     add_flags(step, repeats=7)
     step.add_argument("--whole", action="store_true",
                       help="time the whole step, with micro-batches, clipping, optimizer and balancing, and report the "
@@ -40,31 +45,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step.add_argument("overrides", nargs="*", metavar="section.key=value",
                       help="configuration value to override, such as model.num_layers=4")  # fmt: skip
     step.set_defaults(run=_step)
-    data = verbs.add_parser("data", help="time packing against Grain, and data preparation against datasets")
+
+    data = add_verb(
+        verbs, _PROGRAM, "data", "time packing against Grain, and data preparation against datasets",
+        "Uses generated documents and the Python standard library as input, with Grain's fastest settings.",
+        "--repeats 3 --output data.json",
+    )  # fmt: skip
     add_flags(data, repeats=5)
     data.set_defaults(run=_data)
-    checkpoint = verbs.add_parser("checkpoint", help="time saving and restoring against Orbax and gather-and-pickle")
-    add_flags(checkpoint, repeats=5, png="times against the number of processes")
+
+    checkpoint = add_verb(
+        verbs, _PROGRAM, "checkpoint", "time saving and restoring against Orbax and gather-and-pickle",
+        "Measures how long a save blocks training, when the checkpoint is durable, and how long it takes to restore, "
+        "with several processes on one disk.", "--gib 2 --processes 1 4 --png saving.png",
+    )  # fmt: skip
+    add_flags(checkpoint, repeats=5, png="save times against the number of processes")
     checkpoint.add_argument("--gib", type=float, nargs="+", default=[0.25, 2.0], metavar="SIZE",
                             help="state sizes to save, in GiB (default: 0.25 2)")  # fmt: skip
     checkpoint.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4], metavar="N",
                             help="numbers of processes to save from (default: 1 2 4)")  # fmt: skip
-    checkpoint.add_argument("--folder", help="folder on the disk to measure (default: the system temporary folder)")
+    checkpoint.add_argument("--folder", metavar="FOLDER",
+                            help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
     checkpoint.set_defaults(run=_checkpoint)
-    kernels = verbs.add_parser("kernels", help="time each Pallas kernel against XLA, PyTorch and the device's peak")
+
+    kernels = add_verb(
+        verbs, _PROGRAM, "kernels", "time each Pallas kernel against XLA, PyTorch and the device's peak",
+        "Without a GPU, the kernels are emulated at a small size, and the times do not predict those of a GPU.",
+        "--only attention --output attention.json",
+    )  # fmt: skip
     add_flags(kernels, repeats=5)
     kernels.add_argument("--only", metavar="CASE", nargs="+", default=[],
                          help="cases to time, such as attention (default: all)")  # fmt: skip
     kernels.set_defaults(run=_kernels)
-    for name, text, steps in (
-        ("optimizer", "count the steps that Muon needs to reach AdamW's final held-out loss", 150),
-        ("balance", "count the steps that each balancing rule needs to even out the expert load", 100),
-        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time", 150),
-    ):
-        verb = verbs.add_parser(name, help=text)
+
+    small = "Trains models of 1.65M parameters with three seeds, one training per core."
+    for name, summary, details, steps, steps_help, curves in (
+        ("optimizer", "count the steps that Muon needs to reach AdamW's final held-out loss",
+         f"{small} The learning rates of both are tuned on a grid first.", 150, "number of training steps",
+         "held-out loss against steps"),
+        ("balance", "count the steps that each balancing rule needs to even out the expert load",
+         f"{small} Training starts with a skewed router, and the data changes half-way.", 100,
+         "number of training steps before the data changes, and again after it", "expert-load entropy against steps"),
+        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time", small, 150,
+         "number of training steps of the whole model", "held-out loss against steps"),
+    ):  # fmt: skip
+        verb = add_verb(verbs, _PROGRAM, name, summary, details, f"--steps 100 --png {name}.png")
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
-                          help=f"number of training steps (default: {steps})")  # fmt: skip
-        add_flags(verb, png="the learning curves")
+                          help=f"{steps_help}, at least 20 (default: {steps})")  # fmt: skip
+        add_flags(verb, png=curves)
         verb.set_defaults(run=_trainings)
     return run_verb(parser, arguments)
 

@@ -25,6 +25,7 @@ from zaya_jax.machine.subprocesses import restored_environment, run_in_subproces
 _FIGURES = ("stall", "commit", "restore_cold", "restore_warm", "verify_cold", "verify_warm", "step_inflation", "memory")
 _DRAWS = 2000  # of the bootstrap
 PEER, OURS, BARE = "gather and pickle", "verified", "without digests"
+_NAMES = {OURS: "zaya_jax", BARE: "zaya_jax, no checksums"}  # in the printed table
 
 
 def bench_checkpoint(
@@ -82,7 +83,7 @@ def describe_disk(folder: Path) -> dict[str, Any]:
 
 
 def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[str, Any]]:
-    """Run one job; returns what its processes measured, one row for each method and turn."""
+    """Run one job, and return what its processes measured: one row per method and turn."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     work = folder / f"{processes}_{size}"
@@ -91,7 +92,7 @@ def run_job(folder: Path, processes: int, size: int, repeats: int) -> list[dict[
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
         jobs = [Job(work, coordinator, processes, process, size, repeats) for process in range(processes)]
         steps = [stack.enter_context(run_in_subprocess(functools.partial, measure, job)) for job in jobs]
-        with ThreadPoolExecutor(processes) as pool:  # they wait for one another
+        with ThreadPoolExecutor(processes) as pool:  # concurrently, since the processes wait for each other
             rows, *_ = pool.map(lambda step: step(), steps)
     shutil.rmtree(work)
     return rows
@@ -132,19 +133,20 @@ def interval(numerators: list[float], denominators: list[float]) -> tuple[float,
 
 
 def print_table(job: dict[str, Any]) -> None:
-    """Print the figures of one job as a table."""
-    low, high = job["stall_interval"]
-    print(f"{job['gib']:g} GiB, {job['processes']} processes, compared with {PEER}: stalls {job['stall_ratio']:.1f}× "
-          f"shorter ({low:.1f} to {high:.1f}), commit {job['commit_ratio']:.2f}× faster, verified restore "
-          f"{job['restore_ratio']:.2f}× faster; digests take {100 * job['digest_share']:.1f} % of a "
-          "commit")  # fmt: skip
-    print(f"  {'':<22}{'stall':>9}{'commit':>9}{'cold':>9}{'warm':>9}{'memory':>10}{'steps':>9}")
+    """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
+    (low, high), count = job["stall_interval"], job["processes"]
+    print(f"{job['gib']:g} GiB, {count} process{'es' if count > 1 else ''}:\n  zaya_jax compared with {PEER}: training "
+          f"waits {job['stall_ratio']:.1f}× shorter (95 % interval {low:.1f} to {high:.1f}), the checkpoint is durable "
+          f"{job['commit_ratio']:.2f}× as fast, restoring with checksums is {job['restore_ratio']:.2f}× as fast\n"
+          f"  checksums add {100 * job['digest_share']:.1f} % to the time until durable")  # fmt: skip
+    print(f"  {'medians, in seconds':<24}{'training':>10}{'durable':>9}{'restore':>10}{'restore':>10}{'peak':>10}"
+          f"{'step time':>11}\n  {'':<24}{'waits':>10}{'after':>9}{'from disk':>10}{'cached':>10}{'memory':>10}"
+          f"{'in a save':>11}")  # fmt: skip
     for way, figures in job["ways"].items():
-        seconds = "".join(
-            f"{figures[key]['median']:>8.3f}s" for key in ("stall", "commit", "restore_cold", "restore_warm")
-        )
-        steps = f"{figures['step_inflation']['median']:>8.2f}×" if "step_inflation" in figures else ""
-        print(f"  {way:<22}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB{steps}")
+        seconds = "".join(f"{figures[key]['median']:>{width}.3f}" for key, width in
+                          (("stall", 10), ("commit", 9), ("restore_cold", 10), ("restore_warm", 10)))  # fmt: skip
+        steps = f"{figures['step_inflation']['median']:>10.2f}×" if "step_inflation" in figures else ""
+        print(f"  {_NAMES.get(way, way):<24}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB{steps}")
 
 
 def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:

@@ -26,7 +26,7 @@ from zaya_jax.ops.target import Target, current_target
 PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
 MOST = 1000
 TOGETHER = 8  # calls in one program, so that launching does not dominate short kernels
-SHORT = 2**28  # bytes of a call's arrays; with fewer it is short
+SHORT = 2**28  # bytes of arrays below which a call counts as short
 COPIED = 2**30  # bytes of the copy that measures bandwidth
 SIDE = 8192  # side of the square matmul that measures FLOP/s
 
@@ -151,7 +151,7 @@ def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int)
     second call would find them in the cache.
     """
     sets = [arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(calls - 1))]
-    run, last = jax.jit(lambda sets: [function(*one) for one in sets]), []
+    run, last = jax.jit(lambda sets: [function(*arrays) for arrays in sets]), []
 
     def call() -> None:
         last[:] = [run(sets)]
@@ -161,11 +161,11 @@ def queued(function: Callable[..., Any], arguments: tuple[Any, ...], calls: int)
 
 def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int) -> Callable[[], int]:
     """Make a pass of `function` that donates its first `held` arguments, and feeds the first `held` outputs back."""
-    run = jax.jit(lambda held, given: function(*held, *given), donate_argnums=0)
-    state, given = [arguments[:held]], arguments[held:]
+    run = jax.jit(lambda state, inputs: function(*state, *inputs), donate_argnums=0)
+    state, inputs = [arguments[:held]], arguments[held:]
 
     def call() -> None:
-        state[0] = run(state[0], given)[:held]
+        state[0] = run(state[0], inputs)[:held]
 
     return repeated(call, lambda: jax.block_until_ready(state), 1)
 
@@ -173,20 +173,20 @@ def stepped(function: Callable[..., Any], arguments: tuple[Any, ...], held: int)
 def repeated(call: Callable[[], Any], wait: Callable[[], Any], counts: int) -> Callable[[], int]:
     """Make a pass with enough calls to take `PASS` seconds; it returns their number, each counted as `counts`."""
 
-    def some(number: int) -> float:
+    def time_calls(number: int) -> float:
         start = time.perf_counter()
         for _ in range(number):
             call()
         wait()
         return time.perf_counter() - start
 
-    some(1)  # compiles
+    time_calls(1)  # compiles
     number = 1
-    while number < MOST and (seconds := some(number)) < PASS:
+    while number < MOST and (seconds := time_calls(number)) < PASS:
         number = min(MOST, max(2 * number, math.ceil(number * PASS / max(seconds, 1e-6))))
 
     def one_pass() -> int:
-        some(number)
+        time_calls(number)
         return number * counts
 
     return one_pass
@@ -202,37 +202,38 @@ def row(case: Case, passes: Mapping[str, Passes], missing: Mapping[str, str], li
     """Summarize the passes of a case.
 
     Returns:
-      `seconds`: of a call, for every pass of each side; `median_seconds`: their medians. `reference`, `peer`: speed of
-      the kernel relative to theirs. `bytes_per_second`, `flops_per_second`: of the kernel. `aim`: the aim, what is
-      reached, and whether it is `met` (None on other devices than an H200). `missing`: sides without times, and why.
+      `seconds`: seconds per call in every pass of each side; `median_seconds`: their medians. `reference`, `peer`: how
+      many times as fast the kernel is. `bytes_per_second`, `flops_per_second`: speed of the kernel. `aim`: the goal,
+      the value `reached`, and whether it is `met` (None on devices other than an H200). `missing`: sides without times,
+      and why.
     """
     seconds = {side: per_call(timed) for side, timed in passes.items()}
     medians = {side: statistics.median(times) for side, times in seconds.items()}
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "bytes": case.bytes,
         "flops": case.flops,
         "median_seconds": {side: float(f"{time:.4g}") for side, time in medians.items()},
-        "seconds": {side: [float(f"{one:.4g}") for one in times] for side, times in seconds.items()},
+        "seconds": {side: [float(f"{time:.4g}") for time in times] for side, times in seconds.items()},
         "missing": dict(missing),
     }
     if "kernel" not in medians:
-        return found
+        return summary
     kernel = medians.pop("kernel")
-    found |= {side: float(f"{time / kernel:.3g}") for side, time in medians.items()}
-    found["bytes_per_second"] = float(f"{case.bytes / kernel:.4g}")
-    found["flops_per_second"] = float(f"{case.flops / kernel:.4g}")
+    summary |= {side: float(f"{time / kernel:.3g}") for side, time in medians.items()}
+    summary["bytes_per_second"] = float(f"{case.bytes / kernel:.4g}")
+    summary["flops_per_second"] = float(f"{case.flops / kernel:.4g}")
     if case.aim:
         reached = reach(case, case.aim, kernel, medians, limits)
         met = reached is not None and reached >= case.aim.least if "H200" in device else None
-        found["aim"] = {"of": case.aim.of, "least": case.aim.least, "met": met,
-                        "reached": None if reached is None else float(f"{reached:.3g}")}  # fmt: skip
-    return found
+        summary["aim"] = {"of": case.aim.of, "least": case.aim.least, "met": met,
+                          "reached": None if reached is None else float(f"{reached:.3g}")}  # fmt: skip
+    return summary
 
 
 def reach(
     case: Case, aim: Aim, kernel: float, others: Mapping[str, float], limits: Mapping[str, float]
 ) -> float | None:
-    """Return the value to compare with the aim, for a call of `kernel` seconds; None if the reference is missing."""
+    """Return the value to compare with the goal, for a call of `kernel` seconds; None if the reference is missing."""
     match aim.of:
         case "copy":
             return case.bytes / kernel / limits["copy"]
@@ -246,6 +247,15 @@ def reach(
             return others["reference"] / kernel if "reference" in others else None
 
 
+_QUANTITIES = {
+    "copy": "fraction of the copy bandwidth",
+    "dense": "fraction of the dense matmul rate",
+    "roofline": "fraction of the roofline",
+    "tflops": "TFLOP/s",
+    "reference": "speed relative to XLA",
+}
+
+
 def sentence(found: Mapping[str, Any]) -> str:
     """Format a row as text."""
     missing = [f"no {side}: {why}" for side, why in found["missing"].items()]
@@ -257,5 +267,5 @@ def sentence(found: Mapping[str, Any]) -> str:
     said += [f"{found[side]:.3g}× as fast as {name}" for side, name in names.items() if side in found]
     if aim := found.get("aim"):
         verdict = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
-        said.append(f"{aim['of']} {aim['reached']} (aim {aim['least']:g}, {verdict})")
+        said.append(f"{_QUANTITIES[aim['of']]} {aim['reached']} (goal {aim['least']:g}, {verdict})")
     return "; ".join([*said, *missing])

@@ -27,7 +27,7 @@ def default_config() -> Config:
 
 
 def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Time both sides, and print tokens/s and their ratio.
+    """Time both sides, and print tokens/s of each and the relative speed.
 
     Args:
       config: model, batch, context and remat are those of its first step.
@@ -58,8 +58,9 @@ def bench_step(config: Config, dtypes: Sequence[str], repeats: int) -> dict[str,
         speeds = {name: throughput(statistics.median(timed.seconds), tokens, flops, kind)
                   for name, timed in passes.items()}  # fmt: skip
         ratio = speeds["ours"]["tokens_per_second"] / speeds["peer"]["tokens_per_second"]
-        print(f"{dtype}: ours {describe_throughput(speeds['ours'])}, transformers "
-              f"{speeds['peer']['tokens_per_second']:,.0f} tokens/s, ratio {ratio:.2f}", flush=True)  # fmt: skip
+        print(f"{dtype}: zaya_jax {describe_throughput(speeds['ours'])}, transformers "
+              f"{speeds['peer']['tokens_per_second']:,.0f} tokens/s; zaya_jax is {ratio:.2f}× as fast", flush=True
+              )  # fmt: skip
         result["results"][dtype] = {
             "tokens_per_second": {name: speed["tokens_per_second"] for name, speed in speeds.items()},
             "ratio": round(ratio, 3),

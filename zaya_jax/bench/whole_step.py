@@ -48,7 +48,7 @@ def default_whole_config() -> Config:
 def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[str, Any]:
     """Time both sides, print tokens/s, MFU and memory, and write them to `output` after each side.
 
-    The FLOPs of Newton–Schulz are not counted in the MFU. The ratio is reported only if both sides do the same work:
+    MFU does not count the FLOPs of Newton–Schulz. The relative speed is reported only if both sides do the same work:
     AdamW on all parameters in fp32.
 
     Args:
@@ -95,7 +95,7 @@ def bench_whole_step(config: Config, repeats: int, output: str | None) -> dict[s
     if (config.matrices, dtype) == ("adamw", "float32"):  # otherwise the peer's step does less work
         ratio = ours["tokens_per_second"] / peer["tokens_per_second"]
         result["results"]["ratio"] = round(ratio, 3)
-        print(f"ratio {ratio:.2f}", flush=True)
+        print(f"zaya_jax is {ratio:.2f}× as fast as transformers", flush=True)
     write_result(result, output)
     return result
 
@@ -263,7 +263,7 @@ def our_figures(measured: dict[str, Any], tokens: int, flops: float, kind: str) 
 
 
 def _print_ours(ours: dict[str, Any]) -> None:
-    print(f"ours: {describe_throughput(ours)}, micro_batch {ours['micro_batch']}, remat {ours['remat']}"
+    print(f"zaya_jax: {describe_throughput(ours)}, micro_batch {ours['micro_batch']}, remat {ours['remat']}"
           f"{_memory_in_words(ours)} (measured by {ours['peak_bytes_by']})")  # fmt: skip
     print(f"the optimizer takes {ours['optimizer_share']:.1%} of the step, {ours['newton_schulz_share']:.1%} in "
           "Newton–Schulz")  # fmt: skip

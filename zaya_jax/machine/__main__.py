@@ -6,8 +6,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.machine.command import add_flags, run_verb
+from zaya_jax.machine.command import add_flags, add_verb, run_verb
 
+_PROGRAM = "python -m zaya_jax.machine"
 _EXAMPLES = """examples:
   python -m zaya_jax.machine describe
   python -m zaya_jax.machine smoke --output smoke.json
@@ -17,25 +18,45 @@ _EXAMPLES = """examples:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; the exit status is 0, 1 if a part of the smoke test failed, or 2 for bad input."""
     parser = argparse.ArgumentParser(
-        prog="python -m zaya_jax.machine", description="Describe, test and time this machine's devices.",
+        prog=_PROGRAM, description="Describe, test and time this machine's devices.",
         epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    describe = verbs.add_parser("describe", help="print devices, memory, drivers, environment and preset as JSON")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    describe = add_verb(verbs, _PROGRAM, "describe", "print devices, memory, drivers, environment and preset as JSON",
+                        "The exit status is 1 if the machine has a GPU that JAX does not use.", "")  # fmt: skip
     describe.set_defaults(run=_describe)
-    smoke = verbs.add_parser("smoke", help="test and time kernels, collectives and training; write a JSON to post")
+
+    smoke = add_verb(
+        verbs, _PROGRAM, "smoke", "test and time kernels, collectives and training, and write a report",
+        "Takes minutes on GPUs. Without a GPU it runs everything on the CPU at a small size. Each part runs in its own "
+        "process, and the exit status is 1 if one fails.", "--output smoke.json",
+    )  # fmt: skip
     smoke.add_argument("--output", metavar="FILE",
-                       help="write the result to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
+                       help="write the report to FILE as JSON (default: benchmarks/smoke_DEVICE.json)")  # fmt: skip
     smoke.set_defaults(run=_smoke)
-    context = verbs.add_parser("context", help="measure memory and time of ring and all-gather attention")
-    add_flags(context, repeats=5, png="memory against the number of devices")
+
+    context = add_verb(
+        verbs, _PROGRAM, "context", "measure memory and time of context-parallel attention",
+        "Compares ring and all-gather attention, forward and backward, on 1 to 8 devices. With a single device, "
+        "CPU devices are simulated: memory is still meaningful, times are not.", "--repeats 3 --png memory.png",
+    )  # fmt: skip
+    add_flags(context, repeats=5, png="memory per device against the number of devices")
     context.set_defaults(run=_context)
-    launches = verbs.add_parser("launches", help="count the kernel launches of a layer and the bytes each operation "
-                                "moves, with and without Pallas kernels")  # fmt: skip
+
+    launches = add_verb(
+        verbs, _PROGRAM, "launches", "count kernel launches and bytes moved, with and without Pallas kernels",
+        "Counts them in programs lowered for ROCm, for one layer and for each operation. Needs no GPU.",
+        "--output launches.json",
+    )  # fmt: skip
     add_flags(launches)
     launches.set_defaults(run=_launches)
-    machine_code = verbs.add_parser("machine-code", help="compile each kernel for MI300X, MI355X and H200, and report "
-                                    "registers, shared memory and spills (no GPU needed)")  # fmt: skip
+
+    machine_code = add_verb(
+        verbs, _PROGRAM, "machine-code", "report registers, shared memory and spills of each Pallas kernel",
+        "Compiles the kernels for MI300X (gfx942), MI355X (gfx950) and H200 (sm_90) with the triton package. Needs no "
+        "GPU.", "--output machine_code.json",
+    )  # fmt: skip
     add_flags(machine_code)
     machine_code.set_defaults(run=_machine_code)
     return run_verb(parser, arguments)

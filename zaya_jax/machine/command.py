@@ -2,10 +2,32 @@
 
 import argparse
 import sys
+import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.machine.result import check_request, write_result
+
+_COLUMNS = 80  # width of descriptions in `--help`
+
+
+def add_verb(verbs: Any, program: str, name: str, summary: str, details: str, example: str) -> argparse.ArgumentParser:
+    """Add a verb whose `--help` has a description and an example.
+
+    Args:
+      verbs: result of `add_subparsers`.
+      program: command that runs the verbs.
+      name: name of the verb.
+      summary: one phrase that starts with a verb, for the list of verbs and the start of the description.
+      details: further sentences of the description.
+      example: arguments of the example command, after the verb.
+    """
+    description = f"{summary[0].upper()}{summary[1:]}. {details}"
+    return verbs.add_parser(
+        name, help=summary, description=textwrap.fill(description, _COLUMNS, break_on_hyphens=False),
+        epilog=f"example: {program} {name} {example}".rstrip(), formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
 
 
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
@@ -16,7 +38,7 @@ def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png:
     verb.add_argument("--output", metavar="FILE", help="write the result to FILE as JSON")
     if repeats is not None:
         verb.add_argument("--repeats", type=int, default=repeats, metavar="N",
-                          help=f"number of timed passes for each side (default: {repeats})")  # fmt: skip
+                          help=f"number of timed repetitions of each measurement (default: {repeats})")  # fmt: skip
     if png is not None:
         verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
 
