@@ -113,8 +113,8 @@ def test_the_result_holds_layer_operations_and_kernels(monkeypatch, tmp_path, ca
     assert found["operations"]["norm"]["kernels"]["ratio"] == 1.5
     assert found["kernels"]["k"]["ratio"] == 1.5
     out = capsys.readouterr().out
-    assert "Launches of a layer, forward: references 3 and in loops 5 a turn, kernels 2" in out
-    assert "norm: 1.50 times the least bytes, the references in loops" in out
+    assert "Launches of a layer, forward: 3 with references (and 5 per iteration of its loops), 2 with kernels" in out
+    assert "norm: bytes moved / minimum 1.50 with kernels, unknown (loops) with references" in out
 
 
 @pytest.mark.soak

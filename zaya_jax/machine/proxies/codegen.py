@@ -1,8 +1,7 @@
-"""Machine code of a program's kernels for GPUs that this machine need not have.
+"""Compile a program's kernels to machine code for GPUs that this machine does not need to have.
 
-A program is lowered for a platform; the Triton form of each of its kernels is taken out and given to the
-`triton` package (an extra: `test`), which compiles it as a driver would. What it tells of registers, of memory
-that threads share and of spills holds on the real device; how fast it is, it cannot tell.
+The program is lowered for a platform, and the Triton IR of each kernel is compiled with the `triton` package (extra:
+`test`), as on a real device. The numbers of registers, shared bytes and spills are therefore exact; speed is unknown.
 """
 
 import dataclasses
@@ -24,11 +23,11 @@ class Gpu:
     """A GPU to compile for.
 
     Attributes:
-      target: as the operations know it.
-      backend: Triton's name of the vendor's compiler.
-      architecture: Triton's name of the instruction set.
-      warp: threads.
-      shared: bytes a program may share at most.
+      target: the target that operations select kernels for.
+      backend: Triton's name for the vendor's compiler.
+      architecture: Triton's name for the instruction set.
+      warp: threads per warp.
+      shared: maximum bytes of shared memory per program.
     """
 
     target: Target
@@ -47,22 +46,22 @@ GPUS = {
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel of a lowered program: its name, Triton's bytecode, and what it is compiled with."""
+    """A kernel of a lowered program."""
 
     name: str
-    bytecode: bytes
+    bytecode: bytes  # Triton IR
     warps: int
-    stages: int
+    stages: int  # of the software pipeline
 
 
 @dataclasses.dataclass(frozen=True)
 class MachineCode:
-    """What the compiler made of a kernel.
+    """The resources that a compiled kernel uses.
 
     Attributes:
-      registers: 32-bit registers of a thread (on AMD vector registers, those for accumulation included).
-      shared: bytes that the threads of a program share (LDS on AMD).
-      spills: registers that did not fit and went to memory.
+      registers: 32-bit registers per thread (on AMD vector registers, including accumulation registers).
+      shared: bytes of shared memory per program (LDS on AMD).
+      spills: 32-bit registers per thread that are spilled to memory.
     """
 
     registers: int
@@ -71,15 +70,15 @@ class MachineCode:
 
 
 def lower(function: Callable[..., Any], *arrays: Any, target: Target) -> Any:
-    """`function` of arrays of these shapes, lowered for `target`, which need not be there.
+    """Jit `function` and lower it for `target`, which this machine does not need to have.
 
     Args:
-      function: is jitted.
-      arrays: arrays or `jax.ShapeDtypeStruct`s.
-      target: 'cuda' or 'rocm'.
+      function: function of arrays.
+      arrays: its arguments: arrays or `jax.ShapeDtypeStruct`s.
+      target: target with the platform 'cuda' or 'rocm'.
 
     Returns:
-      What `jax.stages.Traced.lower` returns.
+      The `jax.stages.Lowered` program.
     """
     mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), **abstract_device(target))
     with jax.sharding.use_abstract_mesh(mesh):
@@ -87,9 +86,9 @@ def lower(function: Callable[..., Any], *arrays: Any, target: Target) -> Any:
 
 
 def abstract_device(target: Target) -> dict[str, Any]:
-    """What `AbstractMesh` must be given so that kernels are lowered for `target`, which need not be there.
+    """Return the arguments of `AbstractMesh` that make jax lower kernels for `target`.
 
-    From jax 0.11 on it is a description of the device; before, nothing.
+    jax 0.11 and later need a description of the device; earlier versions need nothing.
     """
     if jax.__version_info__ < (0, 11):
         return {}
@@ -98,7 +97,7 @@ def abstract_device(target: Target) -> dict[str, Any]:
 
 
 def kernels_of(lowered: Any) -> list[Kernel]:
-    """The kernels of a lowered program in their order, one a call: functions that are called twice count twice."""
+    """Return the kernels of a lowered program in order, once per call."""
     functions = {}
     for operation in lowered.compiler_ir().operation.regions[0].blocks[0].operations:
         functions[operation.attributes["sym_name"].value] = operation.operation
@@ -120,7 +119,7 @@ def _number(attribute: Any) -> int:
 
 
 def _walk(operation: Any, functions: Mapping[str, Any]) -> Iterator[Any]:
-    """The operations of a function, and at each call those of the function that is called."""
+    """Yield the operations of a function, including those of the functions it calls."""
     yield operation
     if operation.name == "func.call":
         yield from _walk(functions[operation.attributes["callee"].value], functions)
@@ -156,12 +155,12 @@ def compile_kernel(kernel: Kernel, gpu: Gpu) -> MachineCode:
 
 
 def _simplified(source: pathlib.Path, target: Any, options: Mapping[str, int]) -> str:
-    """Triton's text of a kernel after the compiler's first stage, which `triton.compile` leaves out for a file."""
+    """Run the compiler's first stage, which `triton.compile` skips for files, and return the Triton IR as text."""
     from triton._C.libtriton import ir
     from triton.backends.compiler import Language
     from triton.compiler.compiler import make_backend
 
-    backend: Any = make_backend(target)  # its declared methods have fewer arguments than those of any vendor
+    backend: Any = make_backend(target)  # Any: vendors' methods have more arguments than the declared ones
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
@@ -184,7 +183,7 @@ def _text(bytecode: bytes) -> str:
 
 
 def _assembled(ptx: str, gpu: Gpu) -> tuple[int, int]:
-    """Registers and spilled ones, as NVIDIA's assembler, which the package has with it, reports them."""
+    """Return the registers and the spilled registers that `ptxas`, which `triton` contains, reports."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:

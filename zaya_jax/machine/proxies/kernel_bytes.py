@@ -1,8 +1,8 @@
-"""Bytes that kernels move, counted from what they do: their programs are walked through, one after another.
+"""Count the bytes that kernels move, by simulating the loads and stores of their programs one after another.
 
-What a kernel loads and stores where depends on integers alone: on the numbers of its programs, on loops and on the
-arrays of integers that it is given. Those are computed here as the device would; floats are shapes without values,
-so that a kernel of the 8B's size is walked through on a laptop.
+The addresses of loads and stores depend only on integers: program ids, loop counters and integer arrays. The simulation
+computes integers as the device would, but represents floats by shapes without values. A laptop can therefore simulate
+a kernel of the 8B's size.
 """
 
 import math
@@ -14,21 +14,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-LINE = 128  # bytes that memory gives at once
-CACHE = 32 * 2**20  # bytes; less than the last cache of each GPU has (H200 50 MiB, MI300X 256 MiB)
+LINE = 128  # bytes of a cache line
+CACHE = 32 * 2**20  # bytes; smaller than the last-level cache of each GPU (H200 50 MiB, MI300X 256 MiB)
 
 
 class Traffic(NamedTuple):
-    """Bytes of one launch.
+    """Bytes that one launch moves.
 
     Attributes:
-      name: of the kernel.
-      programs: of its grid.
-      requested: by loads and stores of all programs; caches may have served them.
-      moved: between memory and a cache of `CACHE` bytes that is emptied whenever it is full. Never less than a cache
-        of that size that forgets what was used longest ago would move (Flush-When-Full and LRU: Sleator and Tarjan
-        1985), if programs ran in their order.
-      least: each array read or written once.
+      name: name of the kernel.
+      programs: number of programs in its grid.
+      requested: bytes of all loads and stores, including those that hit the cache.
+      moved: bytes moved between memory and a cache of `CACHE` bytes that is flushed when it is full. If programs run in
+        order, an LRU cache of that size moves no more (flush-when-full and LRU: Sleator and Tarjan 1985).
+      least: minimum bytes: each array is read or written once.
     """
 
     name: str
@@ -39,21 +38,21 @@ class Traffic(NamedTuple):
 
 
 class Unknown(NamedTuple):
-    """An array whose values do not matter."""
+    """An array without values."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
 def kernel_bytes(function: Callable[..., Any], *arguments: Any) -> list[Traffic]:
-    """The traffic of each kernel that `function` launches, in order.
+    """Return the traffic of each kernel that `function` launches, in order.
 
     Args:
-      function: of arrays.
-      arguments: pytrees of `jax.ShapeDtypeStruct`s, and of arrays where integers decide what is loaded.
+      function: function of arrays.
+      arguments: its arguments: pytrees of `jax.ShapeDtypeStruct`s, and of arrays for integers that determine addresses.
 
     Raises:
-      ValueError: a kernel's addresses, loops or branches depend on values that are not given, or it reaches beyond an
+      ValueError: a kernel's addresses, loops or branches depend on unknown values, or it accesses memory outside of an
         array.
     """
     leaves, tree = jax.tree.flatten(arguments)
@@ -72,7 +71,7 @@ def _known(values: Sequence[Any]) -> bool:
 
 
 class _Array:
-    """An array that a kernel was given the whole of, and which of its lines are in the cache."""
+    """An array argument of a kernel, and which of its cache lines are in the cache."""
 
     def __init__(self, value: Any, counter: "_Counter") -> None:
         self.value, self.counter = value, counter
@@ -80,7 +79,7 @@ class _Array:
         self.present = np.zeros(math.prod(value.shape) * self.itemsize // LINE + 1, bool)
 
     def touch(self, indices: Sequence[Any], mask: Any) -> Any:
-        """Load or store the elements of these indices, where the mask is true; their values where they are known."""
+        """Load or store the elements at `indices` where `mask` is true, and return their values if they are known."""
         if not _known([*indices, *([] if mask is None else [mask])]):
             raise ValueError("A kernel's addresses depend on values that are not known.")
         flat = np.zeros((), np.int64)
@@ -96,11 +95,13 @@ class _Array:
         self.counter.add(new.size * LINE)
         if isinstance(self.value, Unknown):
             return Unknown(flat.shape if mask is None else mask.shape, self.value.dtype)
-        found = self.value.reshape(-1)[np.clip(flat, 0, self.value.size - 1)]
-        return found if mask is None else np.where(mask, found, 0).astype(found.dtype)
+        values = self.value.reshape(-1)[np.clip(flat, 0, self.value.size - 1)]
+        return values if mask is None else np.where(mask, values, 0).astype(values.dtype)
 
 
 class _Counter:
+    """Counts the traffic of a launch through a cache that is flushed when it is full."""
+
     def __init__(self) -> None:
         self.arrays: list[_Array] = []
         self.requested = self.moved = self.held = 0
@@ -115,7 +116,7 @@ class _Counter:
 
 
 class _Walk:
-    """Through a function, and into the kernels that it launches."""
+    """Evaluates a function and the kernels that it launches."""
 
     def __init__(self) -> None:
         self.found: list[Traffic] = []
@@ -124,7 +125,7 @@ class _Walk:
         self.plans: dict[Jaxpr, list[tuple[Any, Any]]] = {}
 
     def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """The outputs of `jaxpr`."""
+        """Return the outputs of `jaxpr`."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, (_constant(c) for c in consts), strict=True))
         values.update(zip(jaxpr.invars, arguments, strict=True))
 
@@ -140,7 +141,7 @@ class _Walk:
         return [read(atom) for atom in jaxpr.outvars]
 
     def plan(self, jaxpr: Jaxpr) -> list[tuple[Any, Any]]:
-        """Each operation and its name, and in place of what only makes floats, None and those floats, unknown."""
+        """Return (operation, name) pairs; a run of operations with only float outputs becomes (None, those outputs)."""
         if jaxpr in self.plans:
             return self.plans[jaxpr]
         found: list[tuple[Any, Any]] = []
@@ -158,7 +159,7 @@ class _Walk:
         return found
 
     def apply(self, equation: Any, name: str, inputs: list[Any]) -> list[Any]:
-        """The outputs of one operation."""
+        """Return the outputs of one operation."""
         params = equation.params
         if special := _SPECIAL.get(name):
             return special(self, equation, inputs)
@@ -172,11 +173,11 @@ class _Walk:
             return [_unknown(out.aval) for out in equation.outvars]
         if quick := _QUICK.get(name):
             return [np.asarray(quick(equation, *inputs)).astype(equation.outvars[0].aval.dtype, copy=False)]
-        found = equation.primitive.bind(*inputs, **params)
-        return [np.asarray(one) for one in (found if equation.primitive.multiple_results else [found])]
+        outputs = equation.primitive.bind(*inputs, **params)
+        return [np.asarray(output) for output in (outputs if equation.primitive.multiple_results else [outputs])]
 
     def launch(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """Walk through every program of a kernel."""
+        """Simulate every program of a kernel."""
         params, counter = equation.params, _Counter()
         outs = [_unknown(out.aval) for out in equation.outvars]
         counter.arrays = [_Array(value, counter) for value in (*inputs, *outs)]
@@ -191,7 +192,7 @@ class _Walk:
         return outs
 
     def repeat(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """A loop of a known length; what it takes and gives by slices has one axis more than in its body."""
+        """Evaluate a `scan`. Inputs and outputs that it slices have one axis more than in its body."""
         closed, length = equation.params["jaxpr"], equation.params["length"]
         count = sum(
             _same_shape(inner, outer) for inner, outer in zip(closed.jaxpr.outvars, equation.outvars, strict=True)
@@ -205,7 +206,7 @@ class _Walk:
         return [*carry, *(_unknown(out.aval) for out in equation.outvars[count:])]
 
     def loop(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """A loop while something holds."""
+        """Evaluate a `while` loop."""
         params = equation.params
         first, second = params["cond_nconsts"], params["body_nconsts"]
         test, body, carry = inputs[:first], inputs[first : first + second], inputs[first + second :]
@@ -218,7 +219,7 @@ class _Walk:
             carry = self.run(params["body_jaxpr"].jaxpr, params["body_jaxpr"].consts, [*body, *carry])
 
     def branch(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """One of several functions, by a number or by whether something holds."""
+        """Evaluate the selected branch of a `cond`."""
         which, *operands = inputs
         if not _known([which]):
             raise ValueError("Which branch is taken depends on values that are not known.")
@@ -227,22 +228,22 @@ class _Walk:
         return self.run(closed.jaxpr, closed.consts, operands)
 
     def load(self, equation: Any, inputs: list[Any]) -> list[Any]:
-        """A load, or a store, whose result, what stood there, is not looked at."""
+        """Simulate a load or a store; the result of a store, the old value, is not used."""
         params, stored = equation.params, equation.primitive.name in ("swap", "masked_swap")
         if "args_tree" in params:
             array, transforms, *others = jax.tree.unflatten(params["args_tree"], inputs)
             mask = others[1 if stored else 0]
-        else:  # a reference that is indexed as an array
+        else:  # a reference that is indexed like an array
             array, *rest = inputs
             transforms, mask = jax.tree.unflatten(params["tree"], rest[1:] if stored else rest), None
         (indexer,) = transforms or (None,)
         indices, shape = _indices(indexer, array.value.shape)
         mask = None if mask is None else np.broadcast_to(mask, np.broadcast_shapes(np.shape(mask), shape))
-        found = array.touch(indices, mask)
-        return [found for _ in equation.outvars]
+        values = array.touch(indices, mask)
+        return [values for _ in equation.outvars]
 
 
-# Operations that do what is in another function, and the parameter that holds it.
+# Operations that call another function → the parameter that contains it.
 _CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"}
 _SPECIAL: dict[str, Callable[[_Walk, Any, list[Any]], list[Any]]] = {
     "pallas_call": _Walk.launch,
@@ -257,7 +258,7 @@ _SPECIAL: dict[str, Callable[[_Walk, Any, list[Any]], list[Any]]] = {
 
 
 def _indices(indexer: Any, shape: tuple[int, ...]) -> tuple[list[Any], tuple[int, ...]]:
-    """Indices that broadcast against each other, and their common shape; what is sliced stands behind the rest."""
+    """Return indices that broadcast against each other, and their common shape, in which sliced axes come last."""
     entries: list[Any] = [slice(0, size) for size in shape] if indexer is None else list(indexer.indices)
     slices = sum(hasattr(entry, "start") for entry in entries)
     found = []
@@ -270,7 +271,7 @@ def _indices(indexer: Any, shape: tuple[int, ...]) -> tuple[list[Any], tuple[int
         size = entry.stop if isinstance(entry, slice) else entry.size
         behind = sum(hasattr(other, "start") for other in entries[len(found) + 1 :])
         found.append((np.asarray(entry.start) + np.arange(size)).reshape(-1, *(1,) * behind))
-    return found, np.broadcast_shapes(*(np.shape(one) for one in found))
+    return found, np.broadcast_shapes(*(np.shape(index) for index in found))
 
 
 def _same_shape(variable: Any, other: Any) -> bool:
@@ -306,7 +307,7 @@ def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _, *arrays: function(*arrays)
 
 
-# Those operations that kernels do most with integers; the others are left to jax, which takes its time for each.
+# The most frequent integer operations of kernels, in numpy, because calling jax for each one is slow.
 _QUICK: Mapping[str, Callable[..., Any]] = {
     "add": _plain(np.add), "sub": _plain(np.subtract), "mul": _plain(np.multiply), "lt": _plain(np.less),
     "le": _plain(np.less_equal), "gt": _plain(np.greater), "ge": _plain(np.greater_equal), "eq": _plain(np.equal),

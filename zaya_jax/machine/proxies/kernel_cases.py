@@ -1,4 +1,4 @@
-"""What the kernels are measured on: for each operation, forward and backward, its arrays, its work and its aim."""
+"""The cases that kernels are measured on: arrays, FLOPs, bytes and goal of each operation, forward and backward."""
 
 import dataclasses
 import functools
@@ -19,27 +19,27 @@ from zaya_jax.ops.residual_norm import MergeVectors
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.optim.muon import scale_by_muon
 
-TAPS = 2  # of both convolutions
-STEPS = 5  # of Newton–Schulz
+TAPS = 2  # taps of each convolution
+STEPS = 5  # Newton–Schulz iterations
 PRODUCTS = OPERATIONS["experts"].uses
 
 
 class Sizes(NamedTuple):
-    """How large the arrays are; no bytes, no seconds.
+    """Sizes of the arrays.
 
     Attributes:
-      tokens: of the norm, the mix and attention.
-      sequence: tokens of a row of attention; a row of the mix has at most `mixed`.
-      mixed: see `sequence`.
-      width: of the stream.
-      query_heads: of attention, as `kv_heads`.
-      kv_heads: see `query_heads`.
-      channels: of a head, half of which are rotated.
-      experts: of the mixture.
-      per_expert: tokens that each expert gets.
-      expert_width: of its hidden row.
-      matrices: that Muon orthogonalises at a time, and the rows and columns of each.
-      decoded: rows that a decode has, and the keys of each.
+      tokens: tokens of the norm, the CCA mix and attention.
+      sequence: tokens per row of attention.
+      mixed: maximum tokens per row of the CCA mix.
+      width: width of the residual stream.
+      query_heads: number of query heads.
+      kv_heads: number of key heads.
+      channels: channels per head, half of which are rotated.
+      experts: number of experts.
+      per_expert: tokens per expert.
+      expert_width: hidden width of an expert.
+      matrices: number of matrices that Muon orthogonalizes together, and rows and columns of each.
+      decoded: rows of a decode step, and keys per row.
     """
 
     tokens: int
@@ -64,19 +64,19 @@ class Sizes(NamedTuple):
         )  # fmt: skip
 
 
-# configs/zaya1_8b.yaml, of which a device has 16,384 tokens at a time; the matrices are a layer's gate and up.
+# configs/zaya1_8b.yaml with 16,384 tokens per device; the matrices are the gate and up matrices of a layer.
 EIGHT_B = Sizes(16384, 8192, 4096, 2048, 8, 2, 128, 16, 1024, 2048, (16, 2048, 4096), (8, 32768))
 SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 3, 8, 32, (2, 24, 40), (2, 40))
 
 
 class Aim(NamedTuple):
-    """What a case is to reach on an H200.
+    """The goal of a case on an H200.
 
     Attributes:
-      of: 'copy': the share of the measured copy bandwidth; 'dense': of the measured rate of dense bf16 products;
-        'roofline': of what the slower of the two allows; 'tflops': TFLOP/s; 'reference': how many times as fast
-        as the reference.
-      least: of it.
+      of: quantity: 'copy', fraction of the measured copy bandwidth; 'dense', fraction of the measured FLOP/s of dense
+        bf16 matmuls; 'roofline', fraction of the speed that the slower of both allows; 'tflops', TFLOP/s;
+        'reference', speed relative to the reference.
+      least: minimum value of that quantity.
     """
 
     of: Literal["copy", "dense", "roofline", "tflops", "reference"]
@@ -87,17 +87,17 @@ class Case(NamedTuple):
     """An operation at one size, in one direction.
 
     Attributes:
-      operation: whose kernel it is of (`ops.registry.OPERATIONS`).
-      run: takes the implementations, then the floats and the integers.
-      floats: `jax.ShapeDtypeStruct`s.
-      integers: arrays.
-      backward: the gradient is measured: from the cotangents of the outputs to those of the floats.
-      flops: of the operation's definition, causality counted, recomputation not; of the full symmetric product.
-      bytes: at least moved: each input read once, each output written once.
-      aim: None where there is none.
-      further: operations that are part of it beside `operation`.
-      held: so many of the first floats are given away, and as many of the first outputs take their memory, as state
-        does in training.
+      operation: name of the operation whose kernel is measured (key of `ops.registry.OPERATIONS`).
+      run: function of the implementations, then the floats and the integers.
+      floats: `jax.ShapeDtypeStruct`s of the floating-point arguments.
+      integers: arrays of the integer arguments.
+      backward: whether the gradient is measured: cotangents of the outputs → cotangents of the floats.
+      flops: FLOPs of the operation's definition, with causality but without recomputation or savings by symmetry.
+      bytes: minimum bytes moved: each input is read once, each output written once.
+      aim: goal; None if there is none.
+      further: other operations that are part of the case.
+      held: number of leading floats that are donated, and of leading outputs that reuse their memory, like the training
+        state.
     """
 
     operation: str
@@ -113,28 +113,28 @@ class Case(NamedTuple):
 
     @property
     def operations(self) -> tuple[str, ...]:
-        """All that its reference is without."""
+        """All operations of the case, for which its reference uses no kernel."""
         return (self.operation, *self.further)
 
 
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
-    """All cases by name; `dtype` is that of activations, 'bfloat16' or 'float32'."""
-    found: dict[str, Case] = {}
+    """Return all cases by name; `dtype` is the dtype of activations, 'bfloat16' or 'float32'."""
+    by_name: dict[str, Case] = {}
     for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _gram_polynomial):
-        found |= make(sizes, jnp.dtype(dtype))
-    return found
+        by_name |= make(sizes, jnp.dtype(dtype))
+    return by_name
 
 
 def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is timed of `case`, and its arguments, drawn on the default device.
+    """Return the function of `case` to time, and its arguments, drawn on the default device.
 
     Args:
       case: the case.
-      kernels: how it is done.
+      kernels: the implementations.
 
     Returns:
-      A function to be jitted, and a pytree for each of its arguments: of a backward pass what the forward pass kept,
-      and the gradients of the outputs.
+      A function to be jitted, and its arguments, which are pytrees. For a backward pass they are the residuals of the
+      forward pass and the gradients of the outputs.
     """
     run, count = functools.partial(case.run, kernels), len(case.floats)
     arrays = (*_drawn(case.floats), *(jnp.asarray(array) for array in case.integers))
@@ -149,10 +149,10 @@ def program(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], t
 
 
 def passes(case: Case, kernels: KernelSelection) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What is lowered of `case`, and its arguments, floats as `jax.ShapeDtypeStruct`s.
+    """Return the function of `case` to lower, and its arguments, with floats as `jax.ShapeDtypeStruct`s.
 
     Returns:
-      A function to be jitted, which of a backward case does the forward pass too; and its arguments.
+      A function to be jitted, which for a backward case includes the forward pass; and its arguments.
     """
     run, count = functools.partial(case.run, kernels), len(case.floats)
     if not case.backward:
@@ -170,7 +170,7 @@ def _pulled(pull: Callable[..., Any], cotangents: Any) -> Any:
 
 
 def _drawn(shapes: Any) -> Any:
-    """Normal arrays on the default device, of a hundredth of the usual size, so that no sum overflows."""
+    """Draw normal arrays on the default device, with a standard deviation of 0.01, so that no sum overflows."""
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     make = jax.jit(lambda key, shape, dtype: 0.01 * jax.random.normal(key, shape, dtype), static_argnums=(1, 2))
@@ -221,10 +221,10 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     floats = (*mixed, *weights)
     out = [_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)]
     products = 2.0 * b * s * n * c * c * TAPS
-    given = _size(*floats, segments, *tables)
+    inputs = _size(*floats, segments, *tables)
     aim = Aim("roofline", 0.5)
-    case = Case("cca_mix", run, floats, (segments, *tables), False, products, given + _size(*out), aim)
-    backward = case._replace(backward=True, flops=2 * products, bytes=given + _size(*out) + _size(*floats))
+    case = Case("cca_mix", run, floats, (segments, *tables), False, products, inputs + _size(*out), aim)
+    backward = case._replace(backward=True, flops=2 * products, bytes=inputs + _size(*out) + _size(*floats))
     return {"cca_mix": case, "cca_mix backward": backward}
 
 
@@ -291,7 +291,7 @@ def _experts(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
 def _momentum(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     m, direction = (_array(*sizes.matrices, dtype=kind) for kind in (jnp.float32, dtype))
-    numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # of a step that is clipped, with Nesterov
+    numbers = np.array([0.5, 0, 0.95, 1, 0.95, 1], np.float32)  # a clipped step with Nesterov momentum
 
     def step(kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
         momentum, gradient, numbers = arrays
@@ -320,7 +320,7 @@ def _gram_polynomial(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 
 
 def _muon_step(dtype: jnp.dtype, kernels: KernelSelection, *arrays: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The matrices and their momentum after a step with that gradient."""
+    """Return the matrices and their momentum after one step."""
     params, momentum, gradient = arrays
     rate, decay = 6e-4, 0.1
     iterates = "bfloat16" if dtype == jnp.bfloat16 else "float32"

@@ -1,8 +1,8 @@
-"""What kernels save before any GPU has run them: launches of a layer, and bytes of an operation, with and without them.
+"""Count the launches of a layer and the bytes that each operation moves, with and without kernels, without a GPU.
 
-Launches are counted in lowered programs (`stablehlo`), bytes of kernels by walking through their programs
-(`kernel_bytes`), and those of what XLA does around them from the arrays between its launches. Both count for ROCm;
-CUDA's differ by tile sizes alone.
+Launches are counted in lowered programs (`stablehlo`), and bytes of kernels by simulating their programs
+(`kernel_bytes`). For XLA's launches, the bytes are those of the arrays that they read and write. All figures are for
+ROCm; on CUDA only the tile sizes differ.
 """
 
 import functools
@@ -27,8 +27,8 @@ from zaya_jax.ops.target import Target
 
 TARGET = Target("rocm", "gfx942", "gfx942")
 KERNELS, REFERENCES = preferred_kernels(TARGET), KernelSelection(TARGET)
-# The 8B's widths, with so few rows, experts and matrices that every program can be walked through. Ratios hardly depend
-# on them; what does not grow with them (parameters, partial sums) weighs more here than in training.
+# The 8B's widths, but few enough rows, experts and matrices to simulate every program. Ratios to the minimum hardly
+# depend on them; parameters and partial sums, whose size is fixed, weigh more here than in training.
 WALKED = EIGHT_B._replace(tokens=4096, sequence=4096, experts=4, matrices=(1, 2048, 4096), decoded=(1, 32768))
 LAYER = ModelConfig(
     vocab_size=256, hidden_size=EIGHT_B.width, num_layers=1, num_query_heads=EIGHT_B.query_heads,
@@ -40,9 +40,13 @@ LAYER = ModelConfig(
 def bench_launches(output: str | None, sizes: Sizes = WALKED) -> dict[str, Any]:
     """Count launches of a layer and bytes of each operation, print both, and write them to `output`.
 
+    Args:
+      output: JSON file, written after each operation; None for no file.
+      sizes: sizes of the operations whose bytes are counted.
+
     Returns:
-      What was written: `layer` by pass, with `references` and `kernels` (`told`); `operations` by case, with launches,
-      bytes and their ratio to the least there could be; `kernels`, each with its bytes.
+      What was written: `layer`, the launches of each pass with `references` and with `kernels` (`told`); `operations`,
+      the launches and bytes of each case (`operation_bytes`); `kernels`, the bytes of each kernel (`Traffic`).
     """
     result = describe_run("launches and bytes", f"the 8B's layer in bfloat16; bytes: {sizes}", "the references",
                           ("flax",))  # fmt: skip
@@ -51,24 +55,29 @@ def bench_launches(output: str | None, sizes: Sizes = WALKED) -> dict[str, Any]:
         both = {"references": REFERENCES, "kernels": KERNELS}
         counted = {side: layer_launches(LAYER, 4096, selection, backward=backward) for side, selection in both.items()}
         result["layer"][name] = {side: told(launches) for side, launches in counted.items()}
-        said = ", ".join(f"{side} {launches.total} and in loops {sum(launches.in_loops)} a turn"
+        said = ", ".join(f"{launches.total} with {side}{_loops_in_words(launches)}"
                          for side, launches in counted.items())  # fmt: skip
         print(f"Launches of a layer, {name}: {said}.", flush=True)
     for name, case in cases(sizes, "bfloat16").items():
-        found, kernels = operation_bytes(name, case, cases(sizes, "bfloat16"))
-        result["operations"][name] = found
-        result["kernels"] |= {one.name: one._asdict() | {"ratio": round(one.moved / one.least, 3)} for one in kernels}
-        reference = found["references"]
-        print(f"{name}: {found['kernels']['ratio']:.2f} times the least bytes, the references "
-              f"{'in loops' if reference['ratio'] is None else format(reference['ratio'], '.2f')}; "
-              f"{found['kernels']['launches']['total']} launches, the references "
-              f"{reference['launches']['total']}", flush=True)  # fmt: skip
+        row, kernels = operation_bytes(name, case, cases(sizes, "bfloat16"))
+        result["operations"][name] = row
+        result["kernels"] |= {kernel.name: kernel._asdict() | {"ratio": round(kernel.moved / kernel.least, 3)}
+                              for kernel in kernels}  # fmt: skip
+        traffic = {side: "unknown (loops)" if row[side]["ratio"] is None else f"{row[side]['ratio']:.2f}"
+                   for side in ("kernels", "references")}  # fmt: skip
+        print(f"{name}: bytes moved / minimum {traffic['kernels']} with kernels, {traffic['references']} with "
+              f"references; launches {row['kernels']['launches']['total']} with kernels, "
+              f"{row['references']['launches']['total']} with references", flush=True)  # fmt: skip
         write_result(result, output)
     return result
 
 
+def _loops_in_words(launches: Launches) -> str:
+    return f" (and {sum(launches.in_loops)} per iteration of its loops)" if launches.loops else ""
+
+
 def told(launches: Launches) -> dict[str, Any]:
-    """Launches as the result has them; `in_loops` is of one turn of each loop."""
+    """Convert launches to JSON; `in_loops` counts one iteration of each loop."""
     return {
         "total": launches.total,
         "kernels": dict(launches.kernels),
@@ -80,7 +89,7 @@ def told(launches: Launches) -> dict[str, Any]:
 
 
 def layer_launches(model: ModelConfig, tokens: int, kernels: KernelSelection, *, backward: bool) -> Launches:
-    """Launches of a layer of `model` in bf16 over one row of `tokens`, its backward pass with `remat: dots` added."""
+    """Count the launches of a bf16 layer over a row of `tokens`: forward, or with `backward` both passes."""
     block, x_bsd, state_bsr = _layer(model, tokens)
     ops = kernels.ops
 
@@ -93,7 +102,7 @@ def layer_launches(model: ModelConfig, tokens: int, kernels: KernelSelection, *,
 
     def both(block: Block, x_bsd: jax.Array, state_bsr: jax.Array, *cotangents: jax.Array) -> Any:
         kept = jax.checkpoint(forward, policy=POLICIES["dots"], prevent_cse=False)
-        out, pull, counts = jax.vjp(lambda *given: _apart(kept(*given)), block, x_bsd, state_bsr, has_aux=True)
+        out, pull, counts = jax.vjp(lambda *args: _split_aux(kept(*args)), block, x_bsd, state_bsr, has_aux=True)
         return out, counts, pull(cotangents)
 
     if backward:
@@ -103,12 +112,12 @@ def layer_launches(model: ModelConfig, tokens: int, kernels: KernelSelection, *,
     return count_launches(lowered)
 
 
-def _apart(outputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+def _split_aux(outputs: tuple[jax.Array, ...]) -> tuple[Any, Any]:
     return outputs[:2], outputs[2]
 
 
 def _layer(model: ModelConfig, tokens: int) -> tuple[Any, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of a block in the dtypes that it computes in, of the stream and of the router's state."""
+    """Return shapes of a block in its compute dtypes, of the residual stream, and of the router's state."""
     block: Any = jax.eval_shape(functools.partial(Block, model, model.layer_kinds[0]), jax.random.key(0))
     dtypes = compute_dtypes(roles(block), jnp.bfloat16)
     block = map_variables(block, lambda name, x: jax.ShapeDtypeStruct(x.shape, dtypes.get(name, x.dtype)))  # type: ignore
@@ -118,37 +127,39 @@ def _layer(model: ModelConfig, tokens: int) -> tuple[Any, jax.ShapeDtypeStruct, 
 
 
 def operation_bytes(name: str, case: Case, every: dict[str, Case]) -> tuple[dict[str, Any], list[Traffic]]:
-    """Launches and bytes of a case by kernels and by references; with the backward pass come those of the forward.
+    """Count the launches and bytes of a case with kernels and with references.
+
+    A backward case includes its forward pass.
 
     Args:
-      name: of the case.
+      name: name of the case.
       case: the case.
-      every: among which its forward pass is.
+      every: all cases by name, to find the forward pass of a backward case.
 
     Returns:
-      `least` bytes, of each pass on its own, and by side `launches`, `bytes` and their `ratio` to the least, None
-      where loops turn a number of times that is not known; then the traffic of each kernel.
+      `least`, the minimum bytes of the passes; for `kernels` and `references` their `launches`, `bytes`, and `ratio` of
+      bytes to the minimum (None if a loop has an unknown number of iterations); and the traffic of each kernel.
     """
     least = case.bytes + (every[name.removesuffix(" backward")].bytes if case.backward else 0)
     kernels = kernel_bytes(*_flat(passes(case, KERNELS)))
-    found: dict[str, Any] = {"least": least}
+    row: dict[str, Any] = {"least": least}
     for side, selection in (("references", KERNELS.without(case.operations)), ("kernels", KERNELS)):
         function, arguments = passes(case, selection)
         launches = count_launches(lower(function, *arguments, target=TARGET))
-        moved = sum(one.moved for one in kernels) if side == "kernels" else 0
-        around = _around(launches, STEPS if name == "muon" else None)
-        total = None if around is None else moved + around
-        found[side] = {"launches": told(launches), "bytes": total,
-                       "ratio": None if total is None else round(total / least, 3)}  # fmt: skip
-    return found, kernels
+        moved = sum(kernel.moved for kernel in kernels) if side == "kernels" else 0
+        by_xla = _xla_bytes(launches, STEPS if name == "muon" else None)
+        total = None if by_xla is None else moved + by_xla
+        row[side] = {"launches": told(launches), "bytes": total,
+                     "ratio": None if total is None else round(total / least, 3)}  # fmt: skip
+    return row, kernels
 
 
-def _flat(made: tuple[Callable[..., Any], tuple[Any, ...]]) -> tuple[Any, ...]:
-    return (made[0], *made[1])
+def _flat(call: tuple[Callable[..., Any], tuple[Any, ...]]) -> tuple[Any, ...]:
+    return (call[0], *call[1])
 
 
-def _around(launches: Launches, turns: int | None) -> int | None:
-    """Bytes of all launches but kernels, with `turns` of each loop."""
-    if launches.loops and turns is None:
+def _xla_bytes(launches: Launches, iterations: int | None) -> int | None:
+    """Return the bytes of all launches except kernels, with `iterations` of each loop; None if it is unknown."""
+    if launches.loops and iterations is None:
         return None
-    return launches.bytes + sum((_around(loop, turns) or 0) * (turns or 0) for loop in launches.loops)
+    return launches.bytes + sum((_xla_bytes(loop, iterations) or 0) * (iterations or 0) for loop in launches.loops)

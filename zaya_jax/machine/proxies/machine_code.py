@@ -1,4 +1,4 @@
-"""Registers, shared memory and spills of every kernel at the 8B's sizes, on GPUs that this machine need not have."""
+"""Report registers, shared memory and spills of every kernel at the 8B's sizes, for several GPUs, without a GPU."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -18,27 +18,28 @@ def bench_machine_code(output: str | None, only: Sequence[str] = ()) -> dict[str
     """Compile the kernels of all cases for `GPUS` with the `triton` package, print a table, and write it to `output`.
 
     Args:
-      output: a JSON file, written after each dtype.
-      only: names of cases; all where empty.
+      output: JSON file, written after each dtype; None for no file.
+      only: names of cases; empty for all.
 
     Returns:
-      What was written: `kernels`, a list of kernel, dtype and by GPU warps, stages, registers of a thread, bytes that
-      a program's threads share, and registers spilled (`codegen.MachineCode`).
+      What was written: `kernels`, a list of kernel, dtype, and by GPU warps, stages, registers per thread, bytes of
+      shared memory per program, and spilled registers per thread (`codegen.MachineCode`).
 
     Raises:
-      InputError: the `triton` package is missing.
+      InputError: the `triton` package is not installed.
     """
     result = describe_run("machine code", f"the 8B's: {EIGHT_B}", "none", ("triton",))
     if result["versions"]["triton"] == "not installed":
         raise InputError("Kernels are compiled by the triton package: pip install -e '.[test]'.")
     result["kernels"] = []
+    print("Per program: warps and bytes of shared memory. Per thread: 32-bit registers used, and spilled to memory.")
     head = "  ".join(f"{part:>6}" for part in ("warps", "regs", "shared", "spills"))
     print(f"{'':40}" + "".join(f"{name:>34}" for name in GPUS))
     print(f"{'kernel':30}{'dtype':10}" + f"  {head}" * len(GPUS))
     for dtype in DTYPES:
         for row in rows(dtype, only):
             result["kernels"].append(row)
-            code = "  ".join(f"{one[part]:6}" for one in row["gpus"].values()
+            code = "  ".join(f"{gpu[part]:6}" for gpu in row["gpus"].values()
                              for part in ("warps", "registers", "shared", "spills"))  # fmt: skip
             print(f"{row['kernel']:30}{dtype:10}  {code}", flush=True)
         write_result(result, output)
@@ -46,10 +47,10 @@ def bench_machine_code(output: str | None, only: Sequence[str] = ()) -> dict[str
 
 
 def rows(dtype: str, only: Sequence[str] = (), sizes: Sizes = EIGHT_B) -> Iterator[dict[str, Any]]:
-    """A row for each kernel, those of one name of which all figures are the same once."""
-    found = {name: list(_kernels(gpu.target, dtype, only, sizes)) for name, gpu in GPUS.items()}
+    """Yield one row per kernel; kernels with the same name and figures share a row."""
+    kernels = {name: list(_kernels(gpu.target, dtype, only, sizes)) for name, gpu in GPUS.items()}
     seen: list[dict[str, Any]] = []
-    for same in zip(*found.values(), strict=True):
+    for same in zip(*kernels.values(), strict=True):
         code = {
             name: {"warps": kernel.warps, "stages": kernel.stages, **dataclasses.asdict(compile_kernel(kernel, gpu))}
             for kernel, (name, gpu) in zip(same, GPUS.items(), strict=True)

@@ -1,19 +1,19 @@
-"""The least number of launches of a lowered program, and the bytes between them, before a compiler has seen it.
+"""Estimate the launches of a lowered program and the bytes that they read and write, without compiling it.
 
-XLA's compiler for GPUs runs only where there is one, so the rules here are its own, taken at their best:
+XLA compiles for a GPU only where there is one, so these rules imitate its fusion, under favourable assumptions:
 
-* a matrix product, a sort, a scatter and a kernel are a launch each; so is any other custom call;
-* elementwise operations (those that slice, pad, join, gather and transpose among them) are fused as far as they touch
-  or read the same array, as long as no launch stands between them. A group is a launch where something that it makes
-  has to stand in memory: for a product, a sort, a kernel, a loop or the caller. What only other groups want, those
-  make again for themselves;
-* a reduction is fused with the group that makes what it reduces, and ends it: what follows from it is another group;
-* what nothing that the program returns depends on is left out; what is made twice is counted twice;
-* constants, reshapes, single numbers and transposes in front of a product cost nothing;
-* a loop is the launches of its body, counted once and apart.
+* A matmul, a sort, a scatter, a kernel and any other custom call is one launch each.
+* Elementwise operations (including slice, pad, concatenate, gather and transpose) are fused with those that they read
+  from or that read the same array, unless a launch lies between them. Such a group is one launch if one of its values
+  must be in memory: for a matmul, a sort, a kernel, a loop or the caller. Values that only other groups need are
+  recomputed there.
+* A reduction is fused with the group of its input, and ends it: operations on its result form another group.
+* Operations that no output depends on are not counted. Repeated computations are counted each time.
+* Constants, reshapes, scalars and transposes before a matmul are free.
+* The launches of a loop are those of its body, counted once and separately.
 
-The compiler may need more launches than these, and with a fused normalisation, a bias behind a product or a
-gather in front of one, fewer; the same rules hold for a program with kernels and for one without.
+XLA may need more launches, or fewer where it fuses a normalization, a bias after a matmul, or a gather before one. The
+same rules apply to programs with and without kernels.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from collections.abc import Mapping
 from typing import Any
 
 _PRODUCTS = ("dot_general", "dot", "convolution", "ragged_dot")
-_REDUCTIONS = ("reduce", "reduce_window", "scan")  # the last two are cumulative sums
+_REDUCTIONS = ("reduce", "reduce_window", "scan")  # the last two compute cumulative sums
 _FREE = ("constant", "iota", "reshape", "bitcast_convert", "create_token")
 _SLICES = ("slice", "dynamic_slice", "gather")
 
 
 @dataclasses.dataclass
 class Launches:
-    """What a program, or the body of a loop, launches.
+    """The launches of a program or of the body of a loop.
 
     Attributes:
-      kernels: of Triton, by name.
-      products: of matrices.
-      others: sorts, scatters and custom calls, by operation.
-      fusions: of elementwise operations and reductions.
-      bytes: that all but the kernels read and write, caches left out.
-      loops: the bodies of loops, each once.
+      kernels: number of launches of each Triton kernel, by name.
+      products: number of matmuls.
+      others: number of sorts, scatters and custom calls, by operation.
+      fusions: number of fused groups of elementwise operations and reductions.
+      bytes: bytes that all launches except kernels read and write, without a cache.
+      loops: one iteration of each loop.
     """
 
     kernels: Counter[str] = dataclasses.field(default_factory=Counter)
@@ -51,17 +51,17 @@ class Launches:
 
     @property
     def total(self) -> int:
-        """Outside of loops."""
+        """Number of launches outside of loops."""
         return self.kernels.total() + self.products + self.others.total() + self.fusions
 
     @property
     def in_loops(self) -> list[int]:
-        """Of one turn of each loop, those within others after them."""
+        """Number of launches in one iteration of each loop; nested loops follow the loop that contains them."""
         return [count for loop in self.loops for count in (loop.total, *loop.in_loops)]
 
 
 def count_launches(lowered: Any) -> Launches:
-    """The launches of a lowered program (`jax.stages.Lowered`), by the rules above."""
+    """Count the launches of a `jax.stages.Lowered` program, by the rules in the docstring of this module."""
     functions = {}
     for operation in lowered.compiler_ir().body.operations:
         functions[operation.attributes["sym_name"].value] = operation.regions[0].blocks[0]
@@ -73,17 +73,17 @@ class _Value:
     """A value of the program.
 
     Attributes:
-      bytes: in memory.
-      stage: launches that stand one behind another before it is there.
-      inputs: what an elementwise value or a reduction is made of; None for any other.
-      maker: what it comes out of: a launch, or for what follows from a reduction the reduction.
-      free: a constant, or a single number.
-      sliced: of its inputs only as much is read as it is large itself.
-      turned: what it is a transpose of.
-      reduced: it is a reduction.
-      live: something that the program returns depends on it.
-      wanted: it has to stand in memory.
-      group: another value of its group; None where it stands for the group.
+      bytes: size in memory.
+      stage: length of the longest chain of launches that it depends on.
+      inputs: operands of an elementwise operation or a reduction; None for other values.
+      maker: the launch, or the reduction, whose result it is.
+      free: whether it is a constant or a scalar.
+      sliced: whether it reads only a part of its input, of its own size.
+      turned: the value that it is a transpose of.
+      reduced: whether it is a reduction.
+      live: whether an output of the program depends on it.
+      wanted: whether it must be in memory.
+      group: parent in the union-find forest of groups; None for a root.
     """
 
     bytes: int
@@ -99,26 +99,26 @@ class _Value:
     group: "_Value | None" = None
 
     def root(self) -> "_Value":
-        """The value that stands for its group."""
+        """Return the root of its group."""
         return self if self.group is None else self.group.root()
 
     def join(self, other: "_Value") -> None:
-        """Be of one group with `other`."""
+        """Merge its group with that of `other`."""
         if self.root() is not other.root():
             self.root().group = other.root()
 
 
 @dataclasses.dataclass(eq=False)
 class _Launch:
-    """A launch of its own.
+    """A launch that is not a fused group.
 
     Attributes:
-      kind: 'product', 'kernel', 'loop' or 'other'.
-      name: of the operation, or of the kernel.
-      inputs: what it reads.
-      bytes: that it writes.
-      body: of a loop.
-      live: something that the program returns depends on it.
+      kind: 'product' (a matmul), 'kernel', 'loop' or 'other'.
+      name: name of the operation or of the kernel.
+      inputs: values that it reads.
+      bytes: bytes that it writes.
+      body: launches of the body of a loop.
+      live: whether an output of the program depends on it.
     """
 
     kind: str
@@ -130,7 +130,7 @@ class _Launch:
 
 
 class _Body:
-    """Of a function or of a loop."""
+    """Collects the values and launches of a function or of the body of a loop."""
 
     def __init__(self, functions: Mapping[str, Any], outside: Mapping[Any, _Value]) -> None:
         self.functions, self.outside = functions, outside
@@ -138,7 +138,7 @@ class _Body:
         self.launches: list[_Launch] = []
 
     def count(self, block: Any) -> Launches:
-        """All of `block` that what it returns depends on; its arguments stand in memory."""
+        """Count the launches of `block` that its outputs depend on; its arguments are in memory."""
         values = {argument: _Value(_bytes(argument.type)) for argument in block.arguments}
         outputs = self.run(block, values)
         _keep(outputs)
@@ -151,11 +151,11 @@ class _Body:
         made = [value for value in self.made if value.live]
         readers: dict[tuple[_Value, int], _Value] = {}
         for value in made:
-            for one in value.inputs or ():
-                if one.inputs is None and not one.free:
-                    readers.setdefault((one, value.stage), value).join(value)
-                elif one.stage == value.stage and not one.free:
-                    one.join(value)
+            for source in value.inputs or ():
+                if source.inputs is None and not source.free:
+                    readers.setdefault((source, value.stage), value).join(value)
+                elif source.stage == value.stage and not source.free:
+                    source.join(value)
         groups: dict[_Value, list[_Value]] = {}
         for value in made:
             groups.setdefault(value.root(), []).append(value)
@@ -166,9 +166,9 @@ class _Body:
         return found
 
     def run(self, block: Any, values: dict[Any, _Value]) -> list[_Value]:
-        """Go through the operations; returns what the block returns."""
+        """Process the operations of a block, and return its outputs."""
         for operation in block.operations:
-            inputs = [values[one] if one in values else self.captured(one) for one in operation.operands]
+            inputs = [values[x] if x in values else self.captured(x) for x in operation.operands]
             name = operation.operation.name.partition(".")[2]
             if name == "return":
                 return inputs
@@ -176,14 +176,14 @@ class _Body:
         return []
 
     def captured(self, operand: Any) -> _Value:
-        """What a loop reads from outside, where it has to stand in memory."""
+        """Return the value of an operand from outside of a loop, which must be in memory."""
         value = self.outside[operand]
         _keep([value])
         value.wanted = True
         return _Value(value.bytes, free=value.free)
 
     def apply(self, name: str, operation: Any, inputs: list[_Value], values: dict[Any, _Value]) -> list[_Value]:
-        """The results of one operation."""
+        """Return the results of one operation."""
         results = [_bytes(result.type) for result in operation.results]
         stage = max((value.stage for value in inputs), default=0)
         if name == "call":
@@ -217,33 +217,33 @@ class _Body:
         return [made]
 
     def launch(self, launch: _Launch, results: list[int], stage: int) -> list[_Value]:
-        """Its results, which stand in memory."""
+        """Add a launch, and return its results, which are in memory."""
         self.launches.append(launch)
         return [_Value(size, stage + 1, maker=launch) for size in results]
 
     def reduction(self, operation: Any, inputs: list[_Value], results: list[int], stage: int) -> list[_Value]:
-        """Results are made in the group of their inputs, and stand in memory for those behind it."""
+        """Add a reduction to the group of its inputs, and return its results, which are in memory for later groups."""
         made = [_Value(size, stage, inputs, reduced=True) for size in results]
-        for one in made[1:]:
-            one.join(made[0])
+        for result in made[1:]:
+            result.join(made[0])
         self.made += made
-        return [_Value(one.bytes, stage + 1, maker=one, free=_single(operation)) for one in made]
+        return [_Value(result.bytes, stage + 1, maker=result, free=_single(operation)) for result in made]
 
 
 def _keep(values: list[_Value]) -> None:
-    """Mark all that `values` depend on as live, and what their launches read as wanted."""
+    """Mark everything that `values` depend on as live, and the inputs of launches among it as wanted."""
     rest: list[_Value | _Launch] = list(values)
     while rest:
-        one = rest.pop()
-        if one.live:
+        node = rest.pop()
+        if node.live:
             continue
-        one.live = True
-        if isinstance(one, _Value) and one.maker is not None:
-            rest.append(one.maker)
-        if isinstance(one, _Launch) and one.name != "scatter":
-            for value in one.inputs:
+        node.live = True
+        if isinstance(node, _Value) and node.maker is not None:
+            rest.append(node.maker)
+        if isinstance(node, _Launch) and node.name != "scatter":
+            for value in node.inputs:
                 value.wanted = True
-        rest += one.inputs or []
+        rest += node.inputs or []
 
 
 def _count(launch: _Launch, found: Launches) -> None:
@@ -261,19 +261,19 @@ def _count(launch: _Launch, found: Launches) -> None:
 
 
 def _read(inside: set[_Value], written: list[_Value]) -> int:
-    """Bytes that a group reads: of what stands in memory, each value once; what does not is made again."""
-    found: dict[_Value, int] = {}
+    """Return the bytes that a group reads: each value in memory once; other values are recomputed."""
+    sizes: dict[_Value, int] = {}
     rest, seen = list(written), set(written)
     while rest:
         value = rest.pop()
-        for one in value.inputs or ():
-            if one.inputs is None or (one.wanted and one not in inside):
-                size = min(value.bytes, one.bytes) if value.sliced else one.bytes
-                found[one] = 0 if one.free else max(found.get(one, 0), size)
-            elif one not in seen:
-                seen.add(one)
-                rest.append(one)
-    return sum(found.values())
+        for source in value.inputs or ():
+            if source.inputs is None or (source.wanted and source not in inside):
+                size = min(value.bytes, source.bytes) if value.sliced else source.bytes
+                sizes[source] = 0 if source.free else max(sizes.get(source, 0), size)
+            elif source not in seen:
+                seen.add(source)
+                rest.append(source)
+    return sum(sizes.values())
 
 
 def _kernel_name(operation: Any) -> str:
@@ -286,6 +286,6 @@ def _single(operation: Any) -> bool:
 
 
 def _bytes(kind: Any) -> int:
-    """Of a tensor; those of 1 bit take a byte."""
+    """Return the bytes of a tensor; 1-bit elements take a byte each."""
     digits = re.search(r"\d+", str(kind.element_type))
     return math.prod(kind.shape) * max(int(digits.group()) if digits else 0, 8) // 8
