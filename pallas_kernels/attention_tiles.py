@@ -20,7 +20,7 @@ HIDDEN = -1e30
 FLOOR = -1e20
 LOG2_E = 1.4426950408889634
 LN_2 = 0.6931471805599453
-WIDEST = 128  # channels that the tile sizes are meant for; wider heads use smaller tiles
+WIDEST = 128  # channels up to which the listed tile sizes apply; wider heads use smaller tiles
 
 Segments = tuple[jax.Array, jax.Array] | None  # int32 [b, s] of queries and [b, t] of keys; 0 is padding
 
@@ -47,8 +47,8 @@ class Rows(NamedTuple):
 
 def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:
     """Return the tile sizes of `kernel`, smaller for wide heads."""
-    found, c = tile(kernel, architecture, q_bshc.dtype), q_bshc.shape[3]
-    return found._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in found.sizes))
+    entry, c = tile(kernel, architecture, q_bshc.dtype), q_bshc.shape[3]
+    return entry._replace(sizes=tuple(max(size * WIDEST // max(c, WIDEST), 16) for size in entry.sizes))
 
 
 def ranges(
@@ -98,8 +98,8 @@ def ranges(
     low = jnp.minimum(jnp.where(some, index, count).min(-1), high)
     start = jnp.minimum(jnp.where(whole & some, index, count).min(-1), high)
     stop = jnp.where((index >= start[..., None]) & ~(whole & some), index, count).min(-1)
-    found = jnp.stack([low, start, jnp.clip(stop, start, high), high], -1)
-    return jnp.broadcast_to(found, (b, *found.shape[-2:]))
+    bounds = jnp.stack([low, start, jnp.clip(stop, start, high), high], -1)
+    return jnp.broadcast_to(bounds, (b, *bounds.shape[-2:]))
 
 
 def _documents(segments: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:

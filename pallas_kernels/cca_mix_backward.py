@@ -94,7 +94,7 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         stages=cut.stages,
         architecture=architecture,
     ))  # fmt: skip
-    # Few and large: added elementwise, so that XLA fuses the cast into the same pass.
+    # Few large parts: add them elementwise, so that XLA fuses the cast into the same pass.
     grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))
     return MixGradients(
         *out[:5], out.depthwise_iwnc.sum(0), out.depthwise_bias_jnc.sum(0), grouped,
@@ -133,7 +133,7 @@ def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: j
     x = inputs.x
     b, s, _, c = x.u_bsnc.shape
     last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
-    taps = [jnp.minimum(first + i, last) for i in range(count)]  # the last one twice if they do not divide
+    taps = [jnp.minimum(first + i, last) for i in range(count)]  # `count` may exceed what is left
     in_row = pl.cdiv(s, tokens)
     each = pl.cdiv(b * in_row, out.grouped_jwncc.shape[0])
 

@@ -135,7 +135,7 @@ def _shift_back(inputs: Inputs, out: Any, tile: _Tile, group: jax.Array) -> None
     after = triton.load(v_ref.at[batch, time[:, None] + 1, group, span(0, c)[None, :]], mask=used, other=0.0)
     same = tile.segment == segments_at(x, batch, time + 1)
     delayed = jnp.where(same[:, None], after, jnp.zeros_like(after))
-    column = jnp.where(late, at - half, at + half)  # never negative, for the reason that `_store` gives
+    column = jnp.where(late, at - half, at + half)  # never negative, see `_store`
     _store(out.delayed_bsx, (batch, time[:, None], column[None, :]), delayed, inside & late[None, :])
     _store(out.halo_delayed_b1x, (batch, time[:, None] + 1, column[None, :]), delayed,
            tile.inside(1, c, after=1) & late[None, :])  # fmt: skip

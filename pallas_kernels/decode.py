@@ -17,13 +17,13 @@ from pallas_kernels.attention_tiles import Segments, load_rows, rows_of, tile_of
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-ROWS = 64  # most rows (query heads of a key head × queries) for this kernel
-LEAST_ROWS = 16  # fewest rows of a matmul
-MOST_PARTS = 128  # most parts that one program combines
+ROWS = 64  # maximum rows (query heads of a key head × queries) for this kernel
+LEAST_ROWS = 16  # minimum rows of a matmul
+MOST_PARTS = 128  # maximum parts that one program combines
 
 
 def decodes(q_bshc: jax.Array, k_btkc: jax.Array) -> bool:
-    """Whether there are so few queries that splitting the keys is faster."""
+    """Return whether there are so few queries that splitting the keys is faster."""
     return q_bshc.shape[1] * q_bshc.shape[2] // k_btkc.shape[2] <= ROWS
 
 
@@ -35,9 +35,9 @@ def attention_decode(
     b, s, h, c = q_bshc.shape
     t, num_kv = k_btkc.shape[1:3]
     shape = (b, s, t, h // num_kv)
-    found = tile_of("decode", architecture, q_bshc)
+    sizes = tile_of("decode", architecture, q_bshc)
     rows = max(LEAST_ROWS, pl.next_power_of_2(s * h // num_kv))
-    keys, programs = found.sizes[0], tile("decode", architecture, q_bshc.dtype).sizes[1]
+    keys, programs = sizes.sizes[0], tile("decode", architecture, q_bshc.dtype).sizes[1]
     most = min(programs // (b * num_kv), pl.cdiv(t, 2 * keys), MOST_PARTS)
     parts = 1 << (max(most, 1).bit_length() - 1)
     o_parts, lse_parts = launch(
@@ -47,7 +47,7 @@ def attention_decode(
         grid=(parts, b * num_kv),
         out_shape=(jax.ShapeDtypeStruct((b, s, h, parts * c), jnp.float32),
                    jax.ShapeDtypeStruct((b, s, h, parts), jnp.float32)),
-        warps=found.warps, stages=found.stages, architecture=architecture,
+        warps=sizes.warps, stages=sizes.stages, architecture=architecture,
     )  # fmt: skip
     o, lse = launch(
         functools.partial(_join_kernel, parts=parts, c=c),
@@ -55,7 +55,7 @@ def attention_decode(
         name="attention_join",
         grid=(b * s * h,),
         out_shape=(jax.ShapeDtypeStruct((b * s * h, c), dtype), jax.ShapeDtypeStruct((b * s * h,), jnp.float32)),
-        warps=found.warps, architecture=architecture,
+        warps=sizes.warps, architecture=architecture,
     )  # fmt: skip
     return o.reshape(b, s, h, c), lse.reshape(b, s, h)
 

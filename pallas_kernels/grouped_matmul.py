@@ -62,7 +62,8 @@ def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
     tiles = (ends - starts + block - 1) // block
     last = jnp.cumsum(tiles)
     group = (index[:, None] >= last).sum(1, dtype=jnp.int32)
-    begin = jnp.append(starts - (last - tiles) * block, rows)  # of tile 0, had its group begun with it
+    # First row of each group minus the rows of all tiles before it, so that tile i starts at begin + i · block.
+    begin = jnp.append(starts - (last - tiles) * block, rows)
     return jnp.stack([group, begin[group] + index * block, jnp.append(ends, rows)[group]]).astype(jnp.int32)
 
 

@@ -17,7 +17,7 @@ from pallas_kernels.grouped_matmul import both, load, piece, place, row_tile, ro
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-HALVES = 2  # in which the backward kernel finishes its tile, since registers do not suffice for the whole
+HALVES = 2  # parts of a tile that the backward kernel processes in turn, since registers cannot hold it whole
 
 
 def _forward_kernel(

@@ -1,7 +1,7 @@
 """Muon's momentum update and direction in one pass, which reads or writes each array once.
 
-Arrays are reshaped to rows of as many lanes as divide both their size and a tile, so that indices fit 32 bits. (If size
-and tile have few common factors, arrays are limited to 2³¹ elements.) The last program may have superfluous rows.
+Arrays are reshaped to rows whose length is the greatest common divisor of array and tile sizes, so that indices fit
+32 bits. (If it is small, arrays are limited to 2³¹ elements.) The last program may have superfluous rows.
 """
 
 import functools

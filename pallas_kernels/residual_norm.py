@@ -16,7 +16,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.launch import launch
 from pallas_kernels.tiles import tile
 
-WIDEST = 8192  # most lanes that a program of 1,024 threads can hold in registers
+WIDEST = 8192  # maximum lanes that a program of 1,024 threads can hold in registers
 
 
 class Cut(NamedTuple):

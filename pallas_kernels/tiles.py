@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 PLATFORMS = ("cuda", "rocm", "interpret")
-DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # architecture whose tiles unlisted ones of the platform use
+DEFAULT = {"cuda": "sm_90", "rocm": "gfx942"}  # platform → architecture whose tiles unlisted ones use
 
 
 class Tile(NamedTuple):
@@ -23,15 +23,15 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# Kernel → architecture → bytes per element. gfx950 uses the tiles of gfx942 until better ones are measured. Interpreted
-# kernels have small tiles, so that the shapes of tests have partial tiles, and more than one.
+# Kernel → architecture → bytes per element → tile. gfx950 uses the tiles of gfx942 until better ones are measured.
+# Interpreted kernels have small tiles, so that the arrays of tests have several tiles, some of them partial.
 TILES: dict[str, dict[str, dict[int, Tile]]] = {
-    "residual_norm": {  # elements of a program; a longer row has as many more warps
+    "residual_norm": {  # elements per program; for longer rows, warps grow with the row
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "gfx942": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "interpret": {2: Tile((64,), 1), 4: Tile((64,), 1)},
     },
-    "residual_norm_backward": {  # elements of a step, programs at most, rows of a program at least, lanes at most
+    "residual_norm_backward": {  # elements per step, maximum programs, minimum rows per program, maximum lanes
         "sm_90": {2: Tile((2048, 264, 12, 4096), 4), 4: Tile((2048, 264, 12, 2048), 4)},
         "gfx942": {2: Tile((2048, 608, 12, 8192), 4), 4: Tile((2048, 608, 12, 8192), 4)},
         "interpret": {2: Tile((64, 3, 2, 64), 1), 4: Tile((64, 3, 2, 64), 1)},
@@ -41,12 +41,13 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((128, 64), 4, 2), 4: Tile((64, 32), 4, 2)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    "momentum": {  # elements of a program
+    "momentum": {  # elements per program
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "gfx942": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "interpret": {2: Tile((64,), 1), 4: Tile((64,), 1)},
     },
-    # Grouped products: rows, columns, depth of a piece; of SwiGLU columns of gate and of up, or of a half, each.
+    # Grouped matmuls: rows, columns, contracted columns per step. For SwiGLU, columns of gate and of up each; in its
+    # backward pass, columns of one half of the tile.
     "grouped_product": {
         "sm_90": {2: Tile((128, 128, 64), 8, 3), 4: Tile((64, 64, 32), 8, 2)},
         "gfx942": {2: Tile((128, 128, 64), 8, 2), 4: Tile((64, 64, 32), 4, 2)},
@@ -88,14 +89,14 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((64, 1024), 4), 4: Tile((32, 1024), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # CCA mix: tokens, channels of a step of a product.
+    # CCA mix: tokens, channels per step of a matmul.
     "cca_mix": {
         "sm_90": {2: Tile((32, 64), 4), 4: Tile((16, 32), 8)},
         "gfx942": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
-    # Tokens of a tile and channels of a step of a product; the same where tokens are summed over, and there taps of a
-    # program, and tokens of a part, which a cache should hold with all that is made of them (1,280 of the 8B's: 11 MB).
+    # Tokens and channels per step of a matmul, for the programs of a tile; the same for the programs that sum over
+    # tokens; their taps per program and tokens per part, which should fit a cache (1,280 tokens of the 8B: 11 MB).
     "cca_mix_backward": {
         "sm_90": {2: Tile((32, 128, 16, 128, 2, 1280), 8), 4: Tile((16, 32, 16, 32, 1, 1280), 8)},
         "gfx942": {2: Tile((32, 64, 32, 128, 2, 1280), 4), 4: Tile((16, 32, 16, 32, 2, 1280), 4)},
@@ -124,7 +125,7 @@ def tile(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> Tile:
     by_architecture = TILES[kernel]
     known = architecture in by_architecture
     by_size = by_architecture[architecture if known else DEFAULT[platform(architecture)]]
-    found = by_size[min(jnp.dtype(dtype).itemsize, max(by_size))]
+    entry = by_size[min(jnp.dtype(dtype).itemsize, max(by_size))]
     if known or platform(architecture) != "cuda":
-        return found
-    return found._replace(stages=min(found.stages, 2))
+        return entry
+    return entry._replace(stages=min(entry.stages, 2))

@@ -13,14 +13,14 @@ Call = Callable[[], Any]
 def peer_call(name: str, sizes: Sizes, dtype: str, device: str) -> tuple[Call, Call]:
     """Make a function that runs a case of `kernel_cases.cases` in PyTorch, and one that waits for all its calls.
 
-    On a GPU norms are compiled with `torch.compile`, and attention uses the flash kernel of
+    On a GPU, norms are compiled with `torch.compile`, and attention uses the flash kernel of
     `scaled_dot_product_attention`; on a CPU both use PyTorch's defaults.
 
     Args:
-      name: of the case, one of `PEERS`.
-      sizes: of the arrays.
+      name: name of the case, a key of `PEERS`.
+      sizes: sizes of the arrays.
       dtype: 'float32' or 'bfloat16'.
-      device: 'cpu' or 'cuda', which is ROCm's name too.
+      device: 'cpu' or 'cuda', PyTorch's name for ROCm devices, too.
 
     Raises:
       InputError: PyTorch is not installed.
@@ -98,7 +98,7 @@ def _attend(torch: Any, gpu: bool, *, causal: bool) -> Callable[..., Any]:
 def _heads(torch: Any, sizes: Sizes, dtype: Any, rows: int, queries: int, keys: int) -> list[Any]:
     """Draw queries, keys and values [b, h, s, c]."""
     heads = ((sizes.query_heads, queries), (sizes.kv_heads, keys), (sizes.kv_heads, keys))
-    return [torch.randn(rows, *one, sizes.channels, dtype=dtype) for one in heads]
+    return [torch.randn(rows, *head, sizes.channels, dtype=dtype) for head in heads]
 
 
 def _grouped(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
@@ -120,7 +120,7 @@ def _gram_polynomial(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[C
 
 
 def _muon(torch: Any, sizes: Sizes, dtype: Any, gpu: bool) -> tuple[Callable[..., Any], list[Any]]:
-    del dtype, gpu  # its iterates are bf16 whatever the parameters are
+    del dtype, gpu  # torch's Muon always iterates in bf16
     n, p, q = sizes.matrices
     matrices = [torch.nn.Parameter(torch.randn(q, p)) for _ in range(n)]
     for matrix in matrices:

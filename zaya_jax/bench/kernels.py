@@ -256,16 +256,16 @@ _QUANTITIES = {
 }
 
 
-def sentence(found: Mapping[str, Any]) -> str:
+def sentence(summary: Mapping[str, Any]) -> str:
     """Format a row as text."""
-    missing = [f"no {side}: {why}" for side, why in found["missing"].items()]
-    if "kernel" not in found["median_seconds"]:
+    missing = [f"no {side}: {why}" for side, why in summary["missing"].items()]
+    if "kernel" not in summary["median_seconds"]:
         return "; ".join(missing)
-    said = [f"{found['median_seconds']['kernel'] * 1e3:.4g} ms, {found['bytes_per_second'] / 1e9:,.0f} GB/s, "
-            f"{found['flops_per_second'] / 1e12:.3g} TFLOP/s"]  # fmt: skip
+    parts = [f"{summary['median_seconds']['kernel'] * 1e3:.4g} ms, {summary['bytes_per_second'] / 1e9:,.0f} GB/s, "
+            f"{summary['flops_per_second'] / 1e12:.3g} TFLOP/s"]  # fmt: skip
     names = {"reference": "XLA", "peer": "PyTorch"}
-    said += [f"{found[side]:.3g}× as fast as {name}" for side, name in names.items() if side in found]
-    if aim := found.get("aim"):
+    parts += [f"{summary[side]:.3g}× as fast as {name}" for side, name in names.items() if side in summary]
+    if aim := summary.get("aim"):
         verdict = {True: "met", False: "missed", None: "for an H200"}[aim["met"]]
-        said.append(f"{_QUANTITIES[aim['of']]} {aim['reached']} (goal {aim['least']:g}, {verdict})")
-    return "; ".join([*said, *missing])
+        parts.append(f"{_QUANTITIES[aim['of']]} {aim['reached']} (goal {aim['least']:g}, {verdict})")
+    return "; ".join([*parts, *missing])

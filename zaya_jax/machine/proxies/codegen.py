@@ -101,7 +101,7 @@ def kernels_of(lowered: Any) -> list[Kernel]:
     functions = {}
     for operation in lowered.compiler_ir().operation.regions[0].blocks[0].operations:
         functions[operation.attributes["sym_name"].value] = operation.operation
-    found = []
+    kernels = []
     for operation in _walk(functions["main"], functions):
         if operation.name != "stablehlo.custom_call":
             continue
@@ -110,8 +110,9 @@ def kernels_of(lowered: Any) -> list[Kernel]:
         attributes = operation.attributes
         config = attributes["mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"]
         name, ir = (config[key] for key in ("name", "ir"))
-        found.append(Kernel(name.value, ir.value_bytes, *(_number(config[key]) for key in ("num_warps", "num_stages"))))
-    return found
+        warps, stages = (_number(config[key]) for key in ("num_warps", "num_stages"))
+        kernels.append(Kernel(name.value, ir.value_bytes, warps, stages))
+    return kernels
 
 
 def _number(attribute: Any) -> int:

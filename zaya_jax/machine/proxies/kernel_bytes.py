@@ -59,7 +59,7 @@ def kernel_bytes(function: Callable[..., Any], *arguments: Any) -> list[Traffic]
     closed = jax.make_jaxpr(lambda *flat: function(*jax.tree.unflatten(tree, flat)))(*leaves)
     walk = _Walk()
     walk.run(closed.jaxpr, closed.consts, [_value(leaf) for leaf in leaves])
-    return walk.found
+    return walk.traffic
 
 
 def _value(leaf: Any) -> Any:
@@ -119,7 +119,7 @@ class _Walk:
     """Evaluates a function and the kernels that it launches."""
 
     def __init__(self) -> None:
-        self.found: list[Traffic] = []
+        self.traffic: list[Traffic] = []
         self.grid: tuple[int, ...] = ()
         self.place: tuple[int, ...] = ()
         self.plans: dict[Jaxpr, list[tuple[Any, Any]]] = {}
@@ -144,19 +144,19 @@ class _Walk:
         """Return (operation, name) pairs; a run of operations with only float outputs becomes (None, those outputs)."""
         if jaxpr in self.plans:
             return self.plans[jaxpr]
-        found: list[tuple[Any, Any]] = []
+        plan: list[tuple[Any, Any]] = []
         for equation in jaxpr.eqns:
             name, outs = equation.primitive.name, equation.outvars
             if name in _SPECIAL or name in _CALLS or not all(_is_float(out.aval) for out in outs):
-                found.append((equation, name))
+                plan.append((equation, name))
                 continue
             if any(isinstance(param, ClosedJaxpr | Jaxpr) and _launches(param) for param in equation.params.values()):
                 raise ValueError(f"What {name} launches is not known.")
-            if not found or found[-1][0] is not None:
-                found.append((None, {}))
-            found[-1][1].update({out: _unknown(out.aval) for out in outs})
-        self.plans[jaxpr] = found
-        return found
+            if not plan or plan[-1][0] is not None:
+                plan.append((None, {}))
+            plan[-1][1].update({out: _unknown(out.aval) for out in outs})
+        self.plans[jaxpr] = plan
+        return plan
 
     def apply(self, equation: Any, name: str, inputs: list[Any]) -> list[Any]:
         """Return the outputs of one operation."""
@@ -188,7 +188,7 @@ class _Walk:
             self.run(params["jaxpr"], (), counter.arrays)
         least = sum(math.prod(array.value.shape) * array.itemsize for array in counter.arrays)
         name = str(params["name"] or params["jaxpr"].debug_info.func_name)
-        self.found.append(Traffic(name, math.prod(self.grid), counter.requested, counter.moved, least))
+        self.traffic.append(Traffic(name, math.prod(self.grid), counter.requested, counter.moved, least))
         return outs
 
     def repeat(self, equation: Any, inputs: list[Any]) -> list[Any]:
@@ -261,17 +261,17 @@ def _indices(indexer: Any, shape: tuple[int, ...]) -> tuple[list[Any], tuple[int
     """Return indices that broadcast against each other, and their common shape, in which sliced axes come last."""
     entries: list[Any] = [slice(0, size) for size in shape] if indexer is None else list(indexer.indices)
     slices = sum(hasattr(entry, "start") for entry in entries)
-    found = []
+    indices = []
     for entry in entries:
         if not hasattr(entry, "start"):
             if isinstance(entry, Unknown):
                 raise ValueError("A kernel's addresses depend on values that are not known.")
-            found.append(np.reshape(entry, (*np.shape(entry), *(1,) * slices)) if np.ndim(entry) else entry)
+            indices.append(np.reshape(entry, (*np.shape(entry), *(1,) * slices)) if np.ndim(entry) else entry)
             continue
         size = entry.stop if isinstance(entry, slice) else entry.size
-        behind = sum(hasattr(other, "start") for other in entries[len(found) + 1 :])
-        found.append((np.asarray(entry.start) + np.arange(size)).reshape(-1, *(1,) * behind))
-    return found, np.broadcast_shapes(*(np.shape(index) for index in found))
+        behind = sum(hasattr(other, "start") for other in entries[len(indices) + 1 :])
+        indices.append((np.asarray(entry.start) + np.arange(size)).reshape(-1, *(1,) * behind))
+    return indices, np.broadcast_shapes(*(np.shape(index) for index in indices))
 
 
 def _same_shape(variable: Any, other: Any) -> bool:

@@ -144,10 +144,10 @@ class _Body:
         _keep(outputs)
         for value in outputs:
             value.wanted = True
-        found = Launches()
+        total = Launches()
         for launch in self.launches:
             if launch.live:
-                _count(launch, found)
+                _count(launch, total)
         made = [value for value in self.made if value.live]
         readers: dict[tuple[_Value, int], _Value] = {}
         for value in made:
@@ -161,9 +161,9 @@ class _Body:
             groups.setdefault(value.root(), []).append(value)
         for group in groups.values():
             if written := [value for value in group if value.wanted or value.reduced]:
-                found.fusions += 1
-                found.bytes += sum(value.bytes for value in written) + _read(set(group), written)
-        return found
+                total.fusions += 1
+                total.bytes += sum(value.bytes for value in written) + _read(set(group), written)
+        return total
 
     def run(self, block: Any, values: dict[Any, _Value]) -> list[_Value]:
         """Process the operations of a block, and return its outputs."""
@@ -246,18 +246,18 @@ def _keep(values: list[_Value]) -> None:
         rest += node.inputs or []
 
 
-def _count(launch: _Launch, found: Launches) -> None:
+def _count(launch: _Launch, total: Launches) -> None:
     match launch.kind:
         case "product":
-            found.products += 1
+            total.products += 1
         case "kernel":
-            found.kernels[launch.name] += 1
+            total.kernels[launch.name] += 1
         case "loop" if launch.body:
-            found.loops.append(launch.body)
+            total.loops.append(launch.body)
         case _:
-            found.others[launch.name] += 1
+            total.others[launch.name] += 1
     if launch.kind in ("product", "other"):
-        found.bytes += launch.bytes + sum(value.bytes for value in set(launch.inputs))
+        total.bytes += launch.bytes + sum(value.bytes for value in set(launch.inputs))
 
 
 def _read(inside: set[_Value], written: list[_Value]) -> int:
