@@ -1,14 +1,14 @@
 """ZAYA1 in JAX: pretrain, extend, fine-tune, inspect, evaluate and export.
 
-Names are imported when first used, so that `import zaya_jax` costs nothing and leaves jax unimported.
+Names are imported on first use, so that `import zaya_jax` is fast and does not import jax.
 
 Shape suffixes used throughout the code:
   b batch, s sequence, d residual width, h query heads, k key/value heads, n = h + k heads of the convolution,
-  g = h / k queries a key head, c channels of a head, e experts, f expert width, r router width,
+  g = h / k query heads per key head, c channels of a head, e experts, f expert width, r router width,
   v vocabulary, l layers, t tokens (b and s flattened), w rows of the convolution's tail.
 
-Of sums, statistics, the residual stream, master weights and gradients, "fp32" means `ops.precision.accumulation_dtype`:
-it is fp64 in a run that computes in fp64.
+For sums, statistics, the residual stream, master weights and gradients, docstrings write "fp32" for
+`ops.precision.accumulation_dtype`, which is fp64 in a run that computes in fp64.
 """
 
 import importlib

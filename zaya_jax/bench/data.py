@@ -21,8 +21,8 @@ from zaya_jax.machine.subprocesses import interleave_subprocesses
 
 WORKERS = 2
 
-_THREADS = (0, 1, 2, 4, 16)  # Grain's settings to try
-_BUFFERS = (1, 4, 16)
+_THREADS = (0, 1, 2, 4, 16)  # numbers of Grain's reading threads to try
+_BUFFERS = (1, 4, 16)  # sizes of its workers' buffers to try, in batches
 _TRIES = 3  # passes with each setting
 _SKIPPED = 50  # batches before timing; more than all buffers hold
 

@@ -178,7 +178,7 @@ def timed_save(method: Method, step: int) -> dict[str, float]:
 
 
 def timed_steps(method: Method, step: int) -> dict[str, float]:
-    """Return how much longer a training step takes during a save, in the slowest process; NaN without a step."""
+    """Return the duration of a step during a save, relative to one without, in the slowest process; NaN if none ran."""
     multiply = jax.jit(lambda x: x @ x)
     x = jnp.full((_WIDTH, _WIDTH), 1 / _WIDTH)
 

@@ -37,12 +37,12 @@ KINDS: tuple[ContextAttention, ...] = ("all_gather", "ring")
 class Sizes(NamedTuple):
     """Sizes of the attention to measure; heads and channels are those of ZAYA1-8B."""
 
-    lengths: tuple[int, ...]  # tokens of the one sequence
+    lengths: tuple[int, ...]  # tokens of the sequence
     dtype: str
     query_heads: int = 8
     kv_heads: int = 2
     channels: int = 128
-    degrees: tuple[int, ...] = (1, 2, 4, 8)  # devices of a sequence
+    degrees: tuple[int, ...] = (1, 2, 4, 8)  # numbers of devices that share the sequence
 
 
 CPU = Sizes((2048, 4096, 8192), "float32")

@@ -1,4 +1,4 @@
-"""The smoke test of a machine: check operations, collectives and training, then time them; one JSON to post.
+"""The smoke test of a machine: check and time operations, collectives and training, and write a JSON report.
 
 Each part runs in its own process, so that the others still run if it fails or crashes.
 """

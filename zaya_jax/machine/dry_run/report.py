@@ -1,4 +1,4 @@
-"""The dry run: estimates every phase, and compiles its step for simulated devices to prove that it partitions."""
+"""The dry run: estimate every phase, and compile its step for simulated devices to prove that it partitions."""
 
 import json
 import math
@@ -100,7 +100,7 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
 
 
 def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | None) -> str:
-    """One phase as text: the answer (whether it fits, how fast) first, then what it is made of."""
+    """Format a phase as text: first whether it fits and how fast it is, then the details."""
     memory, axes = estimate.memory, " × ".join(f"{name} {size}" for name, size in estimate.axes.items() if size > 1)
     lines = [
         *_answer(estimate, hardware),
@@ -127,7 +127,7 @@ def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | 
 
 
 def _answer(estimate: PhaseEstimate, hardware: Hardware | None) -> list[str]:
-    """Whether a phase fits the memory of a device, and its speed; without hardware, the memory alone."""
+    """Format whether a phase fits the memory of a device, and its speed; without hardware, only the memory."""
     needed = f"{estimate.memory.total / _GB:.1f}"
     if hardware is None or estimate.step_seconds is None or estimate.days is None:
         return [f"Phase {estimate.phase}: {needed} GB per device"]
