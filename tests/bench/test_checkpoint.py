@@ -61,7 +61,9 @@ def test_medians_and_ratios(capsys):
     low, high = job["stall_interval"]
     assert 10 / 3 <= low < 10 < high <= 30
     print_table(job)
-    assert f"waits 10.0× shorter (95 % interval {low:.1f} to {high:.1f})" in capsys.readouterr().out
+    assert (
+        f"blocks training 10.0× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})" in capsys.readouterr().out
+    )
 
 
 def test_the_disk_is_described(tmp_path):

@@ -148,7 +148,7 @@ def test_training_takes_the_fastest_pass_that_fits_beside_the_moments(monkeypatc
 
 @pytest.mark.parametrize("fits", [lambda again, rows, moved: False, lambda again, rows, moved: not moved])
 def test_a_model_that_does_not_fit_is_told_in_a_sentence(monkeypatch, fits):
-    with pytest.raises(InputError, match="do not fit the memory of this device"):
+    with pytest.raises(InputError, match="do not fit in this device's memory"):
         Device(monkeypatch, fits, lambda *_: 1.0).fastest()
 
 

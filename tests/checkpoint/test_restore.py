@@ -132,7 +132,7 @@ def test_a_checkpoint_of_another_run_is_left_as_it_is(tmp_path):
     copied = Path(shutil.copytree(tmp_path / "1", tmp_path / "elsewhere" / "1"))  # without the folder's generations
     assert not differing(read_checkpoint(copied, lambda manifest: abstract(make_state())).state, make_state(1))
     copied.rename(copied.with_name("7"))
-    with pytest.raises(InputError, match=r"7 contains the checkpoint of step 1\."):
+    with pytest.raises(InputError, match=r"7 contains the checkpoint of step 1, not of step 7\."):
         read_checkpoint(copied.with_name("7"), lambda manifest: abstract(make_state()))
 
 

@@ -120,7 +120,7 @@ def test_a_file_that_is_no_configuration_is_refused_without_being_read_whole(tmp
     assert "is larger than the limit of 262,144 bytes" in refused_to_load(written(tmp_path, "# é\n" * 10**6))
     for index in range(30):
         written(tmp_path, f"extends: {index + 1}.yaml\n", f"{index}.yaml")
-    assert "21.yaml ends a chain of more than 20 extends" in refused_to_load(tmp_path / "0.yaml")
+    assert "21.yaml is reached through more than 20 extends" in refused_to_load(tmp_path / "0.yaml")
 
 
 def test_extending_in_a_circle_is_refused_to_load(base, tmp_path):

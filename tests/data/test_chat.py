@@ -331,7 +331,7 @@ def test_calls_of_tools_are_written_as_the_template_does_or_refused(writes):
     [
         ({"messages": []}, "a conversation must be a list of at least one message"),
         ([], "a conversation must be a list of at least one message"),
-        ([user()], "the conversation has no message of the assistant"),
+        ([user()], "the conversation has no assistant message"),
         ([user(), "hello"], "message 2 is not an object with a role and a content"),
         ([assistant(), {"role": "bot", "content": ""}],
          "message 2 has the role 'bot', which is not one of system, developer, user, assistant, tool"),

@@ -32,11 +32,11 @@ def test_documents_of_megatron_end_once_and_fit_the_vocabulary(tmp_path, tokeniz
     bad = [[5, loaded.vocab_size, 5], [5, -1], [loaded.eot], [], [5, loaded.eot, 5]]
     documents = [*ids[:3], *bad[:2], *ids[3:], *bad[2:]]
     path = write_megatron(tmp_path / "in", [[tokens] for tokens in documents], "int32")
-    with pytest.raises(InputError, match=rf"^5 documents .*\n  {path}:4: wrong tokens: .* below {loaded.vocab_size}"):
+    with pytest.raises(InputError, match=rf"^5 documents .*\n  {path}:4: invalid tokens: .* below {loaded.vocab_size}"):
         prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", QUARTER, workers=1, max_bad=5)
     check_same(texts, read_back(tmp_path / "out"))
-    assert manifest.counts == {"wrong tokens": 3, "empty": 1, "end inside": 1}
+    assert manifest.counts == {"invalid tokens": 3, "empty": 1, "end token inside": 1}
     lines = [int(example.removeprefix(f"{path}:").partition(":")[0]) for example in manifest.examples]
     assert lines == [4, 5, 9, 10, 11]
 
@@ -49,11 +49,11 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
     forged = [{"role": "user", "content": "a <|endoftext|>"}, {"role": "assistant", "content": "b"}]
     lines = [*said[:5], [said[0][0]], *said[5:], forged, [thinking], "text", [{"role": "cat", "content": "miaow"}]]
     path = write_lines(tmp_path / "in.jsonl", [{"messages": line} for line in lines])
-    with pytest.raises(InputError, match=rf"{path}:6: no conversation: .* no message of the assistant"):
+    with pytest.raises(InputError, match=rf"{path}:6: not a conversation: .* no assistant message"):
         prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, unit_bytes=600)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, unit_bytes=600, max_bad=4)
     assert manifest.kind == "chat"
-    assert manifest.counts == {"no conversation": 3, "special token": 1}
+    assert manifest.counts == {"not a conversation": 3, "special token": 1}
     assert any("'<|endoftext|>', which would end a turn" in example for example in manifest.examples)
     expected, written = [*said, [{**thinking, "content": "yes", "reasoning": "hm"}]], {}
     for split in SPLITS:
@@ -77,7 +77,7 @@ def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_i
     records = [{"conversations": said}, *({"conversations": said, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(
-        InputError, match=rf"^2 documents .*\n  {path}:2: lost field: 'tools' next to 'conversations' is"
+        InputError, match=rf"^2 documents .*\n  {path}:2: unread field: 'tools' next to 'conversations' is"
     ):
         prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=2)
@@ -92,9 +92,9 @@ def test_a_conversation_that_json_cannot_hold_is_refused(tmp_path, tokenizer):
     said = [[{"role": "assistant", "content": "yes", "said": said}] for said in (None, 0)]
     pq.write_table(pa.table({"messages": pa.array(said, pa.list_(message))}), tmp_path / "in.parquet")
     inputs = [str(tmp_path / "in.parquet")]
-    with pytest.raises(InputError, match=r"in\.parquet:2: no conversation: it contains what JSON cannot"):
+    with pytest.raises(InputError, match=r"in\.parquet:2: not a conversation: it contains a value that JSON cannot"):
         prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1)
-    assert prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=1).counts == {"no conversation": 1}
+    assert prepare(inputs, tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=1).counts == {"not a conversation": 1}
 
 
 def test_a_document_is_on_one_side_whether_it_is_text_or_token_ids_of_any_type(tmp_path, tokenizer):

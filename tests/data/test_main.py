@@ -68,7 +68,7 @@ def test_prepare_prints_what_the_folder_holds(call, tmp_path, capsys):
     lines = [f"{tmp_path / 'out'} is complete."]
     for name, split in {"train": manifest.train, "heldout": manifest.heldout}.items():
         lines.append(f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.text_bytes:,} bytes, "
-                     "1 shards")  # fmt: skip
+                     "1 shard")  # fmt: skip
     assert out.splitlines() == lines
     assert [line.split(",")[0] for line in err.splitlines()] == ["data: checking: done", "data: preparing: done"]
     assert manifest.train.text_bytes + manifest.heldout.text_bytes == sum(len(text.encode()) for text in TEXTS)

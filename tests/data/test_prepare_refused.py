@@ -60,7 +60,9 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
     lines = ["a </s> b" if i % 10 == 0 else "a b" for i in range(40)]
     path, output = write_jsonl(tmp_path / "in.jsonl", lines), tmp_path / "out"
     call = {"inputs": [str(path)], "tokenizer": tmp_path / "tokenizer.json", "output": output, "workers": 1}
-    with pytest.raises(InputError, match=r"^4 documents cannot be used \(4 end inside\)\. Fix them, or skip up to 4"):
+    with pytest.raises(
+        InputError, match=r"^4 documents cannot be used \(4 end token inside\)\. Fix them, or skip up to 4"
+    ):
         prepare(settings=QUARTER, unit_bytes=200, **call)
     done = {note: note.stat().st_mtime_ns for note in output.glob("unit-*.json")}
     assert len(done) > 3
@@ -70,7 +72,7 @@ def test_what_only_encoding_finds_is_reported_once_all_is_read(tmp_path):
     with pytest.raises(InputError, match=r"^4 documents .* at most 3 may be skipped"):
         prepare(settings=QUARTER, unit_bytes=200, max_bad=3, **call)
     assert {note: note.stat().st_mtime_ns for note in done} == done  # what is done is not done again
-    assert prepare(settings=QUARTER, unit_bytes=200, max_bad=4, **call).counts == {"end inside": 4}
+    assert prepare(settings=QUARTER, unit_bytes=200, max_bad=4, **call).counts == {"end token inside": 4}
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
@@ -114,10 +116,12 @@ def test_a_finished_folder_is_left_as_it_is_and_refused_to_others(tmp_path, toke
     assert prepare(settings=QUARTER, **call) == manifest
     assert prepare(settings=QUARTER, **call, task=1, tasks=2) == manifest  # of documents that are the same
     assert contents(output) == before
-    with pytest.raises(InputError, match=f"^The folder {output} contains data prepared from other inputs or settings"):
+    with pytest.raises(
+        InputError, match=f"^The folder {output} contains data prepared from different inputs or settings"
+    ):
         prepare(settings=PrepareSettings(heldout=0.5), **call)
     write_jsonl(texts_file, make_texts(41))
-    with pytest.raises(InputError, match="other inputs or settings"):
+    with pytest.raises(InputError, match="different inputs or settings"):
         prepare(settings=QUARTER, **call)
     assert contents(output) == before
 
@@ -141,16 +145,16 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, tokenizer, texts_fil
 @pytest.mark.parametrize(
     ("change", "key"),
     [
-        ({"settings": PrepareSettings(heldout=0.5)}, r"heldout: 0\.25, now 0\.5"),
-        ({"settings": PrepareSettings(field="body", heldout=0.25)}, "field: 'text', now 'body'"),
-        ({"settings": CHAT}, "kind: 'tokens', now 'chat'"),
-        ({"settings": PrepareSettings(suffixes=(".md",), heldout=0.25)}, "suffixes"),
-        ({"tasks": 3}, "tasks: 2, now 3"),
-        ({"unit_bytes": 2000}, r"units: \d+, now \d"),
-        ({"tokenizer": "other.json"}, "tokenizer"),
-        ({"inputs": ["other.jsonl"]}, "inputs"),
-        ({"changed": "size"}, "files"),
-        ({"changed": "time"}, "files"),
+        ({"settings": PrepareSettings(heldout=0.5)}, r"a different --heldout: 0\.25, now 0\.5"),
+        ({"settings": PrepareSettings(field="body", heldout=0.25)}, "a different --field: 'text', now 'body'"),
+        ({"settings": CHAT}, "a different --chat: 'tokens', now 'chat'"),
+        ({"settings": PrepareSettings(suffixes=(".md",), heldout=0.25)}, "a different --suffixes"),
+        ({"tasks": 3}, "a different --of: 2, now 3"),
+        ({"unit_bytes": 2000}, r"a different number of input units: \d+, now \d"),
+        ({"tokenizer": "other.json"}, "a different --tokenizer"),
+        ({"inputs": ["other.jsonl"]}, "a different --input"),
+        ({"changed": "size"}, "different input files"),
+        ({"changed": "time"}, "different input files"),
     ],
 )
 def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokenizer, texts_file, change, key):
@@ -167,7 +171,7 @@ def test_an_unfinished_folder_is_refused_to_another_preparation(tmp_path, tokeni
     else:
         call |= change
         call |= {"tokenizer": tmp_path / call["tokenizer"], "inputs": [str(tmp_path / call["inputs"][0])]}
-    with pytest.raises(InputError, match=f"^The folder {output} contains an unfinished preparation with other {key}"):
+    with pytest.raises(InputError, match=f"^The folder {output} contains an unfinished preparation with {key}"):
         prepare(output=output, workers=1, **call)
     assert contents(output) == before
 
@@ -179,5 +183,5 @@ def test_a_megatron_index_that_changed_is_noticed(tmp_path, tokenizer):
     stat = path.stat()
     write_megatron(tmp_path / "in", [[[5, 6]], [[7, 8, 9, 10]], [[11, 12]]])
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # the same tokens in the .bin
-    with pytest.raises(InputError, match="unfinished preparation with other files"):
+    with pytest.raises(InputError, match="unfinished preparation with different input files"):
         prepare(output=tmp_path / "out", workers=1, task=1, **call)

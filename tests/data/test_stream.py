@@ -127,7 +127,7 @@ def test_epochs_are_counted_in_predictions(plans, packing, context):
 
 
 def test_nothing_to_read_is_refused(plans):
-    with pytest.raises(InputError, match=r"data\.sources\.x yields no row of 4 tokens: its 2 documents"):
+    with pytest.raises(InputError, match=r"data\.sources\.x yields no row of 4 tokens: all its documents"):
         Packer("bins", "drop", 4, 0, plans).phase_rows(Numbered([9, 8]), "same", Position(), "data.sources.x")
 
 

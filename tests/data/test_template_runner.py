@@ -69,5 +69,7 @@ def test_a_process_that_was_killed_while_it_waited_is_started_again():
 
 def test_a_process_that_cannot_start_is_reported(monkeypatch):
     monkeypatch.setattr(template_runner.sys, "executable", "/bin/false")
-    with pytest.raises(RunStopped, match=r"cannot run: it ended with status 1\. Try /bin/false -c"):
+    with pytest.raises(
+        RunStopped, match=r"cannot run: it ended with status 1\. Check that this command works: /bin/false -c"
+    ):
         template_runner._Runner().ask({"source": "", "renderings": [], "seconds": 1})

@@ -75,14 +75,14 @@ def test_what_is_left_out_has_transformers_defaults():
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"model_type": "llama"}, "model_type 'llama'"),
-    ({"model_type": None}, "model_type None"),
+    ({"model_type": None}, "model_type null"),
     ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings false"),
     ({"num_experts_per_tok": 2}, "num_experts_per_tok 2"),
-    ({"hidden_size": None}, "hidden_size None"),
+    ({"hidden_size": None}, "hidden_size null"),
     ({"hidden_size": "24"}, "hidden_size '24'"),
     ({"hidden_size": 24.0}, "hidden_size 24.0"),
-    ({"num_experts": True}, "num_experts True"),
+    ({"num_experts": True}, "num_experts true"),
     ({"layer_types": ["hybrid"]}, "1 layer_types, but num_hidden_layers is 4"),
     ({"layer_types": ["hybrid", "mamba"] * 2}, "layer type 'mamba'"),
     ({"rope_parameters": {"hybrid": {"rope_type": "yarn"}}}, "rope_type 'yarn'"),

@@ -97,7 +97,7 @@ def test_tokenizer_and_special_tokens_are_carried_along(values, tmp_path):
     described = json.loads((tmp_path / "model" / "config.json").read_text())
     assert (described["eos_token_id"], described["pad_token_id"], described["hidden_size"]) == ([1, 106], 0, 24)
     assert described["bos_token_id"] == 2  # which stands in the generation file alone
-    with pytest.raises(InputError, match="nowhere is not a folder"):
+    with pytest.raises(InputError, match="nowhere', but must be an existing folder"):
         write_folder(tmp_path / "other", CONFIG, read_arrays(values), "float32", carry=tmp_path / "nowhere")
 
 

@@ -335,7 +335,7 @@ def test_a_sequence_longer_than_allowed_is_refused():
     ):
         with pytest.raises(InputError, match=r"9 tokens long.*model\.max_positions.*8"):
             call()
-    with pytest.raises(InputError, match="5 tokens do not fit the cache, which holds 4"):
+    with pytest.raises(InputError, match="5 tokens do not fit in the cache, which holds 4"):
         model(jnp.zeros((1, 5), jnp.int32), cache=init_cache(config, 1, 4))
     jax.eval_shape(lambda model: model(jnp.zeros((1, 8), jnp.int32)).hidden_bsd, model)
 

@@ -321,7 +321,7 @@ def test_machine_code(gpu, dtype, c, window):
     [
         ({"dtype": jnp.float16}, "all arrays in bfloat16 or all in float32"),
         ({"c": 24}, "heads of"),
-        ({"k": 3}, "do not fit keys"),
+        ({"k": 3}, "do not match keys"),
         ({"t": 0}, "at least one"),
     ],
 )
@@ -337,7 +337,7 @@ def test_segments_that_do_not_fit_are_refused():
     q, segments = jnp.zeros((1, 4, 2, 16)), jnp.ones((1, 4), jnp.int32)
     with pytest.raises(ValueError, match="or neither"):
         EMULATED(q, q, q, query_segments_bs=segments)
-    with pytest.raises(ValueError, match=r"Segments .* do not fit"):
+    with pytest.raises(ValueError, match=r"Segments .* do not match"):
         kernel("partial_attention", "interpret")(q, q, q, segments, segments[:, :3], 0, None)
     with pytest.raises(ValueError, match="all in float32"):
         EMULATED(q, q.astype(jnp.bfloat16), q)

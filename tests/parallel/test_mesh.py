@@ -64,6 +64,6 @@ def test_a_batch_must_split_evenly_over_its_axes_into_whole_micro_batches(sizes,
     if sequences % (shards * micro) == 0:
         check_batch(mesh, sequences, "train.batch", micro)
     else:
-        said = rf"^train\.batch gives {sequences} .* multiple of {shards * micro} \({shards} data-parallel shards"
+        said = rf"^train\.batch gives {sequences} .* multiple of {shards * micro} \({shards} data-parallel shard"
         with pytest.raises(InputError, match=said):
             check_batch(mesh, sequences, "train.batch", micro)

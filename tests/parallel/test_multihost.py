@@ -79,7 +79,7 @@ def test_processes_train_as_one_does_and_leave_a_checkpoint_for_one(tmp_path):
 def test_bad_input_is_told_by_all(tmp_path):
     commands = [command(tmp_path, "run", *more) for more in ((), ("seed=3",))]
     for text in ended(finish_job(tmp_path, start_job(tmp_path, commands)), 2):
-        assert text.count("Error: Process 1 of 2 has another configuration") == 1
+        assert text.count("Error: Process 1 of 2 has a different configuration") == 1
         assert "Traceback" not in text
     assert not (tmp_path / "run").exists()
 
@@ -317,7 +317,7 @@ def test_process_0_goes_first_and_differing_configurations_are_named():
     assert done[0] == 0
     refused = in_processes(3, lambda index: check_alike("abb"[index]))
     assert {str(error) for error in refused} == {str(refused[0])}
-    assert str(refused[0]).startswith("Processes 1, 2 of 3 have another configuration")
+    assert str(refused[0]).startswith("Processes 1, 2 of 3 have a different configuration")
 
 
 # --- joining ---------------------------------------------------------------------------------------------------

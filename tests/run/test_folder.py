@@ -104,7 +104,7 @@ def test_any_other_configuration_is_refused_and_free_keys_are_not(config, begun)
             with claimed(changed) as folder:
                 assert folder == begun
         else:
-            message = refused(changed, begun, rf"contains a run with another configuration: {key} was ")
+            message = refused(changed, begun, rf"contains a run with a different configuration: {key} was ")
             old, new = (list(v) if isinstance(v, tuple) else v for v in (value, other(value)))
             assert f"was {shown(old)} and is now {shown(new)}." in message
 
@@ -172,7 +172,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(config, begun, content):
     refused(
         config,
         begun,
-        r"cannot be identified|contains a run with another configuration",
+        r"cannot be identified|contains a run with a different configuration",
     )
 
 

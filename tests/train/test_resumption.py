@@ -49,8 +49,8 @@ def test_a_checkpoint_says_what_it_is_of_and_json_keeps_it():
 
 
 CHANGED = {
-    "model.num_experts": (8, "another architecture: its model.num_experts is 4, but .* has 8\\. Choose another"),
-    "model.hidden_size": (32, "another architecture: its model.hidden_size is 16, but .* has 32\\. Choose another"),
+    "model.num_experts": (8, "a different architecture: its model.num_experts is 4, but .* has 8\\. Choose another"),
+    "model.hidden_size": (32, "a different architecture: its model.hidden_size is 16, but .* has 32\\. Choose another"),
 }
 
 

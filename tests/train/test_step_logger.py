@@ -111,7 +111,7 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
     for step, skip in ((1, 2), (2, 3)):
         logger.start_step(step, metrics(skip, step), 0.0)
     logger.start_step(3, metrics(1, 3), 0.0)
-    with pytest.raises(RunStopped, match=r"^3 steps in a row .*: not finite\).*resume_from="):
+    with pytest.raises(RunStopped, match=r"skipped steps in a row .* at step 3 \(.*: not finite\).*resume_from="):
         logger.record()
     assert [(row["skip"], row["rows"]) for row in rows.metrics] == [
         ("loss spike", [0, 8]), ("gradient spike", [8, 16]), ("not finite", [16, 24]),

@@ -68,9 +68,9 @@ def bench_balance(steps: int, png: str | None) -> dict[str, Any]:
         for rule, rate in compared
     }  # fmt: skip
     for rule, row in result["results"].items():
-        start, switch = ("never" if steps is None else f"after {steps} steps" for steps in
+        start, switch = ("never" if steps is None else steps for steps in
                          (median_or_never(row[what]) for what in StepsUntilEven._fields))  # fmt: skip
-        print(f"{rule}: load balanced {start}; once the data changes, {switch} (medians over seeds)")
+        print(f"{rule}: steps until the load is even: {start}; after the data changes: {switch} (medians over seeds)")
     if png:
         lines = {f"{rule} seed {seed}": (range(1, 2 * steps + 1), curve.entropy)
                  for (rule, _, seed), curve in curves.items()}  # fmt: skip

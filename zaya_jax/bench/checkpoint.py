@@ -48,7 +48,7 @@ def bench_checkpoint(
     if folder is not None and not Path(folder).is_dir():
         raise InputError(f"--folder is {folder!r}, but must be an existing folder.")
     result = describe_run(
-        "seconds that saving stops a step loop, and until it is durable; seconds to restore",
+        "seconds that a save blocks the step loop, until the checkpoint is durable, and to restore it",
         f"states of {', '.join(f'{size:g}' for size in sizes)} GiB, 16 large arrays and 1,000 of 1 KiB",
         "process_allgather to process 0, which pickles",
         ("orbax-checkpoint", "tensorstore"),
@@ -135,17 +135,18 @@ def interval(numerators: list[float], denominators: list[float]) -> tuple[float,
 def print_table(job: dict[str, Any]) -> None:
     """Print the figures of one job as a table. Memory is the increase during a save in the largest process."""
     (low, high), count = job["stall_interval"], job["processes"]
-    print(f"{job['gib']:g} GiB, {count} process{'es' if count > 1 else ''}:\n  zaya_jax compared with {PEER}: training "
-          f"waits {job['stall_ratio']:.1f}× shorter (95 % interval {low:.1f} to {high:.1f}), the checkpoint is durable "
-          f"{job['commit_ratio']:.2f}× as fast, restoring with checksums is {job['restore_ratio']:.2f}× as fast\n"
-          f"  checksums add {100 * job['digest_share']:.1f} % to the time until durable")  # fmt: skip
+    print(f"{job['gib']:g} GiB, {count} process{'es' if count > 1 else ''}:\n  {PEER} blocks "
+          f"training {job['stall_ratio']:.1f}× as long as zaya_jax (95 % interval {low:.1f} to {high:.1f})\n"
+          f"  compared with it, zaya_jax makes the checkpoint durable {job['commit_ratio']:.2f}× as fast, and "
+          f"restores it with checksums {job['restore_ratio']:.2f}× as fast\n"
+          f"  checksums add {100 * job['digest_share']:.1f} % to the time until the checkpoint is durable")  # fmt: skip
     print(f"  {'medians, in seconds':<24}{'training':>10}{'durable':>9}{'restore':>10}{'restore':>10}{'peak':>10}"
-          f"{'step time':>11}\n  {'':<24}{'waits':>10}{'after':>9}{'from disk':>10}{'cached':>10}{'memory':>10}"
-          f"{'in a save':>11}")  # fmt: skip
+          f"{'step time':>15}\n  {'':<24}{'waits':>10}{'after':>9}{'from disk':>10}{'cached':>10}{'memory':>10}"
+          f"{'during a save':>15}")  # fmt: skip
     for way, figures in job["ways"].items():
         seconds = "".join(f"{figures[key]['median']:>{width}.3f}" for key, width in
                           (("stall", 10), ("commit", 9), ("restore_cold", 10), ("restore_warm", 10)))  # fmt: skip
-        steps = f"{figures['step_inflation']['median']:>10.2f}×" if "step_inflation" in figures else ""
+        steps = f"{figures['step_inflation']['median']:>14.2f}×" if "step_inflation" in figures else ""
         print(f"  {_NAMES.get(way, way):<24}{seconds}{figures['memory']['median'] / 2**20:>6.0f} MiB{steps}")
 
 

@@ -43,7 +43,9 @@ def write_drawn(folder: Path, tokenizer: Path, tokens: int, shards: int) -> Mani
     loaded = load_tokenizer(tokenizer)
     [eot] = loaded.encode_template(loaded.eot_text)
     draw = Draw(loaded.vocab_size, eot, -(-tokens // shards))
-    conversion = Conversion(folder, range(shards), [draw.bytes] * shards, "No drawn document is bad.")
+    conversion = Conversion(
+        folder, range(shards), [draw.bytes] * shards, "The benchmark generated invalid documents; please report it."
+    )
     conversion.convert(draw, "drawing documents")
     manifest = write_merged(folder, shards, kind="tokens", inputs=json_digest(draw, shards),
                             special=SpecialTokens(*[loaded.eot_text] * 3))  # fmt: skip

@@ -119,7 +119,7 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
     case, target = cases(sizes, dtype)[name], current_target()
     kernels = select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
     if kernel and not kernels.chosen.keys() & set(case.operations):
-        raise InputError(f"{name} has no kernel here. {kernels}")
+        raise InputError(f"{name} has no kernel for this device. {kernels}")
     try:
         function, arguments = program(case, kernels if kernel else kernels.without(case.operations))
         if case.held:

@@ -13,7 +13,8 @@ from zaya_jax.errors import InputError
 from zaya_jax.hf.config import to_hf
 
 ROWS = (1, 2, 4, 8)  # micro-batch sizes to try
-_TOO_LARGE = "The transformers model and its AdamW state do not fit the memory of this device."
+_TOO_LARGE = ("The transformers model and its AdamW state do not fit in this device's memory. Choose a smaller "
+              "model with --config FILE model.num_layers=N.")  # fmt: skip
 
 
 def check_peer() -> None:

@@ -49,10 +49,10 @@ def _parser() -> argparse.ArgumentParser:
 
     add = add_verb("prune", "remove old checkpoints of a run", "runs/tiny --keep 2 --dry-run")
     add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
-    add.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N (at least 1)")
-    add.add_argument("--keep-every", type=int, metavar="STEPS", help="also keep every multiple of STEPS")
+    add.add_argument("--keep", type=int, required=True, metavar="N", help="keep the newest N checkpoints (at least 1)")
+    add.add_argument("--keep-every", type=int, metavar="STEPS", help="also keep checkpoints at multiples of STEPS")
     add.add_argument("--keep-best", type=int, default=0, metavar="N",
-                     help="also keep the N with the lowest held-out loss")  # fmt: skip
+                     help="also keep the N checkpoints with the lowest held-out loss")  # fmt: skip
     add.add_argument("--quarantined", action="store_true", help="also remove quarantined checkpoints")
     add.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
 

@@ -43,7 +43,7 @@ def prune(path: Path, config: CheckpointConfig, quarantined: bool = False, dry_r
                 break
             damaged.add(checkpoint.step)
         else:
-            raise InputError(f"None of the {len(usable)} checkpoints in {folder} is intact, so none was removed.")
+            raise InputError(f"No checkpoint in {folder} is intact, so none was removed.")
         intact = [checkpoint for checkpoint in usable if checkpoint.step not in damaged]
         kept = steps_to_keep(intact, config, [intact[-1].step]) | damaged
         with contextlib.suppress(InputError):  # phases.json is damaged

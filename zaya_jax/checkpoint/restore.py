@@ -98,7 +98,7 @@ def _manifest(folder: Path, step: int, manifest: Manifest | None = None) -> Mani
     try:
         manifest = manifest or read_manifest(path)
         if manifest.step != step:
-            raise Damaged(f"{path} contains the checkpoint of step {manifest.step}.")
+            raise Damaged(f"{path} contains the checkpoint of step {manifest.step}, not of step {step}.")
         if not is_current(folder, step, manifest.fencing_token):
             raise Damaged(f"{path} was saved by superseded processes, after others had resumed the run.")
     except InputError as error:

@@ -375,7 +375,7 @@ class CheckpointStore:
             verifying, shapes = self._config.verify != "none", {name: x["shape"] for name, x in saving.leaves.items()}
             taken = joined(json.loads(path.read_bytes()) for path in sorted((saving.work / DIGESTS).glob("*.json")))
             if verifying and (unseen := uncovered(taken, shapes)):
-                return f"Digests of {unseen[0]} are missing in {saving.work}: do all processes see the same run_dir?"
+                return f"{saving.work} lacks digests of {unseen[0]}. Check that all processes see the same run_dir."
             leaves = {name: leaf | ({"digest": leaf_digest(taken[name])} if name in taken else {})
                       for name, leaf in saving.leaves.items()}  # fmt: skip
             write_manifest(saving.work, Manifest(

@@ -68,6 +68,11 @@ def require_path(key: str, text: str) -> None:
         raise InputError(f"{key} is {shown(text)}, which is not a valid path: {reason}.") from error
 
 
+def counted(count: int, noun: str, ending: str = "s") -> str:
+    """Format a count with its noun, such as '1 shard' or '1,024 shards'; `ending` forms the plural."""
+    return f"{count:,} {noun}{'' if count == 1 else ending}"
+
+
 def is_name(text: object) -> bool:
     """Return whether `text` is a valid phase or source name: at most 200 letters, digits, _ and -, no leading digit."""
     return isinstance(text, str) and len(text) <= 200 and text.replace("-", "_").isidentifier()

@@ -109,7 +109,8 @@ def _read(path: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
     if path.resolve() in readers:
         raise InputError(f"The configuration {path} extends itself.")
     if len(readers) > _MAX_PARTS:
-        raise InputError(f"The configuration {path} ends a chain of more than {_MAX_PARTS} extends, the limit.")
+        raise InputError(f"The configuration {path} is reached through more than {_MAX_PARTS} extends, the limit; "
+                         "merge some of the files.")  # fmt: skip
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -1,5 +1,6 @@
 """Parse and write YAML, in bounded time and memory even for hostile text."""
 
+from datetime import datetime
 from typing import Any
 
 import yaml
@@ -106,5 +107,5 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _constru
 def kind(value: Any) -> str:
     """Name the type of a value in YAML's words, with an article."""
     names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list",
-             dict: "a section", type(None): "null"}  # fmt: skip
+             dict: "a section", type(None): "null", bytes: "binary data", datetime: "a date with a time"}  # fmt: skip
     return names.get(type(value), f"a {type(value).__name__}")

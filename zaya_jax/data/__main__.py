@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     merge.set_defaults(run=_merge)
 
     describe = verbs.add_parser("describe", help="report on a run's data", formatter_class=plain,
-                                description="Report on a run's data: sources, phases, padding, storage load, samples.",
+                                description="Report on a run's data: sources, phases, padding, storage I/O, samples.",
                                 epilog=f"example: {program} describe configs/tiny.yaml --samples 2")  # fmt: skip
     describe.add_argument("config", metavar="CONFIG", help="YAML file of the configuration")
     describe.add_argument("overrides", nargs="*", metavar="section.key=value",
@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     describe.add_argument("--samples", type=int, default=1, metavar="N",
                           help="number of rows to print per phase and source (default: 1)")  # fmt: skip
     describe.add_argument("--step-seconds", type=float, default=2.5, metavar="S",
-                          help="duration of a step, to estimate the storage load (default: 2.5)")  # fmt: skip
+                          help="seconds per step, to estimate the storage I/O (default: 2.5)")  # fmt: skip
     describe.add_argument("--max-iops", type=float, default=70_000, metavar="N",
                           help="reads per second that the storage sustains (default: 70000)")  # fmt: skip
     describe.set_defaults(run=_describe)

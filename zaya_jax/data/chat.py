@@ -85,7 +85,7 @@ def parse_conversation(value: Any) -> Conversation:
         raise ValueError("a conversation must be a list of at least one message")
     conversation = [_parse_message(message, f"message {number}") for number, message in enumerate(value, 1)]
     if all(message["role"] != "assistant" for message in conversation):
-        raise ValueError("the conversation has no message of the assistant")
+        raise ValueError("the conversation has no assistant message")
     return conversation
 
 

@@ -7,6 +7,7 @@ from typing import get_args
 import numpy as np
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.io_estimate import StorageLoad, io_estimate
@@ -100,7 +101,9 @@ def _sources(prepared: Prepared) -> str:
             entry = source.manifest.split(split)
             rows.append((name, source.manifest.kind, split, f"{entry.documents:,}", f"{entry.tokens:,}",
                          f"{entry.text_bytes:,}", f"{entry.text_bytes / max(entry.tokens, 1):.2f}"))  # fmt: skip
-        left_out += [f"{name}: skipped {count:,} documents: {why}" for why, count in source.manifest.counts.items()]
+        left_out += [
+            f"{name}: skipped {counted(count, 'document')}: {why}" for why, count in source.manifest.counts.items()
+        ]
         left_out += [f"  {example}" for example in source.manifest.examples]
     return "\n".join([_table(rows), *left_out])
 

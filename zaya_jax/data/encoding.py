@@ -83,7 +83,7 @@ class PrepareWork:
             if isinstance(value, str):
                 tokens, text = next(encoded), value.encode()
                 if tokenizer.eot in tokens:  # the tokenizer does not mark it as special
-                    yield _skipped(document, "end inside", f"its text contains the token {tokenizer.eot_text!r}")
+                    yield _skipped(document, "end token inside", f"its text contains the token {tokenizer.eot_text!r}")
                     continue
             else:
                 # Decode to text, so that text and token ids of any dtype get the same split.
@@ -116,10 +116,10 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     if len(ids) and ids[-1] == tokenizer.eot:
         ids = ids[:-1]
     if len(ids) == 0 or not 0 <= ids.min() <= ids.max() < tokenizer.vocab_size:
-        return _skipped(document, "wrong tokens", "a document needs tokens, each at least 0 and below "
+        return _skipped(document, "invalid tokens", "a document needs tokens, each at least 0 and below "
                         f"{tokenizer.vocab_size}, the size of the tokenizer's vocabulary")  # fmt: skip
     if (ids == tokenizer.eot).any():
-        return _skipped(document, "end inside", f"it contains the token {tokenizer.eot_text!r} before its end")
+        return _skipped(document, "end token inside", f"it contains the token {tokenizer.eot_text!r} before its end")
     return ids
 
 
@@ -130,14 +130,14 @@ def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation |
     try:
         conversation = parse_conversation(document.value)
     except ValueError as error:
-        return _skipped(document, "no conversation", str(error))
+        return _skipped(document, "not a conversation", str(error))
     special = find_special(conversation, tokenizer.specials)
     if special is not None:
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
         _to_json(conversation)
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
-        return _skipped(document, "no conversation", f"it contains what JSON cannot represent: {error}")
+        return _skipped(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
     return conversation
 
 

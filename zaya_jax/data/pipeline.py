@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import BatchStage, first_step, rows_before, stages
 from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run
 from zaya_jax.data.rows import DocumentPart, PackedRows, Row
@@ -172,8 +173,8 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
         count = shares[stage.phase][1] if shares else 1
         if stage.sequences % count:
             raise InputError(
-                f"The batch of phase {config.phases[stage.phase].name} has {stage.sequences} sequences per step, but "
-                f"must have a multiple of {count}, the number of processes that share it."
+                f"The batch of phase {config.phases[stage.phase].name} has {counted(stage.sequences, 'sequence')} per "
+                f"step, but must have a multiple of {count}, the number of processes that share it."
             )
     start = rows_before(config, first_step(config))
     return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,

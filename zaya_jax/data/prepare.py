@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config.checks import require, shown
+from zaya_jax.config.checks import counted, require, shown
 from zaya_jax.data.convert import EXAMPLES, Conversion, UnitNote, default_workers, read_note, remove_notes, save_lengths
 from zaya_jax.data.corpus import SPLITS, Split
 from zaya_jax.data.encoding import PrepareSettings, PrepareWork
@@ -219,8 +219,8 @@ def _finished(output: Path, plan: dict[str, Any]) -> bool:
     if not (output / MANIFEST).exists():
         return False
     if read_manifest(output, remedy(output)).inputs != plan["digest"]:
-        raise InputError(f"The folder {output} contains data prepared from other inputs or settings; choose another "
-                         "--output.")  # fmt: skip
+        raise InputError(f"The folder {output} contains data prepared from different inputs or settings; choose "
+                         "another --output.")  # fmt: skip
     return True
 
 
@@ -252,9 +252,18 @@ def _check_plan(output: Path, plan: dict[str, Any]) -> bool:
         if saved.get(key) != value:
             of_files = key in ("files", "digest")
             how = "a name, size or time has changed" if of_files else f"{shown(saved.get(key))}, now {shown(value)}"
-            raise InputError(f"The folder {output} contains an unfinished preparation with other {key}: {how}. "
+            raise InputError(f"The folder {output} contains an unfinished preparation with {_difference(key)}: {how}. "
                              "Rerun the original command, or choose another --output.")  # fmt: skip
     return True
+
+
+def _difference(key: str) -> str:
+    """Describe a difference in a key of the plan by the option that sets the key, for messages."""
+    if key in ("files", "digest"):
+        return "different input files"
+    names = {"units": "number of input units", "eos": "eos_token in tokenizer_config.json", "kind": "--chat",
+             "inputs": "--input", "tasks": "--of"}  # fmt: skip
+    return f"a different {names.get(key, f'--{key}')}"
 
 
 def _read_plan(output: Path) -> dict[str, Any]:
@@ -312,8 +321,8 @@ def summary(folder: Path, manifest: Manifest) -> str:
     lines = [f"{folder} is complete."]
     for split in SPLITS:
         entry = manifest.split(split)
-        lines.append(f"  {split}: {entry.documents:,} documents, {entry.tokens:,} tokens, {entry.text_bytes:,} bytes, "
-                     f"{len(entry.shards)} shards")  # fmt: skip
+        lines.append(f"  {split}: {counted(entry.documents, 'document')}, {counted(entry.tokens, 'token')}, "
+                     f"{counted(entry.text_bytes, 'byte')}, {counted(len(entry.shards), 'shard')}")  # fmt: skip
     if manifest.heldout.documents == 0 and (count := manifest.train.documents) > 1:
         fraction = min(0.5, 5 / count)  # none of 10 or more documents in less than 1 % of cases
         lines.append(f"  No document is held out for evaluation. To hold out about {count * fraction:.0f}, prepare "

@@ -87,13 +87,13 @@ def open_sources(config: Config) -> Prepared:
         pair = source.manifest, first.manifest
         if len({(manifest.tokenizer.digest, manifest.eot) for manifest in pair}) > 1:
             raise InputError(
-                f"data.sources.{source.name} was prepared with another tokenizer than data.sources.{first.name}; "
+                f"data.sources.{source.name} and data.sources.{first.name} were prepared with different tokenizers; "
                 "prepare both with the same tokenizer.json."
             )
         if None is not source.manifest.bos != first.manifest.bos is not None:
             raise InputError(
-                f"data.sources.{source.name} was prepared with documents that begin with {source.manifest.bos!r}, "
-                f"data.sources.{first.name} with {first.manifest.bos!r}; prepare both with the same --bos."
+                f"Documents of data.sources.{source.name} begin with {source.manifest.bos!r}, but those of "
+                f"data.sources.{first.name} begin with {first.manifest.bos!r}; prepare both with the same --bos."
             )
         if source.manifest.train.documents == 0:
             raise InputError(f"data.sources.{source.name} contains no training document.")

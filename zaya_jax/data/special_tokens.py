@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zaya_jax.config.checks import shown
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 
@@ -73,5 +74,7 @@ def _text(config: dict[str, Any], key: str, path: Path) -> str | None:
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token
     if token is not None and not (isinstance(text, str) and text):
-        raise InputError(f"{key} of {path} is {token!r:.100}, but must be null, text, or an object with a content.")
+        raise InputError(
+            f"{key} of {path} is {shown(token)}, but must be null, text, or an object with the key content."
+        )
     return text

@@ -117,8 +117,9 @@ class Packer(NamedTuple):
         everything = whole_documents(documents.lengths)
         later = self._pack(documents, everything, self.seed)
         if later.rows.per_epoch == 0:
-            raise InputError(f"{key} yields no row of {self.context} tokens: its {len(documents)} documents are all "
-                             f"too short, or dropped by over_length {self.over_length!r}.")  # fmt: skip
+            raise InputError(f"{key} yields no row of {self.context} tokens: all its documents "
+                             f"({len(documents):,}) are too short, or dropped as too long (over_length is "
+                             f"{self.over_length}). Choose another over_length or context.")  # fmt: skip
         if position.rest is None:
             return PhaseRows(position.epoch, later, later, content, documents.lengths)
         # A new template or limit changes the tokens of conversations, so those read in part cannot be continued.

@@ -70,8 +70,8 @@ class _Runner:
         if status < 0:
             name = signal.Signals(-status).name
             return {"render": f"its process was ended by {name}, perhaps because it ran out of memory"}
-        raise RunStopped(f"The chat template process cannot run: it ended with status {status}. Try "
-                         f"{sys.executable} -c 'import jinja2'.")  # fmt: skip
+        raise RunStopped(f"The chat template process cannot run: it ended with status {status}. Check "
+                         f"that this command works: {sys.executable} -c 'import jinja2'.")  # fmt: skip
 
     def _send(self, data: bytes) -> bytes:
         if self._process is None:

@@ -115,7 +115,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     Raises:
       InputError: `vocab_size` is below `MIN_VOCAB`.
     """
-    allowed = f"at least {MIN_VOCAB}: one token a byte and {EOT_TEXT}"
+    allowed = f"at least {MIN_VOCAB}: one token per byte, plus {EOT_TEXT}"
     require(vocab_size >= MIN_VOCAB, "model.vocab_size", vocab_size, allowed)
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -71,7 +71,7 @@ def build(where: str, **fields: Any) -> ModelConfig:
 def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], where: str) -> None:
     """Raise `InputError` for another model type, a quantized or vision variant, or another value of a `fixed` key."""
     if tree.get("model_type") != "zaya":
-        raise InputError(f"{where} has model_type {tree.get('model_type')!r:.200}, but it must be 'zaya'.")
+        raise InputError(f"{where} has model_type {shown(tree.get('model_type'))}, but it must be 'zaya'.")
 
     for key in _QUANTIZED:
         if tree.get(key):
@@ -84,7 +84,7 @@ def require_zaya(tree: dict[str, Any], fixed: Mapping[str, tuple[Any, ...]], whe
 def whole(tree: dict[str, Any], key: str, where: str) -> int:
     """Read a positive whole number."""
     if type(tree.get(key)) is not int or tree[key] < 1:
-        raise InputError(f"{where} has {key} {tree.get(key)!r:.200}, but it must be a positive whole number.")
+        raise InputError(f"{where} has {key} {shown(tree.get(key))}, but it must be a positive whole number.")
     return tree[key]
 
 
@@ -92,7 +92,7 @@ def window(tree: dict[str, Any], where: str) -> int | None:
     """Read the sliding window: keys that a query attends to, itself included; None if not given."""
     value = tree.get("sliding_window")
     if value is not None and type(value) is not int:
-        raise InputError(f"{where} has sliding_window {value!r:.200}, but it must be a whole number.")
+        raise InputError(f"{where} has sliding_window {shown(value)}, but it must be a whole number.")
     return value
 
 
@@ -100,7 +100,7 @@ def flag(tree: dict[str, Any], key: str, where: str) -> bool:
     """Read a boolean, false by default."""
     value = tree.get(key, False)
     if type(value) is not bool:
-        raise InputError(f"{where} has {key} {value!r:.200}, but it must be true or false.")
+        raise InputError(f"{where} has {key} {shown(value)}, but it must be true or false.")
     return value
 
 
@@ -108,7 +108,7 @@ def number(tree: dict[str, Any], key: str, default: float, where: str) -> float:
     """Read a number."""
     value = tree.get(key, default)
     if type(value) not in (int, float) or not abs(value) <= _LARGEST:  # also rejects NaN
-        raise InputError(f"{where} has {key} {value!r:.200}, but it must be a number.")
+        raise InputError(f"{where} has {key} {shown(value)}, but it must be a number.")
     return float(value)
 
 
@@ -117,12 +117,12 @@ def _layer_types(tree: dict[str, Any], num_layers: int, where: str) -> list[str]
     if types is None:
         types = ["hybrid"] * num_layers
     if not isinstance(types, list):
-        raise InputError(f"{where} has layer_types {types!r:.200}, but it must be a list.")
+        raise InputError(f"{where} has layer_types {shown(types)}, but it must be a list.")
     if len(types) != num_layers:
         raise InputError(f"{where} has {len(types)} layer_types, but num_hidden_layers is {num_layers}.")
     for kind in types:
         if not isinstance(kind, str) or kind not in _KINDS:
-            raise InputError(f"{where} has the layer type {kind!r:.200}, but it must be one of {', '.join(_KINDS)}.")
+            raise InputError(f"{where} has the layer type {shown(kind)}, but it must be one of {', '.join(_KINDS)}.")
     return types
 
 
@@ -133,15 +133,15 @@ def _rope(parameters: Any, types: list[str], where: str) -> tuple[dict[str, floa
     # The released 8B has a meaningless rope_type next to the sections (docs/reference.md §12.1).
     known = {*_KINDS, "rope_type"}
     if not isinstance(parameters, dict) or not known.issuperset(parameters):
-        raise InputError(f"{where} has rope_parameters {parameters!r:.200}, but it must have the sections "
+        raise InputError(f"{where} has rope_parameters {shown(parameters)}, but it must have the sections "
                          f"{', '.join(_KINDS)}.")  # fmt: skip
     for kind in dict.fromkeys(types):
         section = parameters.get(kind)
         section = {} if section is None else section
         if not isinstance(section, dict):
-            raise InputError(f"{where} has rope_parameters.{kind} {section!r:.200}, but it must be a section.")
+            raise InputError(f"{where} has rope_parameters.{kind} {shown(section)}, but it must be a section.")
         if section.get("rope_type", "default") != "default":
-            raise InputError(f"{where} has rope_type {section['rope_type']!r:.200}, but only 'default' is supported.")
+            raise InputError(f"{where} has rope_type {shown(section['rope_type'])}, but only 'default' is supported.")
         bases[kind] = number(section, "rope_theta", bases[kind], f"{where}, rope_parameters.{kind},")
         fractions.append(number(section, "partial_rotary_factor", 0.5, f"{where}, rope_parameters.{kind},"))
     if len(set(fractions)) > 1:

@@ -172,6 +172,6 @@ def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
         return []
     carry = Path(carry).expanduser()
     if not carry.is_dir():
-        raise InputError(f"{carry} is not a folder, so no tokenizer can be copied from it.")
+        raise InputError(f"--carry is {str(carry)!r}, but must be an existing folder.")
     described.update(special_ids(carry))
     return tokenizer_files(carry)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.config.checks import shown
 from zaya_jax.config.model import AttentionKind
 from zaya_jax.errors import InputError
 from zaya_jax.hf.config import build, flag, header, number, require_zaya, whole, window
@@ -104,7 +105,7 @@ def _sublayers(tree: dict[str, Any], where: str) -> int:
         return count
     if (not isinstance(layers, list) or not layers or len(layers) % 2 or layers[::2] != ["a"] * (len(layers) // 2)
             or any(type(experts) is not int for experts in layers[1::2])):  # fmt: skip
-        raise InputError(f"{where} has zaya_layers {layers!r:.200}, but it must alternate 'a' and a number of experts.")
+        raise InputError(f"{where} has zaya_layers {shown(layers)}, but it must alternate 'a' and a number of experts.")
     return len(layers)
 
 
@@ -119,7 +120,7 @@ def _one_of(tree: dict[str, Any], keys: Sequence[str], at: range, where: str) ->
                          "sublayer.")  # fmt: skip
     values = [entries[index] for index in at]
     if any(value != values[0] for value in values):
-        raise InputError(f"{where} has different {key} in different layers ({values!r:.200}), but they must be equal.")
+        raise InputError(f"{where} has different {key} in different layers ({shown(values)}), but they must be equal.")
     return whole({key: values[0]}, key, where)
 
 
@@ -129,19 +130,19 @@ def _windows(tree: dict[str, Any], sublayers: int, where: str) -> tuple[tuple[At
     def by_layer(key: str) -> list[Any]:
         entries, layers = tree[key], sublayers // 2
         if not isinstance(entries, list) or (len(entries) < sublayers and len(entries) != layers):
-            raise InputError(f"{where} has {key} {entries!r:.200}, but it must be a list with one entry per sublayer "
+            raise InputError(f"{where} has {key} {shown(entries)}, but it must be a list with one entry per sublayer "
                              f"({sublayers}) or per layer ({layers}).")  # fmt: skip
         return entries if len(entries) == layers else entries[:sublayers:2]
 
     windows = [0] * (sublayers // 2) if tree.get("swa_layers") is None else by_layer("swa_layers")
     if any(type(tokens) is not int or tokens < 0 for tokens in windows):
-        raise InputError(f"{where} has swa_layers {windows!r:.200}, but it must list the tokens each layer looks back "
+        raise InputError(f"{where} has swa_layers {shown(windows)}, but it must list the tokens each layer looks back "
                          "(0 for full attention).")  # fmt: skip
     kinds: list[Any] = ["sliding" if tokens else "full" for tokens in windows]
     if tree.get("layer_types") is not None:
         types = by_layer("layer_types")
         if any(not isinstance(name, str) or name not in _SLIDING for name in types):
-            raise InputError(f"{where} has layer_types {types!r:.200}, but each must be one of {', '.join(_SLIDING)}.")
+            raise InputError(f"{where} has layer_types {shown(types)}, but each must be one of {', '.join(_SLIDING)}.")
         kinds = [_SLIDING[name] for name in types]
     spans = {tokens for tokens, kind in zip(windows, kinds, strict=True) if tokens and kind == "sliding"}
     if len(spans) > 1:

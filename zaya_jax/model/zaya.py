@@ -161,7 +161,7 @@ class Zaya(nnx.Module):
             raise InputError(f"The sequence is {longest} tokens long, but model.max_positions allows at most "
                              f"{config.max_positions}.")  # fmt: skip
         if cache is not None and tokens_bs.shape[1] > cache.capacity:
-            raise InputError(f"{tokens_bs.shape[1]} tokens do not fit the cache, which holds {cache.capacity}.")
+            raise InputError(f"{tokens_bs.shape[1]} tokens do not fit in the cache, which holds {cache.capacity}.")
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)

@@ -114,7 +114,7 @@ def _unsupported(
     if c not in HEAD_SIZES:
         return f"The attention kernels support heads of {', '.join(map(str, HEAD_SIZES))} channels, not {c}."
     if k.shape != v.shape or (k.shape[0], k.shape[3]) != (b, c) or h % k.shape[2]:
-        return f"Queries {q.shape} do not fit keys {k.shape} and values {v.shape}."
+        return f"Queries {q.shape} do not match keys {k.shape} and values {v.shape}."
     if not (s and k.shape[1]):
         return "The attention kernels need at least one query and one key."
     if (query_segments_bs is None) != (key_segments_bt is None):
@@ -122,7 +122,7 @@ def _unsupported(
     if query_segments_bs is None or key_segments_bt is None:
         return ""
     fits = (query_segments_bs.shape, key_segments_bt.shape) == (q.shape[:2], k.shape[:2])
-    return "" if fits else (f"Segments {query_segments_bs.shape} and {key_segments_bt.shape} do not fit queries "
+    return "" if fits else (f"Segments {query_segments_bs.shape} and {key_segments_bt.shape} do not match queries "
                             f"{q.shape} and keys {k.shape}.")  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax.config import ParallelConfig
+from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 
 AXES = ("data", "fsdp", "expert", "context")  # each a field of `ParallelConfig`
@@ -95,5 +96,5 @@ def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None
     shards = batch_shards(mesh)
     if sequences % (shards * micro):
         each = "" if micro == 1 else f" × micro_batch {micro}"
-        raise InputError(f"{key} gives {sequences} sequences, but must give a multiple of {shards * micro} "
-                         f"({shards} data-parallel shards{each}).")  # fmt: skip
+        raise InputError(f"{key} gives {counted(sequences, 'sequence')}, but must give a multiple of {shards * micro} "
+                         f"({counted(shards, 'data-parallel shard')}{each}).")  # fmt: skip

@@ -187,8 +187,8 @@ def check_alike(text: str) -> None:
     if differing := [str(process) for process, digest in enumerate(digests) if digest != digests[0]]:
         several = len(differing) > 1
         raise InputError(f"Process{'es' if several else ''} {', '.join(differing)} of {len(digests)} "
-                         f"{'have' if several else 'has'} another configuration than process 0. Start all processes "
-                         "with the same files and overrides.")  # fmt: skip
+                         f"{'have' if several else 'has'} a different configuration from process 0. Start all "
+                         "processes with the same files and overrides.")  # fmt: skip
 
 
 def _store() -> Any:

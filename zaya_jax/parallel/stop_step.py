@@ -17,7 +17,7 @@ _REQUEST, _QUESTION, _ANSWER, _DECISION = "stop", "finished?", "finished", "stop
 
 
 class StopStep:
-    """One process' part of the agreement; thread-safe."""
+    """One process's part of the agreement; thread-safe."""
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         """Start without a request.

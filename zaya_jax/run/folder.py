@@ -63,7 +63,7 @@ def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` for the duration of the block, and return it.
 
     Raises:
-      InputError: another process holds the lock, or the folder contains a run with another configuration or without
+      InputError: another process holds the lock, or the folder contains a run with a different configuration or without
         one; the folder is left unchanged.
     """
     folder = run_folder(config)
@@ -139,7 +139,7 @@ def _compare(folder: Path, config: Config) -> None:
         if not _is_free(key) and (key in old, old.get(key)) != (key in new, new.get(key)):
             was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
             raise InputError(
-                f"{path.parent} contains a run with another configuration: {key} was {was} and is now {becomes}. "
+                f"{path.parent} contains a run with a different configuration: {key} was {was} and is now {becomes}. "
                 "Restore the old value to resume that run, or continue it with the new one in another run_dir with "
                 f"resume_from={path.parent}."
             )

@@ -12,6 +12,7 @@ import jax
 
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import Config, to_yaml
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import first_step, phase_steps, stage_at, total_steps
 from zaya_jax.data.pipeline import TrainBatches, train_batches
 from zaya_jax.data.sources import Prepared, open_sources
@@ -216,5 +217,7 @@ def open_sinks(folder: Path, step: int, first: int, disk: DiskGuard) -> list[Met
     metrics = JsonlFile(folder / METRICS, step, first, disk, complete=True)
     timings = JsonlFile(folder / TIMINGS, step, first, disk)
     if metrics.dropped and step == first:
-        disk.say(f"No checkpoint covers the {metrics.dropped} steps in {METRICS}: restarting from the first step.")
+        disk.say(
+            f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
+        )
     return [JsonlSink(metrics, timings)]

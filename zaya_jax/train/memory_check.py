@@ -1,5 +1,6 @@
 """Reject configurations that cannot fit the devices' memory, before anything is compiled."""
 
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.ops.precision import accumulation_dtype
@@ -42,10 +43,11 @@ def _check_phase(programs: Programs, phase: int, available: int) -> None:
                if stage.phase == phase)  # fmt: skip
     residual_stream = rows * context // spread * model.num_groups * model.hidden_size * item
     check(stored + residual_stream,
-          f"training state and the residual stream of {rows:,} sequences of {context:,} tokens",
+          f"training state and the residual stream of {counted(rows, 'sequence')} of {context:,} tokens",
           f"Lower {config.batch_key(phase_config)}.micro_batch, the number of sequences that a device processes at "
           "once")  # fmt: skip
     rows, context = -(-config.evaluation.batch_size // batch_shards(mesh)), config.data.context
     evaluation_bytes = rows * context // spread * model.hidden_size * (item + low)
-    check(stored + evaluation_bytes, f"training state and the evaluation of {rows:,} sequences of {context:,} tokens",
+    check(stored + evaluation_bytes,
+          f"training state and the evaluation of {counted(rows, 'sequence')} of {context:,} tokens",
           f"Lower evaluation.batch_size ({config.evaluation.batch_size:,})")  # fmt: skip

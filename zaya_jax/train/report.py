@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from zaya_jax.config import Config
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
 from zaya_jax.evaluate.heldout import HeldoutLoss
@@ -36,7 +37,7 @@ def report(config: Config, result: TrainResult) -> str:
         width = max(map(len, rows))
         source = f" of {name}" if config.data.sources else ""
         lines += [
-            f"Held-out loss over {held['bytes']:,}{of_all} bytes in {held['documents']:,} documents{source}: "
+            f"Held-out loss over {held['bytes']:,}{of_all} bytes in {counted(held['documents'], 'document')}{source}: "
             f"{held['nats_per_token']:.4f} nats/token",
             *(f"  {row:<{width}}  {value}" for row, value in rows.items()),
         ]

@@ -32,8 +32,8 @@ def check_architecture(theirs: ModelConfig, ours: ModelConfig, what: str, advice
     wanted, ours_dict, theirs_dict = _comparable(ours), to_dict(ours), to_dict(theirs)
     for key, value in _comparable(theirs).items():
         if value != wanted[key]:
-            raise InputError(f"{what} has another architecture: its model.{key} is {shown(theirs_dict[key])}, but this "
-                             f"configuration has {shown(ours_dict[key])}. {advice}.")  # fmt: skip
+            raise InputError(f"{what} has a different architecture: its model.{key} is {shown(theirs_dict[key])}, but "
+                             f"this configuration has {shown(ours_dict[key])}. {advice}.")  # fmt: skip
 
 
 def _comparable(model: ModelConfig) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _value(tree: Any, key: str) -> Any:
 
 
 def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: int) -> None:
-    """Print a warning if weights were trained with another RoPE base than a phase uses.
+    """Print a warning if weights were trained with a RoPE base that differs from that of a phase.
 
     Args:
       config: configuration of the run.

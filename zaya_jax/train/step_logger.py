@@ -71,7 +71,8 @@ class StepLogger:
             sink.write(row, timings)
         if row["skipped"] >= config.train.max_skipped_steps:
             raise RunStopped(
-                f"{row['skipped']} steps in a row were skipped, up to step {step} (reason of the last one: {reason}). "
+                "The number of skipped steps in a row reached train.max_skipped_steps="
+                f"{config.train.max_skipped_steps} at step {step} (reason for the last one: {reason}). "
                 f"{_advice(config, reason)}"
             )
 

@@ -99,5 +99,5 @@ def test_a_file_with_fewer_batches_than_it_had_is_told(tmp_path):
     path = write_arrow(tmp_path / "a.arrow", [["one"]] * 3, stream=False)
     unit = whole(path)
     write_arrow(path, [["one"]], stream=False)
-    with pytest.raises(InputError, match="has 1 record batches, fewer than the 3 it had"):
+    with pytest.raises(InputError, match="has 1 record batch, fewer than the 3 it had"):
         list(read_arrow(unit, "text"))

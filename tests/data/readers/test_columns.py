@@ -46,7 +46,7 @@ def test_what_would_be_lost_beside_a_conversation_makes_it_bad():
     entries = rows(chat, tools=tools, system=pa.array([[], ["x"], None, None, []]))
     assert [isinstance(row, Document) for row in entries] == [True, False, True, False, True]
     assert [(row.line, row.reason, row.detail.split()[0]) for row in (entries[1], entries[3])] == [
-        (17, "lost field", "'system'"), (19, "lost field", "'tools'"),
+        (17, "unread field", "'system'"), (19, "unread field", "'tools'"),
     ]  # fmt: skip
 
 

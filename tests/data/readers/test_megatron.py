@@ -114,7 +114,7 @@ def test_missing_files_and_fewer_documents_are_told(tmp_path):
     path = write_megatron(tmp_path / "a", [[[1]], [[2]]])
     unit = whole(path)
     write_megatron(tmp_path / "a", [[[1]]])
-    with pytest.raises(InputError, match="has 1 documents, fewer than the 2 it had"):
+    with pytest.raises(InputError, match="has 1 document, fewer than the 2 it had"):
         next(read_megatron(unit))
     (tmp_path / "a.idx").unlink()
     with pytest.raises(InputError, match=r"a\.idx cannot be read: No such file"):

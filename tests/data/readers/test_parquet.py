@@ -70,5 +70,5 @@ def test_a_file_with_fewer_row_groups_than_it_had_is_told(tmp_path):
     path = write(tmp_path / "a.parquet", ["one"] * 12)
     unit = whole(path)
     write(path, ["one"] * 4)
-    with pytest.raises(InputError, match="has 1 row groups, fewer than the 3 it had"):
+    with pytest.raises(InputError, match="has 1 row group, fewer than the 3 it had"):
         list(read_parquet(unit, "text"))

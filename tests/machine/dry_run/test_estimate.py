@@ -66,7 +66,7 @@ def test_advice_is_only_of_what_would_help():
     device = HARDWARE["h100"]
     assert advice(made(), device._replace(memory=135e9)) == []
     cheap = ["batch.micro_batch below 2", "remat: full", "parallel.gradient_reduction: micro_batch"]
-    spread = ["parallel.fsdp instead of data", "parallel.context instead of data", "more devices"]
+    spread = ["parallel.fsdp instead of parallel.data", "parallel.context instead of parallel.data", "more devices"]
     assert advice(made(), device) == cheap + spread
     assert advice(made(sequences=1, remat="full", reduce="micro_batch"), device) == spread
     alone = {"data": 1, "fsdp": 1, "expert": 1, "context": 1}

@@ -10,6 +10,7 @@ from functools import partial
 
 import pyarrow as pa
 
+from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
@@ -57,8 +58,8 @@ def read_arrow(unit: Unit, field: str) -> Iterator[Entry]:
         if isinstance(reader, pa.RecordBatchFileReader):
             if reader.num_record_batches < unit.stop:
                 raise InputError(
-                    f"The file {file} has {reader.num_record_batches} record batches, fewer than the {unit.stop} "
-                    "it had; do not change inputs while they are prepared."
+                    f"The file {file} has {counted(reader.num_record_batches, 'record batch', 'es')}, fewer than the "
+                    f"{unit.stop} it had; do not change inputs while they are prepared."
                 )
             first = FirstLine(partial(_first_row, file, unit.start)) if unit.start else first
             batches = _file_batches(reader, unit)

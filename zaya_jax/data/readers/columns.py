@@ -64,7 +64,7 @@ def column_documents(
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")
             elif isinstance(value, Exception):  # a time that Python cannot represent
-                bad = bad or ("wrong type", f"{field!r} holds what JSON cannot: {value}")
+                bad = bad or ("wrong type", f"{field!r} contains a value that JSON cannot represent: {value}")
             yield BadDocument(file, first.number + before + i, *(bad or rejection(value, field)))
 
 

@@ -28,7 +28,7 @@ from zaya_jax.data.readers.unit import (
     cut_evenly,
     reading,
 )
-from zaya_jax.data.readers.values import find_field, is_document, rejection, sibling_rejection, suggest_chat
+from zaya_jax.data.readers.values import find_field, is_document, json_kind, rejection, sibling_rejection, suggest_chat
 from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst")
@@ -97,7 +97,7 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
     except ValueError as error:  # bad syntax, or an integer with thousands of digits
         return "", ("invalid JSON", str(error))
     if not isinstance(tree, dict):
-        return "", ("wrong type", f"the line has type {type(tree).__name__}, but must be an object")
+        return "", ("wrong type", f"the line is {json_kind(tree)}, but must be an object")
     name = find_field(field, tree)
     if name is None:
         return "", ("no field", f"the object has no key {field!r}{suggest_chat(field, tree)}")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, Format, Unit, cut_evenly
 from zaya_jax.errors import InputError
 
@@ -96,8 +97,8 @@ def read_megatron(unit: Unit) -> Iterator[Entry]:
     index = open_index(file)
     if index.documents < unit.stop:
         raise InputError(
-            f"The Megatron index {index.file} has {index.documents} documents, fewer than the {unit.stop} it had; "
-            "do not change inputs while they are prepared."
+            f"The Megatron index {index.file} has {counted(index.documents, 'document')}, fewer than the {unit.stop} "
+            "it had; do not change inputs while they are prepared."
         )
     bounds = _numbers(index, "documents", unit.start, unit.stop + 1)
     if np.any(bounds < 0) or np.any(bounds > index.sequences) or np.any(np.diff(bounds) < 0):
@@ -130,7 +131,9 @@ def _numbers(index: Index, name: str, start: int, stop: int) -> np.ndarray:
     }[name]
     numbers = np.fromfile(index.file, dtype, stop - start, offset=offset + np.dtype(dtype).itemsize * start)
     if len(numbers) != stop - start:
-        raise InputError(f"The Megatron index {index.file} became shorter; do not change inputs meanwhile.")
+        raise InputError(
+            f"The Megatron index {index.file} became shorter; do not change inputs while they are prepared."
+        )
     return numbers
 
 

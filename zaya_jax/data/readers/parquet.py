@@ -7,6 +7,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from zaya_jax.config.checks import counted
 from zaya_jax.data.readers.columns import check_columns, column_documents
 from zaya_jax.data.readers.unit import Entry, FirstLine, Format, Unit, cut_evenly, even_share, reading
 from zaya_jax.errors import InputError
@@ -36,7 +37,7 @@ def read_parquet(unit: Unit, field: str) -> Iterator[Entry]:
         groups = table.metadata.num_row_groups
         if groups < unit.stop:
             raise InputError(
-                f"The file {file} has {groups} row groups, fewer than the {unit.stop} it had; "
+                f"The file {file} has {counted(groups, 'row group')}, fewer than the {unit.stop} it had; "
                 "do not change inputs while they are prepared."
             )
         columns = check_columns(file, table.schema_arrow, field)

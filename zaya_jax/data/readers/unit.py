@@ -9,7 +9,7 @@ import numpy as np
 
 from zaya_jax.errors import InputError
 
-Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "lost field"]
+Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field"]
 
 # A text, a JSON list (chat messages, validated later), or the token ids of a Megatron document.
 Value = str | list[Any] | np.ndarray

@@ -32,7 +32,7 @@ def sibling_rejection(beside: Mapping[str, Any], field: str) -> tuple[Reason, st
     """Return why a conversation with a non-empty field of `SIBLINGS` cannot be used; None if all are empty."""
     for name in SIBLINGS:
         if beside.get(name) and beside[name] not in ("[]", "{}", "null"):
-            return "lost field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
+            return "unread field", f"{name!r} next to {field!r} is not read; put it into a system message, or remove it"
     return None
 
 
@@ -45,4 +45,11 @@ def rejection(value: object, field: str) -> tuple[Reason, str]:
             return "empty", f"{field!r} has {len(value)} characters, all of them white space"
         case list():
             return "empty", f"{field!r} is an empty list"
-    return "wrong type", f"{field!r} has type {type(value).__name__}, but must be text or a list"
+    return "wrong type", f"{field!r} is {json_kind(value)}, but must be text or a list"
+
+
+def json_kind(value: object) -> str:
+    """Name the type of a value in JSON's words, with an article."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number",
+             type(None): "null"}  # fmt: skip
+    return names.get(type(value), f"a {type(value).__name__}")

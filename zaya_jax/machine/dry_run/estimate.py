@@ -134,5 +134,5 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
         if estimate.reduce == "step" and math.prod(estimate.axes.values()) > 1:
             changes.append("parallel.gradient_reduction: micro_batch")
         if estimate.axes["data"] > 1:
-            changes += ["parallel.fsdp instead of data", "parallel.context instead of data"]
+            changes += ["parallel.fsdp instead of parallel.data", "parallel.context instead of parallel.data"]
     return [*changes, "more devices"]

@@ -114,7 +114,7 @@ def _table(estimate: PhaseEstimate, proof: dict[str, Any], hardware: Hardware | 
         "everything else)",
         "  FLOPs per step, all devices",
         *(f"    {name:<14}{count / 1e12:12,.1f} TFLOP" for name, count in estimate.flops.items()),
-        "  sent per device and step" + ("" if estimate.transfers else ": nothing"),
+        "  sent per device per step" + ("" if estimate.transfers else ": nothing"),
         *(
             f"    {transfer.what}, {transfer.kind} over {', '.join(transfer.axes)}: {transfer.bytes / _GB:.3f} GB"
             for transfer in estimate.transfers

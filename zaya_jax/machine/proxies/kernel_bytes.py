@@ -151,7 +151,7 @@ class _Walk:
                 plan.append((equation, name))
                 continue
             if any(isinstance(param, ClosedJaxpr | Jaxpr) and _launches(param) for param in equation.params.values()):
-                raise ValueError(f"What {name} launches is not known.")
+                raise ValueError(f"The launches inside {name} cannot be counted.")
             if not plan or plan[-1][0] is not None:
                 plan.append((None, {}))
             plan[-1][1].update({out: _unknown(out.aval) for out in outs})

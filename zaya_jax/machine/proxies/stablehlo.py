@@ -195,7 +195,7 @@ class _Body:
             body = _Body(self.functions, values).count(operation.regions[1].blocks[0])
             return self.launch(_Launch("loop", name, inputs, 0, body), results, stage)
         if len(operation.regions) and name not in (*_REDUCTIONS, "sort", "scatter"):
-            raise ValueError(f"How many launches {operation.operation.name} takes is not known.")
+            raise ValueError(f"The launches of {operation.operation.name} cannot be counted.")
         if name == "reshape" or (name == "broadcast_in_dim" and results[0] == inputs[0].bytes):
             return inputs
         if name in _PRODUCTS:
