@@ -9,6 +9,7 @@ import matplotlib.image
 import pytest
 
 from tests.train_helpers import change, fast_jit, make_program
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate import decode
@@ -34,7 +35,7 @@ def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finish
     assert text is not None
     lines = report(config, result).splitlines()
     assert lines[0] == (
-        f"Held-out loss over {text.text_bytes:,} of {text.all_bytes:,} bytes in {text.documents:,} documents: "
+        f"Held-out loss over {text.text_bytes:,} of {text.all_bytes:,} bytes in {counted(text.documents, 'document')}: "
         f"{result.heldout.nats_per_token:.4f} nats/token"
     )
     assert lines[1].split() == ["this", "model", f"{result.heldout.bits_per_byte(text.text_bytes):.3f}", "bits/byte"]

@@ -140,8 +140,9 @@ def _compare(folder: Path, config: Config) -> None:
             was, becomes = (shown(values[key]) if key in values else "absent" for values in (old, new))
             raise InputError(
                 f"{path.parent} contains a run with a different configuration: {key} was {was} and is now {becomes}. "
-                "Restore the old value to resume that run, or continue it with the new one in another run_dir with "
-                f"resume_from={path.parent}."
+                "Restore the old value to resume that run, or choose another run_dir: with "
+                f"init_from={path.parent} it starts from that run's weights, with resume_from={path.parent} it "
+                "continues that run, if the model, the data and the batches are the same."
             )
 
 

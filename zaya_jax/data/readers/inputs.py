@@ -53,7 +53,8 @@ def _list_files(path: Path, suffixes: tuple[str, ...]) -> list[InputFile]:
     if os.path.isdir(path):
         files = list(_walk(path, suffixes))
         if not any(file.bytes for file in files):
-            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}.")
+            raise InputError(f"The folder {path} contains no non-empty file with a known suffix: {_known(suffixes)}. "
+                             "For other text files pass --suffixes, such as --suffixes .py .md.")  # fmt: skip
         return files
     if path.name.endswith(".idx"):
         path = path.with_name(path.name.removesuffix(".idx") + ".bin")
