@@ -73,7 +73,7 @@ _COLLECTIVES = (
             "combines the reduce-scatters of gradients likewise", _TOOLBOX),
     Setting("--xla_gpu_first_collective_call_terminate_timeout_seconds", "300",
             "the first collective waits up to 300 s for the slowest GPU; XLA's default is 40 s", _XLA),
-    Setting("NCCL_IB_TIMEOUT", "22", "InfiniBand and RoCE retry for 2 minutes instead of 30 s, so a flapping link "
+    Setting("NCCL_IB_TIMEOUT", "22", "InfiniBand and RoCE retry for 120 s instead of 30 s, so a flapping link "
             "does not end the run; RCCL reads it too", _NCCL),
 )  # fmt: skip
 _AMD = (
