@@ -14,8 +14,9 @@ class Hardware(NamedTuple):
       peak: dense bf16 FLOP/s.
       bandwidth: memory bandwidth, bytes/s.
       node_size: devices per node.
-      intra_node: bytes/s that a device can send to the others of its node.
-      inter_node: bytes/s that a device can send to other nodes.
+      intra_node: bytes/s that a device can send to all others of its node together.
+      link: bytes/s that it can send to one of them; as much as `intra_node` behind a switch.
+      inter_node: bytes/s that a device's network adapter can send.
     """
 
     kinds: tuple[str, ...]
@@ -24,16 +25,18 @@ class Hardware(NamedTuple):
     bandwidth: float
     node_size: int
     intra_node: float
+    link: float
     inter_node: float
 
 
-# Inter-node: one 400 Gb/s adapter per device. Intra-node: MI300X has 7 xGMI links of 64 GB/s (docs/reference.md §8),
-# MI355X 7 of 76.8 GB/s; NVLink 4 has 450 GB/s per direction.
+# Each device has one 400 Gb/s adapter. A MI300X has one xGMI link of 64 GB/s to each of the other seven
+# (docs/reference.md §9), a MI355X of 76.8 GB/s; NVLink 4 has 450 GB/s per direction, behind NVSwitch. The MI355X has
+# 256 units, each with 4,096 bf16 FLOPs per clock, at 2.4 GHz.
 HARDWARE = {
-    "mi300x": Hardware(("MI300X", "gfx942"), 192e9, 1307e12, 5.3e12, 8, 448e9, 50e9),
-    "mi355x": Hardware(("MI355X", "gfx950"), 288e9, 2300e12, 8.0e12, 8, 538e9, 50e9),
-    "h100": Hardware(("H100",), 80e9, 989e12, 3.35e12, 8, 450e9, 50e9),
-    "h200": Hardware(("H200",), 141e9, 989e12, 4.8e12, 8, 450e9, 50e9),
+    "mi300x": Hardware(("MI300X", "gfx942"), 192e9, 1307e12, 5.3e12, 8, 448e9, 64e9, 50e9),
+    "mi355x": Hardware(("MI355X", "gfx950"), 288e9, 2517e12, 8.0e12, 8, 537.6e9, 76.8e9, 50e9),
+    "h100": Hardware(("H100",), 80e9, 989e12, 3.35e12, 8, 450e9, 450e9, 50e9),
+    "h200": Hardware(("H200",), 141e9, 989e12, 4.8e12, 8, 450e9, 450e9, 50e9),
 }
 
 

@@ -1,10 +1,14 @@
 """Bytes on the wire, against those of the compiled step and against figures worked by hand."""
 
 import dataclasses
+import math
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.hlo_helpers import collectives, compiled_step
 from tests.parallel_helpers import LAYOUTS, WIDE
@@ -13,8 +17,8 @@ from zaya_jax.config import BatchConfig, ParallelConfig, load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.dry_run import memory
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
-from zaya_jax.machine.dry_run.traffic import Transfer, _muon, seconds
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.machine.dry_run.traffic import Transfer, _muon, group_devices, seconds
+from zaya_jax.parallel.mesh import AXES, make_mesh
 
 QUICK = ["ring_zigzag4"]
 REST = ["fsdp", "data", "micro_batch", "expert4", "all_gather_zigzag4", "gqa ring_zigzag4"]
@@ -135,12 +139,21 @@ def test_tokens_travel_less_when_they_go_only_where_they_must():
     assert there[0] == 8 * there[1] == 2 * 3 * 4 * 4096 * 2048 * 2 * 40 * 7
 
 
-def test_a_collective_goes_at_the_speed_of_the_slowest_link_it_crosses():
+def test_collectives_use_the_links_of_their_devices_one_after_another():
     device, sizes = HARDWARE["mi300x"], {"data": 2, "fsdp": 1, "expert": 1, "context": 8}
-    inside, across = Transfer("", "", ("context",), 448e9), Transfer("", "", ("data",), 50e9)
+    inside, across = Transfer("", "all-gather", ("context",), 448e9), Transfer("", "all-gather", ("data",), 50e9)
     assert seconds([inside], sizes, device) == seconds([across], sizes, device) == 1.0
     assert seconds([inside, across], sizes, device) == 2.0
-    assert seconds([inside], {**sizes, "context": 16}, device) == 448 / 50
+    both = Transfer("", "all-gather", ("data", "context"), 448e9)  # eight adapters of each node, faster than xGMI
+    assert seconds([both], sizes, device) == 1.0
+
+
+@given(st.permutations(AXES), st.lists(st.integers(1, 4), min_size=4, max_size=4), st.integers(1, 4))
+def test_devices_of_a_group_are_those_of_the_mesh(order, counts, many):
+    sizes, axes = dict(zip(AXES, counts, strict=True)), order[:many]
+    mesh = np.arange(math.prod(counts)).reshape(counts)
+    where = tuple(slice(None) if axis in axes else 0 for axis in AXES)
+    assert group_devices(axes, sizes) == sorted(mesh[where].reshape(-1).tolist())
 
 
 def test_what_is_frozen_is_gathered_and_has_no_gradient_on_the_wire():

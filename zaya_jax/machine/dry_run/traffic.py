@@ -4,6 +4,7 @@ With ring algorithms over n devices, an all-gather sends (n − 1) / n of its ou
 input, an all-reduce twice that, and an all-to-all (n − 1) / n of what a device holds.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.model.arithmetic import cached_values
 from zaya_jax.model.experts import rows_per_token
 from zaya_jax.model.layers import MATRIX_ROLES
@@ -125,11 +127,12 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
 
 
 def seconds(sent: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware) -> float:
-    """Return the communication time without overlap: each collective at the speed of the slowest link it uses."""
-    return sum(transfer.bytes / _speed(transfer.axes, sizes, hardware) for transfer in sent)
+    """Return a lower bound of the communication time without overlap: each collective alone, at data-sheet speed."""
+    return sum(collective_seconds(x.kind, x.bytes, group_devices(x.axes, sizes), hardware) for x in sent)
 
 
-def _speed(axes: tuple[str, ...], sizes: Mapping[str, int], hardware: Hardware) -> float:
-    outermost = min(AXES.index(axis) for axis in axes)
-    span = math.prod(sizes[axis] for axis in AXES[outermost:])  # neighbouring devices belong to the innermost axis
-    return hardware.intra_node if span <= hardware.node_size else hardware.inter_node
+def group_devices(axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:
+    """Return the numbers of the devices that device 0 communicates with over `axes` of a mesh, itself included."""
+    strides = {axis: math.prod(sizes[inner] for inner in AXES[AXES.index(axis) + 1 :]) for axis in axes}
+    ranges = (range(0, sizes[axis] * strides[axis], strides[axis]) for axis in axes)
+    return sorted(map(sum, itertools.product(*ranges)))
