@@ -133,9 +133,11 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     for reduce in ("step", "micro_batch"):
         config = load_config("configs/tiny.yaml", [f"parallel.gradient_reduction={reduce}"])
         kept[reduce] = memory(config, 8)
-    saved = kept["step"].gradients - kept["micro_batch"].gradients
-    assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + kept["step"].parameters
-    assert saved > 0.8 * kept["step"].gradients / 2
+    params = Programs(load_config("configs/tiny.yaml"), KERNELS, 8)[0].abstract_state.params
+    shards = [device_bytes(x) for x in params.values()]
+    # A micro-batch's gradient in fp32, the accumulated shards, and the sum of one leaf before it is added.
+    assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + sum(shards) + max(shards)
+    assert kept["micro_batch"].gradients < 0.7 * kept["step"].gradients
 
 
 LORA = ["lora.rank=16", "lora.alpha=32"]

@@ -67,7 +67,10 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
     """
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
-    gradients = _on_one_device(program, lambda copy, _: copy)
+    # A reduction after each micro-batch first converts all gradients to the accumulation dtype, and returns a leaf's
+    # sum beside its accumulator.
+    reduces = placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1
+    gradients = _on_one_device(program, lambda copy, _: jax.tree.map(_accumulation, copy) if reduces else copy)
     accumulated = _on_one_device(
         program,
         lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.gradient_reduction),
@@ -76,12 +79,16 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
         parameters=master_weights,
         optimizer=stored - master_weights,
         compute=_copy_bytes(program),
-        gradients=_bytes(gradients) + _bytes(accumulated),
+        gradients=_bytes(gradients) + _bytes(accumulated) + (max(map(_bytes, accumulated.values())) if reduces else 0),
         activations=residual_bytes(program, sequences, context),
         temporaries=_temporaries(program, sequences, context),
         update=_update(program, master_weights),
         frozen=device_bytes(frozen),
     )
+
+
+def _accumulation(x: jax.Array) -> jax.Array:
+    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
@@ -172,7 +179,18 @@ def _temporaries(program: PhaseProgram, sequences: int, context: int) -> int:
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     chunk = min(CHUNK, sequences * context // mesh.shape["context"])
     logits = 2 * chunk * model.vocab_size * sums
-    return max(recomputed + _merging(program), logits)
+    return max(recomputed + _gathered_layer(program) + _merging(program), logits)
+
+
+def _gathered_layer(program: PhaseProgram) -> int:
+    """Return bytes of the next layer's gathered parameters and of one layer's gradient, before and in its exchange."""
+    n, layers = program.placement.mesh.shape["fsdp"], len(program.model.config.period)
+    exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0
+    for name, shape in local_shapes(program).items():
+        if n > 1 and program.placement.leaves[name].by_layer:
+            gradient = 2 * exact if name in program.trained else 0
+            total += math.prod(shape[1:]) * n * (program.placement.dtypes[name].itemsize + gradient)
+    return total // layers
 
 
 def _merging(program: PhaseProgram) -> int:
