@@ -22,13 +22,14 @@ endif
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help train test lint parity bench smoke-gpu soak clean
+.PHONY: help train test lint parity compilers bench smoke-gpu soak clean
 
 help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
 	@echo "make test       run the tests"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
 	@echo "make parity     compare with the PyTorch model of transformers (installs torch)"
+	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
 	@echo "make smoke-gpu  check this machine's GPUs, train 50 steps, and write one JSON to post"
 	@echo "make soak       run the slow tests, which take minutes each"
@@ -51,6 +52,10 @@ lint: $(VENV)/.stamp-dev
 parity: $(VENV)/.stamp-parity
 	$(PY) -m pytest -m parity $(PYTEST_ARGS)
 
+# In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
+compilers: $(VENV)-compilers/.stamp
+	$(VENV)-compilers/bin/python -m pytest -m compilers $(PYTEST_ARGS)
+
 bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
 	$(PY) -m zaya_jax.bench data
@@ -63,7 +68,7 @@ soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)
 
 clean:
-	rm -rf .venv .venv312 build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache *.egg-info
+	rm -rf .venv .venv312 .venv-compilers .venv312-compilers build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 # --- the environment -------------------------------------------------------------------------------------------
@@ -103,6 +108,13 @@ $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 	@echo "Installing torch and transformers for the parity tests (a few minutes the first time)"
 	@$(PIP) install -qq -e '.[test,notebooks,parity]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
+
+$(VENV)-compilers/.stamp: $(SPEC)
+	@echo "Installing XLA's compilers for GPUs in $(VENV)-compilers (a few minutes the first time)"
+	@$(PYTHON) -m venv --clear $(VENV)-compilers
+	@$(VENV)-compilers/bin/python -m pip --disable-pip-version-check --no-input install -qq \
+	  -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt
+	@touch $@
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the projects that the benchmarks compare with"

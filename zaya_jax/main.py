@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before the imports below, during which Ctrl-C woul
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
 
 import argparse
+import logging
 import os
 import traceback
 from collections.abc import Sequence
@@ -78,9 +79,11 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
 
 def _dry_run(config: Config, options: argparse.Namespace) -> None:
     _prepare_jax(config, "cpu")
+    # The plugins that compile look for their GPUs, and log a traceback if there are none.
+    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
     from zaya_jax.machine.dry_run.report import dry_run
 
-    print(dry_run(config, options.devices, options.hardware, options.json))
+    print(dry_run(config, options.devices, options.hardware, options.json, options.compile_for))
 
 
 class _Process:
@@ -136,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
     add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
+    add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
+        f"only): {', '.join(HARDWARE)}")  # fmt: skip
     add("--json", action="store_true", help="print the result as JSON (dry run only)")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
     add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
@@ -149,8 +154,9 @@ def _parser() -> argparse.ArgumentParser:
 def _config(options: argparse.Namespace) -> Config:
     if options.dry_run and options.devices is None:
         raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
-    if not options.dry_run and (options.devices is not None or options.hardware is not None or options.json):
-        raise InputError("--devices, --hardware and --json require --dry-run: add it, or remove them.")
+    only_dry = (options.devices, options.hardware, options.compile_for)
+    if not options.dry_run and (options.json or any(option is not None for option in only_dry)):
+        raise InputError("--devices, --hardware, --compile-for and --json require --dry-run: add it, or remove them.")
     if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
         raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
     return load_config(options.config, options.overrides)

@@ -15,6 +15,7 @@ import numpy as np
 from zaya_jax.ops.precision import accumulation_dtype
 
 CHUNK = 512  # tokens
+LOSS = "loss"  # scope of the chunks in compiled programs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -69,7 +70,8 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
         return total + loss.sum(), loss
 
     zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
-    total, losses = jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))
+    with jax.named_scope(LOSS):
+        total, losses = jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
@@ -95,7 +97,8 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
     start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
              None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
     h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
-    (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
+    with jax.named_scope(LOSS):
+        (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
     # The barrier keeps XLA from fusing sum and transpose of a single chunk into a matmul that CPUs lack in bf16.
     dw_vd = None if dw_dv is None else jax.lax.optimization_barrier(dw_dv).T.astype(head_vd.dtype)

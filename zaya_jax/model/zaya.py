@@ -38,6 +38,7 @@ POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
+LAYERS = "layers"  # scope of the scan over layers in compiled programs
 ATTENTION = {"cca": CCA, "gqa": GQA}
 
 
@@ -193,7 +194,8 @@ class Zaya(nnx.Module):
 
         layers = None if cache is None else cache.layers
         scanned = (tuple(self.blocks), jnp.arange(config.num_groups))
-        (x_bsd, _, layers), counts = jax.lax.scan(group, (x_bsd, state_bsr, layers), scanned)
+        with jax.named_scope(LAYERS):
+            (x_bsd, _, layers), counts = jax.lax.scan(group, (x_bsd, state_bsr, layers), scanned)
         if new_cache is not None:
             new_cache = dataclasses.replace(new_cache, layers=layers)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))

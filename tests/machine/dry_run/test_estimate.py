@@ -35,12 +35,12 @@ def test_the_estimate_of_the_released_model():
     others = max(estimate.bounds["memory"], estimate.bounds["network"])
     assert estimate.step_seconds == max(estimate.bounds["compute"] / REACHED, others)
     steps = math.ceil(8e12 / 16_777_216)
-    assert estimate.days == pytest.approx(estimate.step_seconds * steps / 86400)
+    assert estimate.steps == steps
 
 
 def test_without_hardware_there_are_no_times():
     estimate = tiny_estimate()
-    assert (estimate.bounds, estimate.step_seconds, estimate.days) == ({}, None, None)
+    assert (estimate.bounds, estimate.step_seconds) == ({}, None)
     assert estimate.micro_batches == 2
 
 

@@ -10,7 +10,7 @@ from tests.compile_helpers import CHEAP
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.dry_run import report
+from zaya_jax.machine.dry_run import prove, report
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
 
@@ -28,7 +28,7 @@ def printed():
     """What the command says as JSON, with the proof that it has made, compiled as tests compile."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
         patch.chdir(ROOT)
-        patch.setitem(report._SIMULATED, "XLA_FLAGS", f"{CHEAP} {report._SIMULATED['XLA_FLAGS']}")
+        patch.setitem(prove._SIMULATED, "XLA_FLAGS", f"{CHEAP} {prove._SIMULATED['XLA_FLAGS']}")
         assert main(arguments("--devices", "8", "--json")) == 0
     return json.loads(said.getvalue())
 
@@ -46,11 +46,11 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     monkeypatch.setattr(report, "estimate_phase", lambda *arguments: asked.append(arguments[1:]) or estimate())
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
-    heading, table = capsys.readouterr().out.split("\n\n")
+    heading, summary, table = capsys.readouterr().out.split("\n\n")
     assert re.match(r"8 devices, mi300x: 192 GB .* 1307 TFLOP/s", heading)
     assert "estimates" in heading
     total = f"{estimate().memory.total / 1e9:.1f} of 192 GB"
-    assert table.startswith(f"Phase train: fits, {total} per device\n  {estimate().step_seconds:.2f} s/step")
+    assert summary.startswith(f"Phase train: fits, {total} per device\n  {estimate().step_seconds:.2f} s/step")
     assert "layout: data 8; remat" in table
     assert "step: 8,192 tokens; per device 16 × micro_batch 1\n" in table
     assert f"compiled for this layout in {phase['compiled']['seconds']} s" in table
@@ -62,8 +62,10 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
 
 def test_a_phase_that_does_not_fit_says_so_first(printed):
     device = HARDWARE["mi300x"]._replace(memory=1e6)
-    table = report._table(estimate(), printed["phases"][0]["compiled"], device)
-    assert re.match(r"Phase train: DOES NOT FIT, .* of 0 GB per device\n  try: .*more devices", table)
+    phase = report._Phase(estimate(), printed["phases"][0]["compiled"], None, None)
+    first, second, _ = report._answer(phase, device)
+    assert re.fullmatch(r"Phase train: DOES NOT FIT, .* of 0 GB per device", first)
+    assert re.fullmatch(r"  try: .*more devices", second)
 
 
 def test_json_has_the_estimate_and_the_proof(printed):
@@ -83,6 +85,11 @@ def test_json_has_the_estimate_and_the_proof(printed):
         (["--devices", "0"], [], "--devices"),
         (["--devices", "8", "--hardware", "b200"], [], "--hardware is 'b200', but must be one of mi300x, "),
         (["--devices", "8"], ["parallel.fsdp=3"], "parallel.fsdp 3 "),
+        (["--devices", "8", "--compile-for", "b200"], [], "--compile-for is 'b200', but must be one of h100, "),
+        (["--devices", "12", "--compile-for", "h200"], [], "--devices is 12, but must be at most 8 or a multiple of 8"),
+        (["--devices", "8", "--compile-for", "h200", "--hardware", "h100"], [], "--hardware is h100, but must be h200"),
+        (["--devices", "8", "--compile-for", "h200"], [], "pip install 'zaya-jax[compile-cuda]'"),
+        (["--devices", "8", "--compile-for", "mi355x"], [], "pip install 'zaya-jax[compile-rocm]'"),
     ],
 )
 def test_bad_input_is_one_sentence(more, overrides, said, monkeypatch, capsys):

@@ -30,6 +30,7 @@ class PhaseEstimate(NamedTuple):
       sequences: sequences of a micro-batch on one device.
       micro_batches: micro-batches of the phase's largest step.
       tokens: tokens of that step.
+      steps: number of steps of the phase at that size.
       remat: rematerialization policy.
       reduce: when gradients are reduced over devices.
       memory: bytes of one device.
@@ -38,7 +39,6 @@ class PhaseEstimate(NamedTuple):
       transfers: what a device sends in a step.
       bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
       step_seconds: the largest bound, with compute at `REACHED` of the peak; None without hardware.
-      days: time for the phase's tokens at that speed; None without hardware.
     """
 
     phase: str
@@ -46,6 +46,7 @@ class PhaseEstimate(NamedTuple):
     sequences: int
     micro_batches: int
     tokens: int
+    steps: int
     remat: Remat
     reduce: Reduce
     memory: Memory
@@ -53,7 +54,6 @@ class PhaseEstimate(NamedTuple):
     transfers: list[Transfer]
     bounds: dict[str, float]
     step_seconds: float | None
-    days: float | None
 
 
 def simulated_programs(config: Config, devices: int) -> Programs:
@@ -84,7 +84,7 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
         if OPTIMIZERS[config.matrices].newton_schulz else 0.0,
     }  # fmt: skip
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
-    bounds, step, days = {}, None, None
+    bounds, step = {}, None
     if hardware is not None:
         bounds = {
             "compute": sum(flops.values()) / devices / hardware.peak,
@@ -92,9 +92,9 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
             "network": seconds(moved, sizes, hardware),
         }
         step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
-        days = step * math.ceil(phase_config.tokens / tokens) / 86400
-    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, program.remat,
-                   program.placement.config.gradient_reduction, memory, flops, moved, bounds, step, days)  # fmt: skip
+    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens,
+                         math.ceil(phase_config.tokens / tokens), program.remat,
+                         program.placement.config.gradient_reduction, memory, flops, moved, bounds, step)  # fmt: skip
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:

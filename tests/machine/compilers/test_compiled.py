@@ -1,0 +1,148 @@
+"""The step of a small model, compiled by XLA's compilers for NVIDIA and AMD GPUs."""
+
+import functools
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from tests.train_helpers import ROOT
+from zaya_jax.config import load_config
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.machine.compilers.compiled import compile_step
+from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.report import collective_rows, launch_rows
+from zaya_jax.machine.compilers.toolchain import environment
+from zaya_jax.main import main
+
+pytestmark = pytest.mark.compilers
+SMALL = ["train.compute_dtype=bfloat16", "train.batch.micro_batch=1"]
+LAYOUTS = {
+    "h200": ["parallel.fsdp=2"],
+    "mi300x": ["parallel.expert=2", "parallel.expert_exchange=ragged", "parallel.context=2",
+               "parallel.context_attention=ring"],
+}  # fmt: skip
+AXES = {"h200": {"data": 2, "fsdp": 2, "expert": 1, "context": 1},
+        "mi300x": {"data": 1, "fsdp": 1, "expert": 2, "context": 2}}  # fmt: skip
+
+
+def config(gpu):
+    return load_config(ROOT / "configs/tiny.yaml", [*SMALL, *LAYOUTS[gpu]])
+
+
+@functools.cache
+def compiled(gpu):
+    return compile_step(config(gpu), 0, gpu, 4)
+
+
+# Collectives of 64 KiB and more in a step: those of a layer run four times, forward and backward.
+COLLECTIVES = {
+    "h200": {
+        "all-gather over data": 1, "all-gather over data+fsdp": 1, "all-gather over fsdp": 8,
+        "reduce-scatter over data": 1, "reduce-scatter over data+fsdp": 1, "reduce-scatter over fsdp": 4,
+        "all-to-all over data+fsdp": 16,
+    },
+    "mi300x": {
+        "all-gather over context": 1, "all-gather over expert+context": 1, "reduce-scatter over context": 1,
+        "reduce-scatter over expert+context": 1, "all-to-all over context": 4, "all-to-all over expert+context": 12,
+        "collective-permute over context": 40, "ragged-all-to-all over expert": 48,
+    },
+}  # fmt: skip
+# Kernel launches of one layer, forward and backward.
+LAUNCHES = {"h200": (85, 209), "mi300x": (116, 233)}
+SPILLS = {"h200": {"grouped_swiglu_backward": 32}, "mi300x": {}}  # bytes on NVIDIA
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_collectives_are_those_of_the_layout(gpu):
+    counts = Counter[str]()
+    for row in collective_rows(predict(compiled(gpu).entry, HARDWARE[gpu]), AXES[gpu]):
+        if row["bytes"] >= 2**16:
+            counts[f"{row['kind']} over {'+'.join(row['axes'])}"] += row["times"]
+    assert counts == COLLECTIVES[gpu]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_layers_launch_no_more_kernels_than_recorded(gpu):
+    rows = launch_rows(compiled(gpu).entry)
+    assert rows["layers forward"] <= LAUNCHES[gpu][0]
+    assert rows["layers backward"] <= LAUNCHES[gpu][1]
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_kernels_spill_no_more_than_recorded(gpu):
+    spills = {kernel.name: kernel.vector_spills for kernel in compiled(gpu).kernels if kernel.scratch}
+    assert spills.keys() <= SPILLS[gpu].keys()
+    assert all(count <= SPILLS[gpu][name] for name, count in spills.items())
+    ours = {kernel.name for kernel in compiled(gpu).kernels}
+    assert {"attention", "cca_mix", "cca_mix_backward", "grouped_swiglu", "gram", "momentum"} <= ours
+
+
+def run(gpu, folder, code, flags=""):
+    """Run code that can call `compile` in a process that compiles for a GPU, with more `flags` of XLA."""
+    program = f"""
+from zaya_jax.machine.compilers import worker
+worker.load_compiler({gpu!r})
+import functools, jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+device = worker.gpu_devices({gpu!r}, 1)[0]
+mesh = jax.sharding.Mesh([device], "x")
+sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+def compile(function, *shapes):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(function).trace(*arguments).lower(lowering_platforms=({GPUS[gpu].platform!r},)).compile()
+{code}
+"""
+    variables = environment(gpu, folder)
+    variables["XLA_FLAGS"] += flags
+    return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_each_gpu_compiles_with_the_flags_of_its_preset(gpu, tmp_path):
+    assert "latency_hiding" in environment(gpu, tmp_path)["XLA_FLAGS"]
+    done = run(gpu, tmp_path, "compile(lambda x: x @ x.T, (256, 256))")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_flag_that_the_compiler_does_not_know_is_found(tmp_path):
+    done = run("h200", tmp_path, "compile(jnp.sin, (8,))", " --xla_gpu_enable_pipelined_collectives_of_old=true")
+    assert "xla_gpu_enable_pipelined_collectives_of_old" in done.stderr
+    assert done.returncode != 0
+
+
+def test_a_kernel_with_more_shared_memory_than_the_gpu_has_is_refused(tmp_path):
+    code = """
+def kernel(x, y, out):
+    out[...] = triton.dot(x[...], y[...]).astype(out.dtype)
+for size in {}:
+    call = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct((size, size), jnp.bfloat16), name="product",
+                          compiler_params=triton.CompilerParams(num_warps=4, num_stages=1))
+    compile(call, (size, size), (size, size))
+"""
+    assert run("mi300x", tmp_path, code.format("(64,)")).returncode == 0
+    refused = run("mi300x", tmp_path, code.format("(256,)"))
+    assert refused.returncode != 0
+    assert "65536" in refused.stderr  # bytes of LDS
+
+
+def test_the_command_prints_a_summary_and_then_what_the_compiler_says(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = ["--config", "configs/tiny.yaml", "model.num_layers=1", "--dry-run", "--devices", "1"]
+    assert main([*arguments, "--compile-for", "h100"]) == 0
+    heading, summary, details = capsys.readouterr().out.split("\n\n")
+    assert heading.startswith("1 device, h100: 80 GB")
+    assert "predictions" in heading
+    assert summary.startswith("Phase train: fits, ")
+    assert "predicted: " in summary
+    for part in ("memory per device", "predicted time", "launches", "collectives: none", "costliest", "registers"):
+        assert part in details
+    assert main([*arguments, "--compile-for", "h100", "--hardware", "h200"]) == 2
+    assert "--hardware is h200" in capsys.readouterr().err
+    assert main([*arguments[:-1], "12", "--compile-for", "h100"]) == 2
+    assert "multiple of 8" in capsys.readouterr().err

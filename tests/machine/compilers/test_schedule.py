@@ -1,0 +1,142 @@
+"""Scheduled programs: loops, collectives and their groups, and predicted times, against cases worked by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.network import ACHIEVED, collective_seconds
+from zaya_jax.machine.compilers.collectives import collectives, device_groups, mesh_axes
+from zaya_jax.machine.compilers.hlo import Instruction, entry_place, parse, shape_bytes, walk
+from zaya_jax.machine.compilers.predict import ASSUMPTIONS, launches, predict
+
+H200 = HARDWARE["h200"]
+# A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.
+TEXT = """\
+HloModule jit_train_step, is_scheduled=true
+
+%slice_fused (param_0: bf16[20,1024,1024], param_1: s32[]) -> bf16[1024,1024] {
+  %param_0 = bf16[20,1024,1024]{2,1,0} parameter(0)
+  %param_1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %slice.1 = bf16[1,1024,1024]{2,1,0} dynamic-slice(%param_0, %param_1, %zero, %zero), dynamic_slice_sizes={1,1024,1024}
+  ROOT %bitcast.1 = bf16[1024,1024]{1,0} bitcast(%slice.1)
+}
+
+%update_fused (param_0.1: f32[20,1024], param_1.1: f32[1024], param_2.1: s32[]) -> f32[20,1024] {
+  %param_0.1 = f32[20,1024]{1,0} parameter(0)
+  %param_1.1 = f32[1024]{0} parameter(1)
+  %param_2.1 = s32[] parameter(2)
+  %row = f32[1,1024]{1,0} bitcast(%param_1.1)
+  ROOT %updated = f32[20,1024]{1,0} dynamic-update-slice(%param_0.1, %row, %param_2.1, %param_2.1)
+}
+
+%layers (arg: (s32[], bf16[20,1024,1024])) -> (s32[], bf16[20,1024,1024]) {
+  %arg = (s32[], bf16[20,1024,1024]{2,1,0}) parameter(0)
+  %index = s32[] get-tuple-element(%arg), index=0
+  %stack = bf16[20,1024,1024]{2,1,0} get-tuple-element(%arg), index=1
+  %weights = bf16[1024,1024]{1,0} fusion(%stack, %index), kind=kLoop, calls=%slice_fused, metadata={op_name="jit(train_step)/jvp(layers)/while/body/dynamic_slice"}
+  %x = (bf16[1024,1024]{1,0}, s8[33554432]{0}) custom-call(%weights, %weights), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["0"]}}}
+  ROOT %out = (s32[], bf16[20,1024,1024]{2,1,0}) tuple(%index, %stack)
+}
+
+%micro (arg.1: (s32[], bf16[20,1024,1024])) -> (s32[], bf16[20,1024,1024]) {
+  %arg.1 = (s32[], bf16[20,1024,1024]{2,1,0}) parameter(0)
+  ROOT %while.1 = (s32[], bf16[20,1024,1024]{2,1,0}) while(%arg.1), condition=%c, body=%layers, metadata={op_name="jit(train_step)/jvp(layers)/while"}, backend_config={"known_trip_count":{"n":"20"}}
+}
+
+ENTRY %main (p0: (s32[], bf16[20,1024,1024]), p1: f32[1024], p2: f32[20,1024], p3: s32[]) -> f32[20,1024] {
+  %p0 = (s32[], bf16[20,1024,1024]{2,1,0}) parameter(0)
+  %p1 = f32[1024]{0} parameter(1)
+  %p2 = f32[20,1024]{1,0} parameter(2)
+  %p3 = s32[] parameter(3)
+  %start = (f32[1024]{0}, f32[8192]{0}) all-gather-start(%p1), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}, use_global_device_ids=true
+  %updated.1 = f32[20,1024]{1,0} fusion(%p2, %p1, %p3), kind=kLoop, calls=%update_fused
+  %done = f32[8192]{0} all-gather-done(%start)
+  %while.2 = (s32[], bf16[20,1024,1024]{2,1,0}) while(%p0), condition=%c2, body=%micro, backend_config={"known_trip_count":{"n":"4"}}
+  ROOT %copy.1 = f32[20,1024]{1,0} copy(%updated.1)
+}
+"""  # noqa: E501
+ENTRY = entry_place(parse(TEXT))
+
+
+def test_places_know_what_they_compute_and_how_often():
+    assert [(place.label, place.times, launches(place)) for place in walk(ENTRY)] == [
+        ("step", 1, 2 + 4 * 20 * 2),
+        ("step > micro-batches ×4", 4, 20 * 2),
+        ("step > micro-batches ×4 > layers forward ×20", 80, 2),
+    ]
+
+
+def test_a_collective_knows_its_bytes_and_what_runs_meanwhile():
+    (gather,) = collectives(ENTRY)
+    assert (gather.kind, gather.bytes, gather.groups) == ("all-gather", 4 * 8192, (tuple(range(8)),))
+    assert [instruction.name for instruction in gather.between] == ["updated.1"]
+
+
+def test_times_are_those_worked_by_hand():
+    prediction = predict(ENTRY, H200)
+    memory, launch = H200.bandwidth * ASSUMPTIONS.memory, ASSUMPTIONS.launch
+    product = max(2 * 1024**3 / (H200.peak * ASSUMPTIONS.matmul), 3 * 2**21 / memory, launch)
+    weights = max((4 + 2 * 2**21) / memory, launch)  # a slice of the stack, and not the whole, which would take 9 µs
+    network = ASSUMPTIONS.latency + collective_seconds("all-gather", 4 * 8192 * 7 / 8, range(8), H200, ACHIEVED)
+    assert prediction.components == pytest.approx({
+        "products": 80 * product, "fusions": 80 * weights + launch, "copies": launch,
+        "exposed all-gather": network - launch,
+    })  # fmt: skip
+    assert prediction.seconds == pytest.approx(sum(prediction.components.values()))
+    (exposure,) = prediction.exposures
+    assert (exposure.seconds, exposure.hidden) == pytest.approx((network, launch))
+    assert [round(seconds / launch) for seconds, *_ in prediction.costliest] == [80, 1, 1]
+
+
+def test_what_is_no_program_is_an_error():
+    with pytest.raises(ValueError, match="no entry"):
+        parse("HloModule nothing")
+
+
+ITEMS = {"bf16": 2, "f32": 4, "s32": 4, "pred": 1, "s8": 1}
+
+
+@given(st.lists(st.sampled_from(sorted(ITEMS)), max_size=4), st.lists(st.integers(0, 9), max_size=3))
+def test_bytes_of_a_shape(dtypes, sizes):
+    layout = "{" + ",".join(map(str, reversed(range(len(sizes))))) + "}"
+    shapes = [f"{dtype}[{','.join(map(str, sizes))}]{layout}" for dtype in dtypes]
+    expected = sum(ITEMS[dtype] for dtype in dtypes) * math.prod(sizes)
+    assert shape_bytes(f"({', '.join(shapes)}, token[])") == expected
+
+
+@given(st.data())
+def test_axes_are_found_in_each_notation_of_groups(data):
+    names = ("data", "fsdp", "expert", "context")
+    sizes = dict(zip(names, data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)), strict=True))
+    wide = [name for name in names if sizes[name] > 1]
+    if not wide:
+        return
+    axes = tuple(name for name in names if name in data.draw(st.sets(st.sampled_from(wide), min_size=1)))
+    inside, outside = ([names.index(name) for name in names if (name in axes) == there] for there in (True, False))
+    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    size = math.prod(sizes[name] for name in axes)
+    groups = ids.transpose(outside + inside).reshape(-1, size)
+    order = ",".join(map(str, outside + inside))
+    dims = ",".join(str(sizes[name]) for name in names)
+    texts = [
+        "replica_groups={" + ",".join("{" + ",".join(map(str, group)) + "}" for group in groups) + "}",
+        f"replica_groups=[{len(groups)},{size}]<=[{dims}]T({order})",
+        "replica_groups=mesh[" + ",".join(f"'{name}'={sizes[name]}" for name in names) + "] {"
+        + ",".join(f"'{name}'" for name in axes) + "}",
+        f"replica_groups=mesh['outer'={len(groups)},'inner'={size}], device_ids=([{dims}]T({order})) {{'inner'}}",
+    ]  # fmt: skip
+    for text in texts:
+        found = device_groups(Instruction("x", "", "all-reduce", (), f"%y), channel_id=3, {text}, use_global_ids=true"))
+        assert {frozenset(group) for group in found} == {frozenset(group) for group in groups.tolist()}, text
+        assert mesh_axes(found, sizes) == axes
+    ring = [(int(group[i]), int(group[(i + 1) % size])) for group in groups for i in range(size)]
+    pairs = "source_target_pairs={" + ",".join(f"{{{a},{b}}}" for a, b in ring) + "}"
+    found = device_groups(Instruction("x", "", "collective-permute", (), f"%y), {pairs}"))
+    assert found == tuple(ring)
+    if len(axes) == 1:
+        assert mesh_axes(found, sizes) == axes

@@ -1,0 +1,93 @@
+"""Compile a phase's step for GPUs in a process of its own, and read what the compiler made of it."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.config import Config, to_yaml
+from zaya_jax.errors import InputError
+from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.hlo import Place, entry_place, parse
+from zaya_jax.machine.compilers.resources import KernelResources, read_resources
+from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment, find_toolchain
+
+NODE = 8  # GPUs
+STEP = "step.hlo"  # the scheduled program, from the worker
+FACTS = "facts.json"  # the compiler's figures, from the worker
+
+
+class CompiledStep(NamedTuple):
+    """A training step, compiled for a GPU.
+
+    Attributes:
+      gpu: name in `GPUS`.
+      devices: number of devices.
+      memory: bytes on each device: `arguments`, of which `donated` are reused for outputs, `outputs`, `temporaries`.
+      entry: the scheduled program.
+      kernels: resources of each kernel.
+      seconds: time it took to trace and compile.
+      host_bytes: peak memory of the process that compiled.
+    """
+
+    gpu: str
+    devices: int
+    memory: dict[str, int]
+    entry: Place
+    kernels: list[KernelResources]
+    seconds: float
+    host_bytes: int
+
+    @property
+    def peak_memory(self) -> int:
+        """Bytes that the step needs on each device."""
+        memory = self.memory
+        return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
+
+
+def check_devices(devices: int) -> None:
+    """Raise `InputError` unless the devices fill nodes of eight, or part of one."""
+    if devices > NODE and devices % NODE:
+        raise InputError(f"--devices is {devices}, but must be at most {NODE} or a multiple of {NODE} with "
+                         "--compile-for, whose nodes have 8 GPUs.")  # fmt: skip
+
+
+def compile_step(config: Config, phase: int, gpu: str, devices: int) -> CompiledStep:
+    """Compile the largest step of a phase for `devices` GPUs.
+
+    Args:
+      config: configuration of the run.
+      phase: index of the phase.
+      gpu: name in `GPUS`.
+      devices: number of devices.
+
+    Raises:
+      InputError: the packages of the compiler are missing, or the compiler refuses the step.
+    """
+    toolchain, start = find_toolchain(gpu), time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        path = folder / "config.yaml"
+        path.write_text(to_yaml(config), encoding="utf-8")
+        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", str(path), str(phase), gpu, str(devices)]
+        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
+            [*command, str(folder)], capture_output=True, text=True, check=False, env=environment(gpu, folder)
+        )
+        if process.returncode:
+            raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}: "
+                             f"{_reason(process)}")  # fmt: skip
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
+        entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
+        kernels = read_resources(folder / DUMP, toolchain.assembler, GPUS[gpu].architecture, folder / CODE_OBJECTS)
+    host_bytes = facts.pop("host_bytes")
+    return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
+
+
+def _reason(process: subprocess.CompletedProcess[str]) -> str:
+    """Return the most telling line of a compiler that failed."""
+    lines = process.stderr.strip().splitlines() or [f"signal {-process.returncode} ended the compiler"]
+    telling = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "Error" in line]
+    return (telling or lines)[-1][:400]

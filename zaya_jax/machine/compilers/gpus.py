@@ -1,0 +1,92 @@
+"""What XLA's compilers must know of each GPU, from the vendors' documents.
+
+NVIDIA: CUDA C++ Programming Guide (compute capability 9.0), and the data sheets of H100 SXM and H200. AMD: CDNA 3 and
+CDNA 4 white papers, and the data sheets of Instinct MI300X and MI355X.
+"""
+
+from typing import NamedTuple
+
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.ops.target import Target
+
+_KIB = 1024
+
+
+class Gpu(NamedTuple):
+    """A GPU as XLA's compilers describe it.
+
+    Attributes:
+      platform: 'cuda' or 'rocm'.
+      architecture: instruction set, as in `Target`.
+      kind: the runtime's name for the device.
+      cores: streaming multiprocessors or compute units.
+      clock: boost clock in GHz.
+      l2: bytes of the L2 cache (of one die on AMD).
+      shared: bytes of shared memory (LDS) of a core.
+      shared_per_block: bytes of it that one block can use.
+      registers: 32-bit registers of a core.
+    """
+
+    platform: str
+    architecture: str
+    kind: str
+    cores: int
+    clock: float
+    l2: int
+    shared: int
+    shared_per_block: int
+    registers: int
+
+    @property
+    def target(self) -> Target:
+        """The device for which kernels are selected."""
+        return Target(self.platform, self.kind, self.architecture)
+
+
+_HOPPER = {"platform": "cuda", "architecture": "sm_90", "cores": 132, "clock": 1.98, "l2": 50 * _KIB**2,
+           "shared": 228 * _KIB, "shared_per_block": 227 * _KIB, "registers": 65536}  # fmt: skip
+
+# The names are those of `hardware.data_sheets.HARDWARE`. jax's Triton lowering recognises AMD's kinds by 'gfx'.
+GPUS = {
+    "h100": Gpu(kind="NVIDIA H100 80GB HBM3", **_HOPPER),
+    "h200": Gpu(kind="NVIDIA H200", **_HOPPER),
+    "mi300x": Gpu("rocm", "gfx942", "gfx942", 304, 2.1, 4 * _KIB**2, 64 * _KIB, 64 * _KIB, 131072),
+    "mi355x": Gpu("rocm", "gfx950", "gfx950", 256, 2.4, 4 * _KIB**2, 160 * _KIB, 160 * _KIB, 131072),
+}
+
+
+def target_config(name: str) -> str:
+    """Return the text of XLA's `GpuTargetConfigProto` for a GPU of `GPUS`."""
+    gpu, sheet = GPUS[name], HARDWARE[name]
+    if gpu.platform == "cuda":
+        major, minor = gpu.architecture.removeprefix("sm_")
+        capability = f"cuda_compute_capability {{ major: {major} minor: {minor} }}"
+        versions = "dnn_version_info { major: 9 minor: 7 } runtime_version { major: 12 minor: 9 patch: 0 }"
+    else:
+        capability = f'rocm_compute_capability {{ gcn_arch_name: "{gpu.architecture}:sramecc+:xnack-" }}'
+        versions = "dnn_version_info { }"
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: {32 if gpu.platform == "cuda" else 64}
+  shared_memory_per_block: {48 * _KIB if gpu.platform == "cuda" else gpu.shared_per_block}
+  shared_memory_per_block_optin: {gpu.shared_per_block}
+  shared_memory_per_core: {gpu.shared}
+  threads_per_core_limit: 2048
+  core_count: {gpu.cores}
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {sheet.bandwidth:.0f}
+  l2_cache_size: {gpu.l2}
+  clock_rate_ghz: {gpu.clock}
+  device_memory_size: {sheet.memory:.0f}
+  registers_per_core_limit: {gpu.registers}
+  registers_per_block_limit: {gpu.registers}
+  {capability}
+}}
+platform_name: "{gpu.platform.upper()}"
+{versions}
+device_description_str: "{gpu.kind}"
+"""

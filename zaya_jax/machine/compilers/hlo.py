@@ -1,0 +1,213 @@
+"""Read a scheduled HLO module from its text: computations, instructions, loops and their trip counts."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from zaya_jax.model.loss import LOSS
+from zaya_jax.model.zaya import LAYERS
+
+ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+              "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
+_COMPUTATION = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\) -> .* \{")
+_INSTRUCTION = re.compile(r"(?:ROOT )?%([\w.\-]+) = (.*)")
+_OPCODE = re.compile(r"([\w\-]+)\(")
+_ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+
+
+class Instruction(NamedTuple):
+    """An instruction of a scheduled computation.
+
+    Attributes:
+      name: unique in the module.
+      shape: of its result, as HLO text.
+      opcode: as HLO text.
+      operands: names of the operands.
+      text: everything after the opcode's bracket: operands, attributes, metadata, backend configuration.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    text: str
+
+    @property
+    def op_name(self) -> str:
+        """The path of the jax operation that it comes from; empty if unknown."""
+        return self.attribute(r'op_name="([^"]*)"')
+
+    @property
+    def custom_call(self) -> str:
+        """Target of a custom call; empty for other instructions."""
+        return self.attribute(r'custom_call_target="([^"]+)"')
+
+    def attribute(self, pattern: str) -> str:
+        """Return the first group of the first match of `pattern` in the attributes; empty if there is none."""
+        found = re.search(pattern, self.text)
+        return found[1] if found else ""
+
+    @property
+    def kernel(self) -> str:
+        """Name of a Pallas kernel; empty for other instructions."""
+        return self.attribute(r'op_name="[^"]*?([^"/]+)/pallas_call"')
+
+    def called(self, attribute: str) -> str:
+        """Return the computation that an attribute such as 'body' or 'calls' names; empty if there is none."""
+        return self.attribute(rf"\b{attribute}=%([\w.\-]+)")
+
+
+class Module(NamedTuple):
+    """A scheduled module: instructions by computation, in the order in which they run."""
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+
+    def shapes(self, computation: str, names: Sequence[str]) -> list[str]:
+        """Return the shapes of instructions of a computation."""
+        shapes = {instruction.name: instruction.shape for instruction in self.computations[computation]}
+        return [shapes[name] for name in names]
+
+
+class Place:
+    """A computation that runs by itself: the entry, or the body of a loop.
+
+    Attributes:
+      module: the module.
+      computation: name of the computation.
+      trips: how often the loop's body runs each time; 1 for the entry.
+      outer: the place around it; None for the entry.
+      op_name: path of the jax operation that the loop comes from; empty if unknown.
+    """
+
+    def __init__(self, module: Module, computation: str, trips: int, outer: "Place | None", op_name: str) -> None:
+        """See the attributes."""
+        self.module, self.computation, self.trips, self.outer, self.op_name = module, computation, trips, outer, op_name
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """The instructions, in the order in which they run."""
+        return self.module.computations[self.computation]
+
+    @property
+    def times(self) -> int:
+        """How often it runs in a step."""
+        return self.trips * (1 if self.outer is None else self.outer.times)
+
+    @cached_property
+    def shapes(self) -> dict[str, str]:
+        """Shape of each instruction, by name."""
+        return {instruction.name: instruction.shape for instruction in self.instructions}
+
+    def loops(self) -> Iterator["Place"]:
+        """Yield the loops that start in this place."""
+        for instruction in self.instructions:
+            if instruction.opcode == "while":
+                yield self.loop(instruction)
+
+    def loop(self, instruction: Instruction) -> "Place":
+        """Return the place of a `while` of this place; one trip if the count is unknown."""
+        trips = int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
+        return Place(self.module, instruction.called("body"), trips, self, instruction.op_name)
+
+    @property
+    def kind(self) -> str:
+        """What the place computes: 'step', 'micro-batches', 'layers forward', 'layers backward', 'loss' or 'loop'."""
+        if self.outer is None:
+            return "step"
+        # A loop that XLA rewrote has lost its own path, but its instructions have theirs.
+        inside = (x.op_name for x in self.instructions if x.opcode != "while")
+        path = self.op_name or max(inside, key=len, default="")
+        if re.search(rf"[(/]{LOSS}[)/]", path):
+            return "loss"
+        if re.search(rf"[(/]{LAYERS}[)/]", path):
+            return "layers backward" if "transpose(jvp" in path else "layers forward"
+        if any(loop.kind.startswith("layers") for loop in self.loops()):
+            return "micro-batches"
+        return "loop"
+
+    @property
+    def label(self) -> str:
+        """Kinds and trip counts from the outermost place, such as 'step > micro-batches ×4 > layers forward ×20'."""
+        return "step" if self.outer is None else f"{self.outer.label} > {self.kind} ×{self.trips}"
+
+
+def entry_place(module: Module) -> Place:
+    """Return the place of the entry computation."""
+    return Place(module, module.entry, 1, None, "")
+
+
+def walk(place: Place) -> Iterator[Place]:
+    """Yield a place and all loops within it, outermost first."""
+    yield place
+    for loop in place.loops():
+        yield from walk(loop)
+
+
+def parse(text: str) -> Module:
+    """Parse the text of a scheduled module.
+
+    Raises:
+      ValueError: there is no entry computation.
+    """
+    computations: dict[str, list[Instruction]] = {}
+    current: list[Instruction] | None = None
+    entry = ""
+    for line in text.splitlines():
+        if found := _COMPUTATION.fullmatch(line):
+            current = computations[found[2]] = []
+            entry = found[2] if found[1] else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (instruction := _parse_instruction(line)):
+            current.append(instruction)
+    if not entry:
+        raise ValueError("The HLO module has no entry computation.")
+    return Module(computations, entry)
+
+
+def _parse_instruction(line: str) -> Instruction | None:
+    found = _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line.strip()))
+    if not found:
+        return None
+    shape, rest = _split_shape(found[2])
+    opcode = _OPCODE.match(rest)
+    if not opcode:
+        return None
+    end = _closing(rest, opcode.end() - 1)
+    return Instruction(found[1], shape, opcode[1], tuple(_NAME.findall(rest[opcode.end() : end])), rest[opcode.end() :])
+
+
+def _split_shape(text: str) -> tuple[str, str]:
+    if not text.startswith("("):
+        shape, _, rest = text.partition(" ")
+        return shape, rest
+    end = _closing(text, 0)
+    return text[: end + 1], text[end + 2 :]
+
+
+def _closing(text: str, start: int) -> int:
+    """Return the index of the bracket that closes the one at `start`."""
+    depth = 0
+    for index in range(start, len(text)):
+        depth += (text[index] == "(") - (text[index] == ")")
+        if depth == 0:
+            return index
+    return len(text)
+
+
+def arrays(shape: str) -> list[tuple[str, tuple[int, ...]]]:
+    """Return dtype and dimensions of each array in the text of a shape."""
+    return [
+        (dtype, tuple(int(size) for size in sizes.split(",") if size))
+        for dtype, sizes in _ARRAY.findall(shape)
+        if dtype in ITEM_BYTES
+    ]
+
+
+def shape_bytes(shape: str) -> int:
+    """Return the bytes of all arrays in the text of a shape."""
+    return sum(ITEM_BYTES[dtype] * math.prod(sizes) for dtype, sizes in arrays(shape))

@@ -1,0 +1,254 @@
+"""Predict the time of a compiled step, instruction by instruction. A prediction, not a measurement.
+
+Each instruction takes as long as its FLOPs or its bytes at a fraction of the data sheet's peak, whichever is longer,
+and at least a launch. A collective hides behind what is scheduled between its start and its end.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.network import ACHIEVED, collective_seconds
+from zaya_jax.machine.compilers.collectives import Collective, collectives
+from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
+
+
+class Assumptions(NamedTuple):
+    """Fractions of the data sheet's peaks, and fixed times, in a prediction.
+
+    Attributes:
+      matmul: fraction of the bf16 peak in the vendor's matrix products.
+      fp32_matmul: the same in fp32, of the bf16 peak.
+      kernel: the same in our kernels that multiply matrices.
+      memory: fraction of the memory bandwidth.
+      launch: seconds that a kernel takes at least.
+      latency: seconds that a collective takes before it sends.
+    """
+
+    matmul: float = 0.70
+    fp32_matmul: float = 0.35
+    kernel: float = 0.50
+    memory: float = 0.90
+    launch: float = 2e-6
+    latency: float = 10e-6
+
+
+ASSUMPTIONS = Assumptions()
+
+
+class Cost(NamedTuple):
+    """What an instruction does.
+
+    Attributes:
+      component: of the prediction, such as 'products'.
+      flops: floating-point operations.
+      bytes: read and written.
+      peak: fraction of the bf16 peak that the operations reach.
+    """
+
+    component: str
+    flops: float
+    bytes: float
+    peak: float
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the predicted time."""
+        compute = self.flops / (hardware.peak * self.peak)
+        return max(compute, self.bytes / (hardware.bandwidth * ASSUMPTIONS.memory), ASSUMPTIONS.launch)
+
+
+class Exposure(NamedTuple):
+    """The predicted time of a collective, and how much of it other work hides, each time it runs."""
+
+    collective: Collective
+    seconds: float
+    hidden: float
+
+    @property
+    def exposed(self) -> float:
+        """Seconds in which nothing else runs."""
+        return max(0.0, self.seconds - self.hidden)
+
+
+class Prediction(NamedTuple):
+    """The predicted time of a step.
+
+    Attributes:
+      seconds: of the whole step.
+      components: seconds by component; collectives count as far as they are exposed.
+      exposures: of each collective.
+      costliest: (seconds, times, place, instruction) of fusions and copies, from the costliest.
+    """
+
+    seconds: float
+    components: dict[str, float]
+    exposures: list[Exposure]
+    costliest: list[tuple[float, int, Place, Instruction]]
+
+
+def predict(entry: Place, hardware: Hardware) -> Prediction:
+    """Predict the time of a step on `hardware`."""
+    by_place: dict[int, dict[int, Collective]] = {}
+    every = collectives(entry)
+    for collective in every:
+        by_place.setdefault(id(collective.place.instructions), {})[collective.done] = collective
+    components, exposures = defaultdict[str, float](float), list[Exposure]()
+    moves = list[tuple[float, int, Place, Instruction]]()
+
+    def run(place: Place) -> float:
+        now, starts = 0.0, dict[int, float]()
+        ends = by_place.get(id(place.instructions), {})
+        begins = {collective.start for collective in ends.values()}
+        for index, instruction in enumerate(place.instructions):
+            if index in begins:
+                starts[index] = now
+            if index in ends:
+                collective = ends[index]
+                needed = _collective_seconds(collective, hardware)
+                exposure = Exposure(collective, needed, now - starts[collective.start])
+                exposures.append(exposure)
+                components[f"exposed {collective.kind}"] += exposure.exposed * place.times
+                now += exposure.exposed
+            elif instruction.opcode == "while":
+                loop = place.loop(instruction)
+                now += loop.trips * run(loop)
+            elif (cost := instruction_cost(place, instruction)) is not None:
+                seconds = cost.seconds(hardware)
+                components[cost.component] += seconds * place.times
+                if cost.component in ("fusions", "copies"):
+                    moves.append((seconds * place.times, place.times, place, instruction))
+                now += seconds
+        return now
+
+    seconds = run(entry)
+    moves.sort(key=lambda move: -move[0])
+    ordered = dict(sorted(components.items(), key=lambda item: -item[1]))
+    return Prediction(seconds, ordered, exposures, moves)
+
+
+def is_launch(instruction: Instruction) -> bool:
+    """Whether an instruction launches a kernel; collectives do not count."""
+    return instruction.opcode in ("fusion", "custom-call", "copy", "copy-start", "sort")
+
+
+def launches(place: Place) -> int:
+    """Count the kernels that one run of a place launches, with those of loops in it."""
+    own = sum(map(is_launch, place.instructions))
+    return own + sum(loop.trips * launches(loop) for loop in place.loops())
+
+
+def _collective_seconds(collective: Collective, hardware: Hardware) -> float:
+    groups = collective.groups
+    if not groups or max(map(len, groups)) < 2:
+        return 0.0
+    devices = groups[0]
+    if collective.kind == "collective-permute":
+        devices = next((pair for pair in groups if len({x // hardware.node_size for x in pair}) > 1), groups[0])
+    n = len(devices)
+    share = 1.0 if collective.kind == "collective-permute" else (n - 1) / n
+    sent = collective.bytes * share * (2 if collective.kind == "all-reduce" else 1)
+    return ASSUMPTIONS.latency + collective_seconds(collective.kind, sent, devices, hardware, ACHIEVED)
+
+
+def instruction_cost(place: Place, instruction: Instruction) -> Cost | None:
+    """Return what an instruction costs; None if it launches nothing."""
+    if not is_launch(instruction):
+        return None
+    read = [place.shapes.get(name, "") for name in instruction.operands]
+    moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
+    if instruction.opcode == "fusion":
+        return Cost("fusions", 0.0, fusion_bytes(place.module, instruction), 1.0)
+    if instruction.opcode == "sort":
+        return Cost("sorts", 0.0, moved, 1.0)
+    if instruction.opcode.startswith("copy"):
+        return Cost("copies", 0.0, moved, 1.0)
+    if instruction.kernel:
+        shapes = [array for shape in (instruction.shape, *read) for array in arrays(shape)]
+        flops = _kernel_flops(instruction.kernel, shapes)
+        return Cost(f"kernel {family(instruction.kernel)}", flops, moved, ASSUMPTIONS.kernel)
+    if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
+        dtype, out = arrays(instruction.shape)[0]  # the second result is a workspace
+        contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
+        left = arrays(read[0])[0]
+        size = math.prod(left[1][int(axis)] for axis in re.findall(r"\d+", contracted[0])) if contracted else 1
+        fp32 = left[0] == "f32"
+        moved = sum(map(shape_bytes, read)) + ITEM_BYTES[dtype] * math.prod(out)
+        peak = ASSUMPTIONS.fp32_matmul if fp32 else ASSUMPTIONS.matmul
+        return Cost("products in fp32" if fp32 else "products", 2.0 * math.prod(out) * size, moved, peak)
+    return Cost("other calls", 0.0, moved, 1.0)
+
+
+def family(kernel: str) -> str:
+    """Return the name under which a kernel's forward and backward parts are summed."""
+    return re.sub(r"_(forward|backward.*|transposed|outer|polynomial)$", "", kernel)
+
+
+_Arrays = Sequence[tuple[str, tuple[int, ...]]]
+
+
+def _grouped(shapes: _Arrays) -> float:
+    """Each row of the tokens meets one matrix of the stack."""
+    matrices = max((sizes for _, sizes in shapes if len(sizes) == 3), key=math.prod, default=(0, 0, 0))
+    rows = max((sizes[0] for _, sizes in shapes if len(sizes) == 2 and sizes[1] in matrices), default=0)
+    return 2.0 * rows * matrices[1] * matrices[2]
+
+
+def _symmetric(shapes: _Arrays) -> float:
+    """Half of a product of a matrix with its transpose, or of two symmetric ones."""
+    stack = max((sizes for _, sizes in shapes if len(sizes) >= 2), key=math.prod, default=(0, 0))
+    return float(math.prod(stack) * min(stack[-2:]))
+
+
+def _attention(shapes: _Arrays) -> float:
+    """Scores and values over the causal half."""
+    batch, tokens, heads, size = next(sizes for _, sizes in shapes if len(sizes) == 4)
+    return 4.0 * batch * tokens * tokens * heads * size / 2
+
+
+# FLOPs by the start of a kernel's name; kernels that only move bytes are not listed.
+_FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
+    ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
+    ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
+    ("attention", _attention),
+    ("grouped_swiglu_backward", lambda shapes: 2.0 * _grouped(shapes)),
+    ("grouped", _grouped),
+    ("gram", _symmetric),
+)
+
+
+def _kernel_flops(kernel: str, shapes: _Arrays) -> float:
+    return next((count(shapes) for start, count in _FLOPS if kernel.startswith(start)), 0.0)
+
+
+def fusion_bytes(module: Module, instruction: Instruction) -> int:
+    """Return the bytes that a fusion reads and writes; slices and updates in place count as much as they touch."""
+    body = module.computations[instruction.called("calls")]
+    by_name = {x.name: x for x in body}
+    users: dict[str, list[Instruction]] = {}
+    for x in body:
+        for operand in x.operands:
+            users.setdefault(operand, []).append(x)
+
+    def read(name: str) -> int:
+        parts = 0
+        for user in users.get(name, ()):
+            if user.opcode in ("bitcast", "get-tuple-element"):
+                parts += read(user.name)
+            elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+                parts += shape_bytes(user.shape)
+            elif not (user.opcode == "dynamic-update-slice" and user.operands[0] == name):
+                return shape_bytes(by_name[name].shape)
+        return min(parts, shape_bytes(by_name[name].shape))
+
+    def written(name: str) -> int:
+        x = by_name[name]
+        if x.opcode == "bitcast":
+            return written(x.operands[0])
+        if x.opcode == "tuple":
+            return sum(map(written, x.operands))
+        return shape_bytes(by_name[x.operands[1]].shape if x.opcode == "dynamic-update-slice" else x.shape)
+
+    return sum(read(x.name) for x in body if x.opcode == "parameter") + written(body[-1].name)

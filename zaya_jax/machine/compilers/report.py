@@ -1,0 +1,156 @@
+"""What a compiled step shows, as text and as JSON."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.network import ACHIEVED
+from zaya_jax.machine.compilers.collectives import mesh_axes
+from zaya_jax.machine.compilers.compiled import CompiledStep
+from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
+from zaya_jax.machine.compilers.predict import ASSUMPTIONS, Exposure, Prediction, is_launch, launches
+
+_GB, _MB = 1e9, 1e6
+_LISTED = 8  # rows of a table in the text; the JSON has all
+
+
+def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Describe each collective of a step, those that cost the most exposed time first.
+
+    Args:
+      prediction: of the step.
+      axes: number of devices along each mesh axis.
+    """
+    rows = [_collective_row(exposure, axes) for exposure in prediction.exposures]
+    return sorted(rows, key=lambda row: -row["exposed_seconds"])
+
+
+def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, Any]:
+    collective = exposure.collective
+    times, meanwhile = collective.place.times, Counter[str]()
+    for instruction in collective.between:
+        if instruction.opcode == "while":
+            loop = collective.place.loop(instruction)
+            meanwhile[f"{loop.kind} ×{loop.trips}"] += 1
+        elif is_launch(instruction):
+            meanwhile[instruction.kernel or instruction.opcode] += 1
+    return {
+        "kind": collective.kind,
+        "place": collective.place.label,
+        "axes": list(mesh_axes(collective.groups, axes)),
+        "bytes": collective.bytes,
+        "times": times,
+        "seconds": exposure.seconds * times,
+        "exposed_seconds": exposure.exposed * times,
+        "meanwhile": dict(meanwhile),
+    }
+
+
+def launch_rows(entry: Place) -> dict[str, int]:
+    """Return the launches of a step, and of one pass through each kind of loop."""
+    rows = {"step": launches(entry)}
+    for place in walk(entry):
+        if place.kind not in ("step", "loop"):
+            rows[place.kind] = max(rows.get(place.kind, 0), launches(place))
+    return rows
+
+
+def move_rows(prediction: Prediction) -> list[dict[str, Any]]:
+    """Describe fusions and copies of a step, the costliest first."""
+    return [
+        {"seconds": seconds, "times": times, "place": place.label, "what": _what(instruction),
+         "bytes": shape_bytes(instruction.shape)}
+        for seconds, times, place, instruction in prediction.costliest
+    ]  # fmt: skip
+
+
+def _what(instruction: Instruction) -> str:
+    """Name an instruction by the end of its jax path."""
+    path = [
+        part for part in instruction.op_name.split("/") if part not in ("while", "body", "closed_call", "checkpoint")
+    ]
+    return f"{instruction.opcode} {'/'.join(path[-2:]) or instruction.name}"
+
+
+def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes: Mapping[str, int]) -> list[str]:
+    """Return the lines that describe a compiled step."""
+    memory = step.memory
+    lines = [
+        f"  compiled for {step.devices:,} {step.gpu} in {step.seconds} s, with {step.host_bytes / _GB:.1f} GB of this "
+        "machine's memory",
+        "  memory per device, from the compiler",
+        f"    {'state and batch':<22}{memory['arguments'] / _GB:10.2f} GB",
+        f"    {'temporaries':<22}{memory['temporaries'] / _GB:10.2f} GB",
+        f"    {'outputs, not donated':<22}{(memory['outputs'] - memory['donated']) / _GB:10.2f} GB",
+        f"    {'sum':<22}{step.peak_memory / _GB:10.2f} GB of {hardware.memory / _GB:.0f}",
+        "  predicted time per step",
+        *(
+            f"    {name:<26}{1e3 * seconds:12,.1f} ms{seconds / prediction.seconds:7.0%}"
+            for name, seconds in prediction.components.items()
+            if seconds > 0.002 * prediction.seconds
+        ),
+        "  kernel launches",
+        *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
+    ]
+    lines += _collective_lines(prediction, axes)
+    lines.append("  costliest fusions and copies, per step")
+    for row in move_rows(prediction)[:_LISTED]:
+        lines.append(f"    {1e3 * row['seconds']:9,.1f} ms  {row['what']}, in {row['place']}")
+    return lines + _kernel_lines(step)
+
+
+def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int]) -> dict[str, Any]:
+    """Return all that is known of a compiled step, as JSON values."""
+    return {
+        "proof": f"compiled for {step.gpu}",
+        "seconds": step.seconds,
+        "host_bytes": step.host_bytes,
+        "memory": {**step.memory, "peak": step.peak_memory},
+        "launches": launch_rows(step.entry),
+        "collectives": collective_rows(prediction, axes),
+        "moves": move_rows(prediction),
+        "kernels": [kernel._asdict() for kernel in step.kernels],
+        "predicted": {"seconds": prediction.seconds, "components": prediction.components,
+                      "assumptions": {**ASSUMPTIONS._asdict(), "links": ACHIEVED._asdict()}},
+    }  # fmt: skip
+
+
+_PASS = {
+    "step": "whole step",
+    "micro-batches": "one micro-batch",
+    "layers forward": "one group of layers, forward",
+    "layers backward": "one group of layers, backward",
+    "loss": "one chunk of the loss",
+}
+
+
+def _collective_lines(prediction: Prediction, axes: Mapping[str, int]) -> list[str]:
+    rows = collective_rows(prediction, axes)
+    if not rows:
+        return ["  collectives: none"]
+    lines = ["  collectives, per step; 'exposed' is not hidden behind other work"]
+    for row in rows[:_LISTED]:
+        other = ", ".join(f"{count} {what}" for what, count in row["meanwhile"].items()) or "nothing"
+        lines.append(
+            f"    {1e3 * row['exposed_seconds']:9,.1f} of {1e3 * row['seconds']:,.1f} ms exposed: {row['kind']} over "
+            f"{' × '.join(row['axes']) or 'no mesh axis'}, {row['times']} × {row['bytes'] / _MB:,.1f} MB in "
+            f"{row['place']}; meanwhile {other[:120]}"
+        )
+    if len(rows) > _LISTED:
+        rest = sum(row["exposed_seconds"] for row in rows[_LISTED:])
+        lines.append(f"    {1e3 * rest:9,.1f} ms exposed in {len(rows) - _LISTED} others")
+    return lines
+
+
+def _kernel_lines(step: CompiledStep) -> list[str]:
+    spilling = [kernel for kernel in step.kernels if kernel.vector_spills or kernel.scalar_spills or kernel.scratch]
+    ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
+    listed = [kernel for kernel in step.kernels if kernel.name.partition("__")[0] in ours or kernel in spilling]
+    most = {kernel.name.partition("__")[0]: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
+    lines = [f"  {len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory",
+             f"    {'Pallas kernel':<30}{'registers':>10}{'shared memory':>15}{'spills':>8}{'scratch':>9}"]  # fmt: skip
+    for name, kernel in sorted(most.items()):
+        lines.append(f"    {name[:29]:<30}{kernel.registers:>10}{kernel.shared / 1024:>11.1f} KiB"
+                     f"{kernel.vector_spills + kernel.scalar_spills:>8}{kernel.scratch:>7} B")  # fmt: skip
+    return lines

@@ -1,0 +1,113 @@
+"""Registers, spills, shared memory and launch sizes of each kernel that a compiler made, from the files it leaves."""
+
+import re
+import struct
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_THUNK = re.compile(
+    r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
+)
+_PTXAS = re.compile(
+    r"Function properties for (\S+)\n\s*(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n"
+    r".*?Used (\d+) registers"
+)
+_AMDGPU = 224  # machine in an ELF header
+_NOTE, _METADATA = 7, 32  # types of a section and of a note
+
+
+class KernelResources(NamedTuple):
+    """What one kernel of a compiled step needs.
+
+    Attributes:
+      name: as the compiler calls it.
+      registers: vector registers of a thread, AMD's accumulation registers included.
+      vector_spills: on AMD vector registers that are spilled; on NVIDIA bytes.
+      scalar_spills: scalar registers that are spilled; always 0 on NVIDIA.
+      scratch: bytes of a thread in memory, spills included.
+      shared: bytes of shared memory (LDS) of a block.
+      threads: of a block; 0 if unknown.
+    """
+
+    name: str
+    registers: int
+    vector_spills: int
+    scalar_spills: int
+    scratch: int
+    shared: int
+    threads: int
+
+
+def read_resources(dump: Path, compiler: Path | None, architecture: str, objects: Path) -> list[KernelResources]:
+    """Return the resources of each kernel of the training step.
+
+    Args:
+      dump: folder that XLA dumped into.
+      compiler: `ptxas`; None on AMD.
+      architecture: instruction set, such as 'sm_90'.
+      objects: folder of AMD's code objects.
+    """
+    launches = _launches(dump)
+    kernels = _nvidia(dump, compiler, architecture) if compiler is not None else _amd(objects)
+    return sorted(
+        kernel._replace(shared=max(kernel.shared, launches[kernel.name][0]), threads=launches[kernel.name][1])
+        for kernel in kernels
+        if kernel.name in launches
+    )
+
+
+def _launches(dump: Path) -> dict[str, tuple[int, int]]:
+    """Return bytes of shared memory and threads of each kernel that the step launches."""
+    found = {}
+    for path in dump.glob("*jit_train_step*.thunk_sequence.txt"):
+        for name, *sizes, shared in _THUNK.findall(path.read_text(encoding="utf-8")):
+            found[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
+    return found
+
+
+def _nvidia(dump: Path, compiler: Path, architecture: str) -> Iterator[KernelResources]:
+    def assemble(path: Path) -> str:
+        command = [str(compiler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr  # noqa: S603
+
+    with ThreadPoolExecutor(2) as pool:
+        for text in pool.map(assemble, sorted(dump.glob("*jit_train_step*.ptx"))):
+            for name, stack, stores, _, registers in _PTXAS.findall(text):
+                yield KernelResources(name, int(registers), int(stores), 0, int(stack), 0, 0)
+
+
+def _amd(objects: Path) -> Iterator[KernelResources]:
+    for path in sorted(objects.glob("*.hsaco")):
+        for kernel in _metadata(path.read_bytes()):
+            yield KernelResources(
+                kernel[".name"], kernel[".vgpr_count"] + kernel.get(".agpr_count", 0),
+                kernel.get(".vgpr_spill_count", 0), kernel.get(".sgpr_spill_count", 0),
+                kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"], 0,
+            )  # fmt: skip
+
+
+def _metadata(elf: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the metadata of the kernels in an ELF file, from the notes that LLVM documents for AMDGPU."""
+    import msgpack
+
+    if elf[:4] != b"\x7fELF" or struct.unpack_from("<H", elf, 18)[0] != _AMDGPU:
+        return
+    (table,) = struct.unpack_from("<Q", elf, 40)
+    size, count = struct.unpack_from("<HH", elf, 58)
+    for index in range(count):
+        _, kind, _, _, start, length = struct.unpack_from("<IIQQQQ", elf, table + index * size)
+        if kind == _NOTE:
+            yield from _notes(elf[start : start + length], msgpack.unpackb)
+
+
+def _notes(section: bytes, unpack: Any) -> Iterator[dict[str, Any]]:
+    at = 0
+    while at < len(section):
+        name_size, size, kind = struct.unpack_from("<III", section, at)
+        start = at + 12 + -(-name_size // 4) * 4
+        if kind == _METADATA and section[at + 12 :].startswith(b"AMDGPU"):
+            yield from unpack(section[start : start + size], strict_map_key=False)["amdhsa.kernels"]
+        at = start + -(-size // 4) * 4

@@ -1,0 +1,63 @@
+"""Compile a phase's step for a GPU: `python -m zaya_jax.machine.compilers.worker CONFIG PHASE GPU DEVICES FOLDER`."""
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.config import load_config
+from zaya_jax.machine.compilers.compiled import FACTS, NODE, STEP
+from zaya_jax.machine.compilers.gpus import GPUS, target_config
+from zaya_jax.machine.compilers.stand_ins import load_stand_ins
+from zaya_jax.machine.compilers.toolchain import find_toolchain
+
+
+def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
+    """Write the scheduled program and the compiler's figures of a step into `folder`."""
+    load_compiler(name)
+    import jax
+
+    from zaya_jax.machine.dry_run.estimate import largest_stage
+    from zaya_jax.ops.registry import select_kernels
+    from zaya_jax.train.program import Programs
+
+    config = load_config(path)
+    mesh_devices = gpu_devices(name, devices)
+    kernels = select_kernels(GPUS[name].target, config.model, config.train.compute_dtype)
+    program = Programs(config, kernels, mesh_devices)[phase]
+    # From jax 0.12 on, the lowering of Triton kernels asks this mesh for the device.
+    with jax.sharding.use_abstract_mesh(program.placement.mesh.abstract_mesh):
+        lowered = program.trace(largest_stage(config, phase)).lower(lowering_platforms=(GPUS[name].platform,))
+    compiled: Any = lowered.compile()
+    memory = compiled.memory_analysis()
+    (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
+    facts = {
+        "arguments": memory.argument_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+        "outputs": memory.output_size_in_bytes,
+        "donated": memory.alias_size_in_bytes,
+        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    (Path(folder) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def load_compiler(name: str) -> None:
+    """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `toolchain.environment`."""
+    toolchain = find_toolchain(name)
+    if toolchain.platform == "rocm":
+        load_stand_ins(toolchain.plugin)
+
+
+def gpu_devices(name: str, devices: int) -> Any:
+    """Return devices that can be compiled for, but not run on."""
+    from jax.experimental import topologies
+
+    node = min(devices, NODE)
+    shape = f"{devices // node}x1x{node}"  # NVLink domains or nodes × hosts of each × devices of each host
+    platform = GPUS[name].platform
+    return topologies.get_topology_desc(platform=platform, target_config=target_config(name), topology=shape).devices
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5])
