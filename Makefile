@@ -54,7 +54,7 @@ parity: $(VENV)/.stamp-parity
 
 # In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
 compilers: $(VENV)-compilers/.stamp
-	$(VENV)-compilers/bin/python -m pytest -m compilers $(PYTEST_ARGS)
+	$(VENV)-compilers/bin/python -m pytest -m compilers tests/machine/compilers $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step

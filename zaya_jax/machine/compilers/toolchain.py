@@ -61,7 +61,8 @@ def environment(name: str, folder: Path, base: Mapping[str, str] = os.environ) -
     clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
     flags = f"{_FLAGS} --xla_dump_to={folder / DUMP}"
     if toolchain.assembler is not None:
-        flags += f" --xla_gpu_cuda_data_dir={toolchain.assembler.parent.parent}"
+        # The kernels in PTX, which jax 0.12 leaves out by default.
+        flags += f" --xla_gpu_cuda_data_dir={toolchain.assembler.parent.parent} --xla_dump_emitter_re=ptx"
     clean |= {
         "JAX_PLATFORMS": "cpu",
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
