@@ -161,7 +161,7 @@ def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):
     assert lines == [["100 tokens/s", "100.0 GFLOP/s"], ["100 tokens/s", "MFU 20.0 %"]]
 
 
-@pytest.mark.parametrize(("device", "share"), [("NVIDIA H200", 0.5), ("AMD Instinct MI355X", 0.215), ("new", None)])
+@pytest.mark.parametrize(("device", "share"), [("NVIDIA H200", 0.5), ("AMD Instinct MI355X", 0.1965), ("new", None)])
 def test_throughput_counts_the_operations_of_the_steps_context_against_the_peak(device, share, monkeypatch):
     monkeypatch.setattr(
         throughput_module, "training_flops_per_token", lambda _, context, **more: context * 989e12 / 6400
