@@ -68,6 +68,10 @@ def test_a_phase_that_does_not_fit_says_so_first(printed):
     assert re.fullmatch(r"  try: .*more devices", second)
 
 
+def test_durations_have_the_unit_that_suits_them():
+    assert [report._duration(x) for x in (5, 121, 7200, 3 * 86400)] == ["5 s", "2.0 minutes", "2.0 hours", "3.0 days"]
+
+
 def test_json_has_the_estimate_and_the_proof(printed):
     assert (printed["devices"], printed["hardware"]) == (8, None)
     (phase,) = printed["phases"]

@@ -35,8 +35,8 @@ class _Phase(NamedTuple):
         return self.estimate.step_seconds if self.prediction is None else self.prediction.seconds
 
     @property
-    def days(self) -> float:
-        return (self.step_seconds or 0.0) * self.estimate.steps / 86400
+    def seconds(self) -> float:
+        return (self.step_seconds or 0.0) * self.estimate.steps
 
 
 def dry_run(
@@ -82,9 +82,16 @@ def dry_run(
         return json.dumps({"devices": devices, "hardware": hardware, "phases": [_json(x) for x in phases]}, indent=1)
     summary = [line for phase in phases for line in _answer(phase, device)]
     if device is not None and len(phases) > 1:
-        summary.append(f"All phases: {sum(phase.days for phase in phases):.1f} days on {_count(devices)}")
+        summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"
 
 
 def _count(devices: int) -> str:
@@ -132,7 +139,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     else:
         answer = [f"Phase {estimate.phase}: fits, {of}"]
     speed = estimate.tokens / phase.step_seconds / math.prod(estimate.axes.values())
-    times = f"{phase.step_seconds:.2f} s/step, {speed:,.0f} tokens/s per device, {phase.days:.1f} days; "
+    times = f"{phase.step_seconds:.2f} s/step, {speed:,.0f} tokens/s per device, {_duration(phase.seconds)}; "
     return [*answer, f"  {times}{_limit(phase)}"]
 
 
