@@ -73,9 +73,10 @@ def check(name, seed, segments, dtype):
     with jax.enable_x64(True):
         exact = jax.tree.map(lambda x: np.asarray(x, np.float64 if x.dtype == np.float32 else x.dtype), inputs)
         wanted = jax.tree.map(np.asarray, expected()(*exact))
-    # A temperature's gradient is one number, whose addends, one a token, may cancel: its error is that of theirs.
+    # A temperature's gradient is one number, whose addends, one per token and channel, may cancel: its error is that of
+    # theirs.
     (_, keys, _), temperature = wanted[0], inputs[0][5].temperature_k
-    addends = (keys * np.asarray(inputs[2][1], np.float64)).sum(-1) / np.asarray(temperature, np.float64)
+    addends = keys * np.asarray(inputs[2][1], np.float64) / np.asarray(temperature, np.float64)[:, None]
     for (path, y), x in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         leaf = jax.tree_util.keystr(path)
         norm = max(np.linalg.norm(addends if leaf.endswith("temperature_k") else x), 1e-3 * x.size**0.5)
