@@ -38,7 +38,9 @@ class PhaseEstimate(NamedTuple):
         the rest of the model, and of Newton–Schulz.
       transfers: what a device sends in a step.
       bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
-      step_seconds: the largest bound, with compute at `REACHED` of the peak; None without hardware.
+      exposed_seconds: time of the collectives that nothing hides; 0 without hardware.
+      step_seconds: compute at `REACHED` of the peak or memory, whichever is longer, and the exposed collectives; None
+        without hardware.
     """
 
     phase: str
@@ -53,6 +55,7 @@ class PhaseEstimate(NamedTuple):
     flops: dict[str, float]
     transfers: list[Transfer]
     bounds: dict[str, float]
+    exposed_seconds: float
     step_seconds: float | None
 
 
@@ -84,17 +87,18 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
         if OPTIMIZERS[config.matrices].newton_schulz else 0.0,
     }  # fmt: skip
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
-    bounds, step = {}, None
+    bounds, exposed, step = {}, 0.0, None
     if hardware is not None:
         bounds = {
             "compute": sum(flops.values()) / devices / hardware.peak,
             "memory": _memory_traffic(memory, micro_batches) / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
-        step = max(bounds["compute"] / REACHED, bounds["memory"], bounds["network"])
-    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens,
-                         math.ceil(phase_config.tokens / tokens), program.remat,
-                         program.placement.config.gradient_reduction, memory, flops, moved, bounds, step)  # fmt: skip
+        exposed = seconds([transfer for transfer in moved if not transfer.hidden], sizes, hardware)
+        step = max(bounds["compute"] / REACHED, bounds["memory"]) + exposed
+    steps, reduce = math.ceil(phase_config.tokens / tokens), program.placement.config.gradient_reduction
+    return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, steps, program.remat, reduce,
+                         memory, flops, moved, bounds, exposed, step)  # fmt: skip
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:

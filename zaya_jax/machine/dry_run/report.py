@@ -149,10 +149,10 @@ def _limit(phase: _Phase) -> str:
         return "predicted: " + ", ".join(
             f"{seconds / phase.prediction.seconds:.0%} {name}" for name, seconds in largest
         )
-    bounds = phase.estimate.bounds
-    times = {**bounds, "compute": bounds["compute"] / REACHED}
+    bounds, exposed = phase.estimate.bounds, phase.estimate.exposed_seconds
+    times = {"memory": bounds["memory"], f"compute at {REACHED:.0%} of the peak": bounds["compute"] / REACHED}
     limit = max(times, key=lambda name: times[name])
-    return f"limited by {limit} (compute counted at {REACHED:.0%} of peak)"
+    return f"{times[limit]:.2f} s {limit} + {exposed:.2f} s network that no computation hides"
 
 
 def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:

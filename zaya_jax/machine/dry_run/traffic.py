@@ -31,12 +31,14 @@ class Transfer(NamedTuple):
       kind: name of the collective.
       axes: mesh axes that it runs over.
       bytes: bytes that a device sends in a step.
+      hidden: whether XLA's GPU compiler overlaps it with computation.
     """
 
     what: str
     kind: str
     axes: tuple[str, ...]
     bytes: float
+    hidden: bool = False
 
 
 def transfers(
@@ -106,8 +108,10 @@ def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_b
     gathers = 1 if program.remat == "none" else 2
     exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
     scattered = sum(count for name, count in held.items() if name in program.trained) * exact
-    return [Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers),
-            Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches)]  # fmt: skip
+    return [
+        Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers),
+        Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches, hidden=True),
+    ]
 
 
 def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[Transfer]:
