@@ -54,7 +54,7 @@ parity: $(VENV)/.stamp-parity
 
 # In an environment of its own: with the plugins installed, every jax program looks for their GPUs first.
 compilers: $(VENV)-compilers/.stamp
-	$(VENV)-compilers/bin/python -m pytest -m compilers tests/machine/compilers $(PYTEST_ARGS)
+	$(VENV)-compilers/bin/python -m pytest -m "compilers and not soak" tests/machine/compilers $(PYTEST_ARGS)
 
 bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
@@ -111,6 +111,9 @@ $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
 
 $(VENV)-compilers/.stamp: $(SPEC)
 	@echo "Installing XLA's compilers for GPUs in $(VENV)-compilers (a few minutes the first time)"
+	@test ! -e $(VENV)-compilers || test -f $(VENV)-compilers/pyvenv.cfg || { \
+	  echo "'$(VENV)-compilers' exists, but is not a Python environment. Remove it, or choose another: make VENV=.venv2"; \
+	  exit 1; }
 	@$(PYTHON) -m venv --clear $(VENV)-compilers
 	@$(VENV)-compilers/bin/python -m pip --disable-pip-version-check --no-input install -qq \
 	  -e '.[test,compile-cuda,compile-rocm]' -c constraints.txt

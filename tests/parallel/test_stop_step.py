@@ -65,6 +65,33 @@ def test_all_stop_after_one_step_which_comes_after_the_request(data):
     assert stopped[0] is None or stopped[0] >= min(asked.values())
 
 
+def test_a_request_stops_processes_that_keep_pace():
+    """Each waits for the others after a step, as collectives make them; the one that asks is not process 0."""
+    peers = list(star(3))
+    agreements = [StopStep(some) for some in peers]
+    ended, barrier, stopped = threading.Event(), threading.Barrier(3), []
+
+    def train(process):
+        for step in range(1, 2000):
+            barrier.wait(10)
+            if (process, step) == (1, 5):
+                agreements[process].request()
+            if agreements[process].reached():
+                return stopped.append(step)
+        return None
+
+    with ThreadPoolExecutor(6) as pool:
+        for some, agreement in zip(peers, agreements, strict=True):
+            pool.submit(deliver, agreement, some, ended)
+        list(pool.map(train, range(3)))
+        ended.set()
+    for peer in (peer for some in peers for peer in some):
+        peer.close()
+    assert len(stopped) == 3
+    assert len(set(stopped)) == 1
+    assert stopped[0] > 5
+
+
 def test_none_stops_unasked_or_because_of_another_line():
     (first,), (second,) = star(2)
     agreement = StopStep([first])

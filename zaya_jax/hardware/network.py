@@ -24,7 +24,6 @@ class Achieved(NamedTuple):
 
 ACHIEVED = Achieved(xgmi=0.70, nvlink=0.80, adapter=0.90)
 DATA_SHEET = Achieved(1.0, 1.0, 1.0)
-RING = ("all-gather", "reduce-scatter", "all-reduce")
 _EXCHANGE = ("all-to-all", "ragged-all-to-all")
 
 

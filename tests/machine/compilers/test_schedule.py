@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.network import ACHIEVED, collective_seconds
 from zaya_jax.machine.compilers.collectives import collectives, device_groups, mesh_axes
-from zaya_jax.machine.compilers.hlo import Instruction, entry_place, parse, shape_bytes, walk
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, launches, predict
+from zaya_jax.machine.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
+from zaya_jax.machine.compilers.predict import ASSUMPTIONS, _kernel_flops, launches, predict
 
 H200 = HARDWARE["h200"]
 # A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.
@@ -133,10 +133,36 @@ def test_axes_are_found_in_each_notation_of_groups(data):
     for text in texts:
         found = device_groups(Instruction("x", "", "all-reduce", (), f"%y), channel_id=3, {text}, use_global_ids=true"))
         assert {frozenset(group) for group in found} == {frozenset(group) for group in groups.tolist()}, text
-        assert mesh_axes(found, sizes) == axes
+        assert mesh_axes("all-reduce", found, sizes) == axes
     ring = [(int(group[i]), int(group[(i + 1) % size])) for group in groups for i in range(size)]
     pairs = "source_target_pairs={" + ",".join(f"{{{a},{b}}}" for a, b in ring) + "}"
     found = device_groups(Instruction("x", "", "collective-permute", (), f"%y), {pairs}"))
     assert found == tuple(ring)
     if len(axes) == 1:
-        assert mesh_axes(found, sizes) == axes
+        assert mesh_axes("collective-permute", found, sizes) == axes
+
+
+def test_groups_that_are_no_product_of_axes_have_none():
+    assert mesh_axes("all-reduce", ((0, 3), (1, 2)), {"fsdp": 2, "expert": 2}) == ()
+    assert mesh_axes("all-reduce", ((0, 1), (2, 3)), {"context": 4}) == ()
+    assert mesh_axes("all-reduce", (), {"context": 4}) == ()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "operands", "result", "flops"),
+    [
+        # 8 query heads, 2 heads of keys: twice 2 · 4096² · 8 · 128 for scores and values, over the causal half.
+        ("attention", "bf16[1,4096,8,128] bf16[1,4096,2,128]", "bf16[1,4096,8,128]", 2 * 4096**2 * 8 * 128),
+        ("attention_backward_keys", "bf16[1,4096,8,128] bf16[1,4096,2,128]", "f32[1,4096,2,128]",
+         4 * 4096**2 * 8 * 128),
+        ("attention", "bf16[1,512,8,128] bf16[1,4096,2,128]", "bf16[1,512,8,128]", 2 * 512 * 4096 * 8 * 128),
+        ("grouped_product", "bf16[512,256] bf16[16,256,128]", "bf16[512,128]", 2 * 512 * 256 * 128),
+        ("grouped_swiglu_backward", "bf16[512,128] bf16[16,256,128] bf16[512,512]", "bf16[512,512]",
+         2 * 512 * 256 * 128),
+        ("gram", "bf16[8,256,512]", "f32[8,256,256]", 8 * 256 * 256 * 512),
+        ("momentum", "f32[8,256]", "f32[8,256]", 0),
+    ],
+)  # fmt: skip
+def test_operations_of_kernels_are_those_of_their_shapes(kernel, operands, result, flops):
+    shapes = [array for text in (*operands.split(), result) for array in arrays(text)]
+    assert _kernel_flops(kernel, shapes) == flops

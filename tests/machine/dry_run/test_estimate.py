@@ -67,7 +67,6 @@ def made(**changes):
 
 def test_advice_is_only_of_what_would_help():
     device = HARDWARE["h100"]
-    assert advice(made(), device._replace(memory=135e9)) == []
     cheap = ["batch.micro_batch below 2", "remat: full", "parallel.gradient_reduction: micro_batch"]
     spread = ["parallel.fsdp instead of parallel.data", "parallel.context instead of parallel.data", "more devices"]
     assert advice(made(), device) == cheap + spread

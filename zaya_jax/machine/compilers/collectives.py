@@ -20,7 +20,7 @@ class Collective(NamedTuple):
       place: where it runs.
       start: index of its start among the place's instructions.
       done: index of its end; `start` if it blocks.
-      bytes: the larger of its input and output on one device.
+      bytes: the larger of its input and output on one device; of a ragged all-to-all the smaller, which is full.
       groups: devices that communicate with each other.
     """
 
@@ -60,8 +60,11 @@ def _of_place(place: Place) -> Iterator[Collective]:
                 continue
             kind = first.opcode
         operands = place.instructions[start].operands
-        sent = sum(shape_bytes(place.shapes.get(name, "")) for name in operands)
-        yield Collective(kind, place, start, index, max(sent, shape_bytes(instruction.shape)), device_groups(first))
+        sizes = [shape_bytes(place.shapes.get(name, "")) for name in operands]
+        # A ragged all-to-all goes from tokens to a buffer for the worst case, or back; its other operands are indices.
+        ragged = kind == "ragged-all-to-all"
+        size = min(sizes[:2]) if ragged else max(sum(sizes), shape_bytes(instruction.shape))
+        yield Collective(kind, place, start, index, size, device_groups(first))
 
 
 def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
@@ -95,19 +98,18 @@ def _mesh_groups(ids: np.ndarray, names: list[str], axes: list[str]) -> tuple[tu
     return tuple(map(tuple, ids.transpose([*outside, *inside]).reshape(-1, size).tolist()))
 
 
-def mesh_axes(groups: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def mesh_axes(kind: str, groups: tuple[tuple[int, ...], ...], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """Return the axes of a mesh with these `sizes` that the groups run over; empty if it is no product of axes.
 
-    Pairs of a permutation run over the axes along which their two devices differ.
+    Pairs of a `collective-permute` run over the axes along which their two devices differ.
     """
     ids, names = np.arange(int(np.prod(list(sizes.values())))).reshape(list(sizes.values())), list(sizes)
-    wide = [name for name in names if sizes[name] > 1]
+    nontrivial = [name for name in names if sizes[name] > 1]
     wanted = {frozenset(group) for group in groups}
-    for count in range(1, len(wide) + 1):
-        for axes in itertools.combinations(wide, count):
+    for count in range(1, len(nontrivial) + 1):
+        for axes in itertools.combinations(nontrivial, count):
             every = [frozenset(group) for group in _mesh_groups(ids, names, list(axes))]
-            if wanted == set(every) or (
-                groups and len(groups[0]) == 2 and all(any(pair <= group for group in every) for pair in wanted)
-            ):
+            permuted = kind == "collective-permute" and all(any(pair <= group for group in every) for pair in wanted)
+            if groups and (permuted or wanted == set(every)):
                 return axes
     return ()

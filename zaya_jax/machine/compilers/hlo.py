@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,11 +65,6 @@ class Module(NamedTuple):
 
     computations: dict[str, list[Instruction]]
     entry: str
-
-    def shapes(self, computation: str, names: Sequence[str]) -> list[str]:
-        """Return the shapes of instructions of a computation."""
-        shapes = {instruction.name: instruction.shape for instruction in self.computations[computation]}
-        return [shapes[name] for name in names]
 
 
 class Place:

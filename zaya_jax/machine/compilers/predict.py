@@ -164,9 +164,9 @@ def instruction_cost(place: Place, instruction: Instruction) -> Cost | None:
     if instruction.opcode == "sort":
         return Cost("sorts", 0.0, moved, 1.0)
     if instruction.opcode.startswith("copy"):
-        return Cost("copies", 0.0, moved, 1.0)
+        return Cost("copies", 0.0, 2 * sum(map(shape_bytes, read)), 1.0)
     if instruction.kernel:
-        shapes = [array for shape in (instruction.shape, *read) for array in arrays(shape)]
+        shapes = [array for shape in (*read, instruction.shape) for array in arrays(shape)]
         flops = _kernel_flops(instruction.kernel, shapes)
         return Cost(f"kernel {family(instruction.kernel)}", flops, moved, ASSUMPTIONS.kernel)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
@@ -174,7 +174,7 @@ def instruction_cost(place: Place, instruction: Instruction) -> Cost | None:
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
         left = arrays(read[0])[0]
         size = math.prod(left[1][int(axis)] for axis in re.findall(r"\d+", contracted[0])) if contracted else 1
-        fp32 = left[0] == "f32"
+        fp32 = left[0] in ("f32", "f64")
         moved = sum(map(shape_bytes, read)) + ITEM_BYTES[dtype] * math.prod(out)
         peak = ASSUMPTIONS.fp32_matmul if fp32 else ASSUMPTIONS.matmul
         return Cost("products in fp32" if fp32 else "products", 2.0 * math.prod(out) * size, moved, peak)
@@ -203,9 +203,11 @@ def _symmetric(shapes: _Arrays) -> float:
 
 
 def _attention(shapes: _Arrays) -> float:
-    """Scores and values over the causal half."""
-    batch, tokens, heads, size = next(sizes for _, sizes in shapes if len(sizes) == 4)
-    return 4.0 * batch * tokens * tokens * heads * size / 2
+    """Scores and values over the causal half; queries have more heads than keys, or as many and come first."""
+    four = [sizes for _, sizes in shapes if len(sizes) == 4]
+    queries, keys = max(four, key=lambda sizes: sizes[2]), min(four, key=lambda sizes: sizes[2])
+    batch, tokens, heads, size = queries
+    return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed.
@@ -213,7 +215,6 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
-    ("grouped_swiglu_backward", lambda shapes: 2.0 * _grouped(shapes)),
     ("grouped", _grouped),
     ("gram", _symmetric),
 )

@@ -8,6 +8,7 @@ from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import ACHIEVED
 from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
+from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
 from zaya_jax.machine.compilers.predict import ASSUMPTIONS, Exposure, Prediction, is_launch, launches
 
@@ -38,7 +39,7 @@ def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, An
     return {
         "kind": collective.kind,
         "place": collective.place.label,
-        "axes": list(mesh_axes(collective.groups, axes)),
+        "axes": list(mesh_axes(collective.kind, collective.groups, axes)),
         "bytes": collective.bytes,
         "times": times,
         "seconds": exposure.seconds * times,
@@ -96,7 +97,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     lines += _collective_lines(prediction, axes)
     lines.append("  costliest fusions and copies, per step")
     for row in move_rows(prediction)[:_LISTED]:
-        lines.append(f"    {1e3 * row['seconds']:9,.1f} ms  {row['what']}, in {row['place']}")
+        lines.append(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}")
     return lines + _kernel_lines(step)
 
 
@@ -148,9 +149,10 @@ def _kernel_lines(step: CompiledStep) -> list[str]:
     ours = {call.kernel for place in walk(step.entry) for call in place.instructions if call.kernel}
     listed = [kernel for kernel in step.kernels if kernel.name.partition("__")[0] in ours or kernel in spilling]
     most = {kernel.name.partition("__")[0]: kernel for kernel in sorted(listed, key=lambda kernel: kernel.registers)}
+    spills = "spilled bytes" if GPUS[step.gpu].platform == "cuda" else "spilled registers"
     lines = [f"  {len(step.kernels)} kernels, of which {len(spilling)} spill registers or use scratch memory",
-             f"    {'Pallas kernel':<30}{'registers':>10}{'shared memory':>15}{'spills':>8}{'scratch':>9}"]  # fmt: skip
+             f"    {'kernel':<30}{'registers':>10}{'shared memory':>15}{spills:>20}{'scratch':>9}"]  # fmt: skip
     for name, kernel in sorted(most.items()):
         lines.append(f"    {name[:29]:<30}{kernel.registers:>10}{kernel.shared / 1024:>11.1f} KiB"
-                     f"{kernel.vector_spills + kernel.scalar_spills:>8}{kernel.scratch:>7} B")  # fmt: skip
+                     f"{kernel.vector_spills + kernel.scalar_spills:>20}{kernel.scratch:>7} B")  # fmt: skip
     return lines

@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zaya_jax.errors import InputError
+
 _THUNK = re.compile(
     r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
 )
@@ -71,7 +73,10 @@ def _launches(dump: Path) -> dict[str, tuple[int, int]]:
 def _nvidia(dump: Path, compiler: Path, architecture: str) -> Iterator[KernelResources]:
     def assemble(path: Path) -> str:
         command = [str(compiler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr  # noqa: S603
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
+        if done.returncode:
+            raise InputError(f"{compiler} rejects a kernel: {done.stderr.strip()[:300]}")
+        return done.stderr
 
     with ThreadPoolExecutor(2) as pool:
         for text in pool.map(assemble, sorted(dump.glob("*jit_train_step*.ptx"))):

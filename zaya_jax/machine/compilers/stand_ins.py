@@ -45,19 +45,19 @@ static long stop(const char *name) { fprintf(stderr, "%s is a stand-in: it only 
 
 
 def load_stand_ins(plugin: Path) -> None:
-    """Load the stand-ins for the libraries that `plugin` needs into this process, and build them if need be.
-
-    Raises:
-      InputError: gcc or readelf is missing.
-    """
+    """Load the stand-ins for the libraries that `plugin` needs into this process, and build them if need be."""
     for library in sorted(_build(plugin).glob("*.so.*")):
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
 
-def _build(plugin: Path) -> Path:
+def check_tools() -> None:
+    """Raise `InputError` if a program that builds the stand-ins is missing."""
     if missing := [tool for tool in ("gcc", "readelf") if shutil.which(tool) is None]:
         raise InputError(f"Compiling for AMD GPUs needs {' and '.join(missing)}. Install gcc and binutils, for example "
                          "with apt-get install gcc.")  # fmt: skip
+
+
+def _build(plugin: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax" / "rocm_stand_ins"
     key = f"{plugin.resolve()} {plugin.stat().st_size} {Path(__file__).read_text(encoding='utf-8')}"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:16]

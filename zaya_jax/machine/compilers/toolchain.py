@@ -10,6 +10,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.stand_ins import check_tools
 
 # Autotuning would run candidates on a GPU. Triton products are chosen by autotuning only.
 _PLUGINS = {"cuda": ("jax_plugins.xla_cuda12", "xla_cuda_plugin.so"),
@@ -38,7 +39,7 @@ def find_toolchain(name: str) -> Toolchain:
     """Find the compiler for a GPU of `GPUS`.
 
     Raises:
-      InputError: `name` is unknown, or a package is missing.
+      InputError: `name` is unknown, or a package or program is missing.
     """
     if name not in GPUS:
         raise InputError(f"--compile-for is {name!r}, but must be one of {', '.join(GPUS)}.")
@@ -49,6 +50,8 @@ def find_toolchain(name: str) -> Toolchain:
     if plugin is None or (platform == "cuda" and assembler is None):
         raise InputError(f"--compile-for {name} needs packages that are not installed. Install them with "
                          f"pip install 'zaya-jax[compile-{platform}]'.")  # fmt: skip
+    if platform == "rocm":
+        check_tools()
     return Toolchain(platform, plugin, assembler)
 
 

@@ -1,12 +1,14 @@
 """Compile a phase's step for a GPU: `python -m zaya_jax.machine.compilers.worker CONFIG PHASE GPU DEVICES FOLDER`."""
 
 import json
+import os
 import resource
 import sys
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import load_config
+from zaya_jax.data.convert import end_with_parent
 from zaya_jax.machine.compilers.compiled import FACTS, NODE, STEP
 from zaya_jax.machine.compilers.gpus import GPUS, target_config
 from zaya_jax.machine.compilers.stand_ins import load_stand_ins
@@ -15,6 +17,7 @@ from zaya_jax.machine.compilers.toolchain import find_toolchain
 
 def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
     """Write the scheduled program and the compiler's figures of a step into `folder`."""
+    end_with_parent(os.getppid())
     load_compiler(name)
     import jax
 
@@ -23,6 +26,8 @@ def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
     from zaya_jax.train.program import Programs
 
     config = load_config(path)
+    if config.train.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
     mesh_devices = gpu_devices(name, devices)
     kernels = select_kernels(GPUS[name].target, config.model, config.train.compute_dtype)
     program = Programs(config, kernels, mesh_devices)[phase]

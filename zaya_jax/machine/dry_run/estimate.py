@@ -125,10 +125,8 @@ def _memory_traffic(memory: Memory, micro_batches: int) -> float:
 
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
-    """Return changes that reduce the memory of a phase that does not fit, cheapest first; [] if it fits."""
+    """Return changes that reduce the memory of a phase that does not fit, cheapest first."""
     memory, changes = estimate.memory, []
-    if memory.total <= hardware.memory:
-        return []
     available = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= available:  # otherwise only sharding the state further helps
         if estimate.sequences > 1:

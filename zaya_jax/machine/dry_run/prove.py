@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import Config, load_config, to_yaml
+from zaya_jax.data.convert import end_with_parent
 from zaya_jax.errors import InputError
 
 # The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
@@ -52,6 +53,7 @@ def main(path: str, phase: int) -> None:
     """Compile or lower the step of a phase; prints which (`proof`) and the process' peak `host_bytes`, as JSON."""
     import jax
 
+    end_with_parent(os.getppid())
     config = load_config(path)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)

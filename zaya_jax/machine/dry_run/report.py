@@ -135,7 +135,7 @@ def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
     of = f"{needed} of {hardware.memory / _GB:.0f} GB per device"
     if phase.memory > hardware.memory:
         answer = [f"Phase {estimate.phase}: DOES NOT FIT, {of}",
-                  f"  try: {'; '.join(advice(estimate, hardware) or ['more devices'])}"]  # fmt: skip
+                  f"  try: {'; '.join(advice(estimate, hardware))}"]  # fmt: skip
     else:
         answer = [f"Phase {estimate.phase}: fits, {of}"]
     speed = estimate.tokens / phase.step_seconds / math.prod(estimate.axes.values())
