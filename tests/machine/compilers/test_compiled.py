@@ -179,7 +179,7 @@ def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, c
     assert estimate == pytest.approx(step.peak_memory, rel=0.07), (estimate, step.peak_memory)
     rows = launch_rows(step.entry)
     assert rows["layers forward"] <= 78
-    assert rows["layers backward"] <= 169
+    assert rows["layers backward"] <= (219 if "parallel.fsdp=2" in overrides else 169)
     spilling = {kernel.name: kernel.vector_spills for kernel in step.kernels if kernel.vector_spills or kernel.scratch}
     # Bytes on NVIDIA; nothing spills on AMD.
     allowed = {"cca_mix_backward": 44, "gram_polynomial": 12} if gpu == "h200" else {}
