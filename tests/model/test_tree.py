@@ -102,3 +102,11 @@ def test_matrices_are_cast_and_vectors_are_not():
     assert tree.with_values(model, {**low, **tree.balancing_biases(model)}).dtype == jnp.bfloat16
     assert set(tree.compute_dtypes(roles, "float32").values()) == {jnp.dtype("float32")}
     assert set(tree.compute_dtypes(roles, "float64").values()) == {jnp.dtype("float64")}
+
+
+def test_abstract_weights_of_a_64_bit_run_do_not_stay_for_others():
+    config = tiny_config("plain", num_layers=3)
+    with jax.enable_x64(True):
+        abstract_model(config)
+        assert {str(x.dtype) for x in tree.abstract_weights(config).values()} == {"float32", "float64"}
+    assert {str(x.dtype) for x in tree.abstract_weights(config).values()} == {"float32"}

@@ -65,9 +65,14 @@ def balancing_biases(model: Zaya) -> Arrays:
     return {name: variable[...] for name, variable in _variables(model, BalancingBias).items()}
 
 
-@functools.lru_cache(maxsize=8)
 def abstract_weights(config: ModelConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Return shape and dtype of each parameter and balancing bias, by name."""
+    return _abstract_weights(config, jnp.result_type(float) == jnp.float64)
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract_weights(config: ModelConfig, x64: bool) -> dict[str, jax.ShapeDtypeStruct]:  # dtypes depend on `x64`
+    del x64
     return jax.eval_shape(lambda model: {**parameters(model), **balancing_biases(model)}, abstract_model(config))
 
 

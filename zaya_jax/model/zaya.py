@@ -233,9 +233,14 @@ class Zaya(nnx.Module):
             yield same("lm_head.bias", "head_bias", config.vocab_size)
 
 
-@functools.lru_cache(maxsize=8)
 def abstract_model(config: ModelConfig) -> Zaya:
     """Make a model with shapes and dtypes instead of values."""
+    return _abstract_model(config, jnp.result_type(float) == jnp.float64)
+
+
+@functools.lru_cache(maxsize=8)
+def _abstract_model(config: ModelConfig, x64: bool) -> Zaya:  # whose dtypes depend on `x64`
+    del x64
     return jax.eval_shape(functools.partial(Zaya, config), jax.random.key(0))
 
 
