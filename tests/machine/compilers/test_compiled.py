@@ -160,23 +160,23 @@ def test_the_command_prints_a_summary_and_then_what_the_compiler_says(capsys, mo
 # make compilers PYTEST_ARGS='-m "compilers and soak"'
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("gpu", "devices", "config", "overrides"),
+    ("gpu", "devices", "config", "overrides", "tolerance"),
     [
-        ("h200", 1, "bench_8b", []),
-        ("mi300x", 1, "bench_8b", []),
-        ("mi300x", 1024, "zaya1_8b", []),
-        ("h200", 8, "zaya1_8b", []),
-        ("h200", 8, "zaya1_8b", ["parallel.gradient_reduction=micro_batch"]),
-        ("h200", 8, "zaya1_8b", ["parallel.fsdp=2"]),
+        ("h200", 1, "bench_8b", [], 0.05),
+        ("mi300x", 1, "bench_8b", [], 0.05),
+        ("mi300x", 1024, "zaya1_8b", [], 0.07),  # the estimate is 6.2 % too high, and 5.5 % below
+        ("h200", 8, "zaya1_8b", [], 0.07),
+        ("h200", 8, "zaya1_8b", ["parallel.gradient_reduction=micro_batch"], 0.05),
+        ("h200", 8, "zaya1_8b", ["parallel.fsdp=2"], 0.05),
     ],
 )
-def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, config, overrides):
+def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, config, overrides, tolerance):
     need_stand_ins(gpu)
     loaded = load_config(ROOT / f"configs/{config}.yaml", overrides)
     step = compile_step(loaded, 0, gpu, devices)
     assert step.host_bytes < 2e9
     estimate = estimate_phase(simulated_programs(loaded, devices), 0, HARDWARE[gpu]).memory.total
-    assert estimate == pytest.approx(step.peak_memory, rel=0.07), (estimate, step.peak_memory)
+    assert estimate == pytest.approx(step.peak_memory, rel=tolerance), (estimate, step.peak_memory)
     rows = launch_rows(step.entry)
     assert rows["layers forward"] <= 78
     assert rows["layers backward"] <= (219 if "parallel.fsdp=2" in overrides else 169)

@@ -7,7 +7,7 @@ from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, 
 
 
 def cut_texts(files: Sequence[InputFile], unit_bytes: int) -> Iterator[Unit]:
-    """Group whole files into units of at most `unit_bytes`; a larger file is a unit of its own."""
+    """Group whole files into units of at most `unit_bytes`; each larger file forms a separate unit."""
     paths: list[str] = []
     size = 0
     for file in files:

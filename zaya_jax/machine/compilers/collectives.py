@@ -39,10 +39,10 @@ class Collective(NamedTuple):
 
 def collectives(entry: Place) -> list[Collective]:
     """Return all collectives of the step."""
-    return [collective for place in walk(entry) for collective in _of_place(place)]
+    return [collective for place in walk(entry) for collective in _place_collectives(place)]
 
 
-def _of_place(place: Place) -> Iterator[Collective]:
+def _place_collectives(place: Place) -> Iterator[Collective]:
     started: dict[str, int] = {}
     for index, instruction in enumerate(place.instructions):
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")
@@ -53,7 +53,7 @@ def _of_place(place: Place) -> Iterator[Collective]:
             continue
         start = started.get(instruction.operands[0], index) if instruction.opcode.endswith("-done") else index
         first = place.instructions[start]
-        if kind == "async":  # the collective is inside of a computation
+        if kind == "async":  # the collective is inside the called computation
             inner = place.module.computations[first.called("calls")]
             first = next((x for x in inner if x.opcode in KINDS), first)
             if first.opcode not in KINDS:

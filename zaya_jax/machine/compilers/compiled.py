@@ -1,4 +1,4 @@
-"""Compile a phase's step for GPUs in a process of its own, and read what the compiler made of it."""
+"""Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
 
 import json
 import subprocess

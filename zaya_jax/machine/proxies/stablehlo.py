@@ -78,7 +78,7 @@ class _Value:
       inputs: operands of an elementwise operation or a reduction; None for other values.
       maker: the launch, or the reduction, whose result it is.
       free: whether it is a constant or a scalar.
-      sliced: whether it reads only a part of its input, of its own size.
+      sliced: whether it is a slice, which reads only as many bytes of its input as it returns.
       turned: the value that it is a transpose of.
       reduced: whether it is a reduction.
       live: whether an output of the program depends on it.
