@@ -83,7 +83,8 @@ def _dry_run(config: Config, options: argparse.Namespace) -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
     from zaya_jax.machine.dry_run.report import dry_run
 
-    print(dry_run(config, options.devices, options.hardware, options.json, options.compile_for))
+    hardware, gpu = options.hardware, options.compile_for
+    print(dry_run(config, options.devices, hardware, options.json, gpu, options.suggest))
 
 
 class _Process:
@@ -141,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
     add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
         f"only): {', '.join(HARDWARE)}")  # fmt: skip
+    add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "
+        "(dry run only)")  # fmt: skip
     add("--json", action="store_true", help="print the result as JSON (dry run only)")
     add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
     add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
@@ -155,8 +158,9 @@ def _config(options: argparse.Namespace) -> Config:
     if options.dry_run and options.devices is None:
         raise InputError("--dry-run needs --devices N, the number of devices to simulate.")
     only_dry = (options.devices, options.hardware, options.compile_for)
-    if not options.dry_run and (options.json or any(option is not None for option in only_dry)):
-        raise InputError("--devices, --hardware, --compile-for and --json require --dry-run: add it, or remove them.")
+    if not options.dry_run and (options.json or options.suggest or any(option is not None for option in only_dry)):
+        raise InputError("--devices, --hardware, --compile-for, --suggest and --json require --dry-run: add it, or "
+                         "remove them.")  # fmt: skip
     if options.peer_timeout is not None and not 0 < options.peer_timeout < float("inf"):
         raise InputError(f"--peer-timeout is {options.peer_timeout:g}, but must be a finite number of seconds above 0.")
     return load_config(options.config, options.overrides)

@@ -64,6 +64,11 @@ def stages(config: Config) -> tuple[BatchStage, ...]:
     return tuple(batch_stages)
 
 
+def largest_stage(config: Config, phase: int) -> BatchStage:
+    """Return the stage of a phase with the largest batch."""
+    return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
+
+
 def total_steps(config: Config) -> int:
     """Return the number of steps in the whole run."""
     return stages(config)[-1].end

@@ -2,33 +2,15 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from zaya_jax.hardware.assumptions import DATA_SHEET, LinkAssumptions
 from zaya_jax.hardware.data_sheets import Hardware
 
-
-class Achieved(NamedTuple):
-    """Fractions of the data sheet's bandwidths that collectives of large messages reach.
-
-    Attributes:
-      xgmi: of AMD's links between two devices: 48 of 64 GB/s after error correction and protocol
-        (rocm.blogs.amd.com, "Understanding RCCL bandwidth and xGMI performance on MI300X"), of which RCCL uses 93 %.
-      nvlink: 360 of 450 GB/s for all-gathers and reduce-scatters over 8 H100.
-      adapter: 45 of 50 GB/s.
-    """
-
-    xgmi: float
-    nvlink: float
-    adapter: float
-
-
-ACHIEVED = Achieved(xgmi=0.70, nvlink=0.80, adapter=0.90)
-DATA_SHEET = Achieved(1.0, 1.0, 1.0)
 _EXCHANGE = ("all-to-all", "ragged-all-to-all")
 
 
 def collective_seconds(
-    kind: str, sent: float, devices: Sequence[int], hardware: Hardware, achieved: Achieved = DATA_SHEET
+    kind: str, sent: float, devices: Sequence[int], hardware: Hardware, achieved: LinkAssumptions = DATA_SHEET
 ) -> float:
     """Return the time of a collective without latency.
 

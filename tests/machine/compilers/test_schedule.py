@@ -7,11 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.hardware.network import ACHIEVED, collective_seconds
+from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import collectives, device_groups, mesh_axes
 from zaya_jax.machine.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, _kernel_flops, launches, predict
+from zaya_jax.machine.compilers.moves import moves_in_loops
+from zaya_jax.machine.compilers.predict import _kernel_flops, instruction_cost, launches, predict
 
 H200 = HARDWARE["h200"]
 # A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.
@@ -82,14 +84,14 @@ def test_times_are_those_worked_by_hand():
     memory, launch = H200.bandwidth * ASSUMPTIONS.memory, ASSUMPTIONS.launch
     product = max(2 * 1024**3 / (H200.peak * ASSUMPTIONS.matmul), 3 * 2**21 / memory, launch)
     weights = max((4 + 2 * 2**21) / memory, launch)  # a slice of the stack, and not the whole, which would take 9 µs
-    network = ASSUMPTIONS.latency + collective_seconds("all-gather", 4 * 8192 * 7 / 8, range(8), H200, ACHIEVED)
+    network = ASSUMPTIONS.latency + collective_seconds("all-gather", 4 * 8192 * 7 / 8, range(8), H200, LINKS)
     assert prediction.components == pytest.approx({
         "products": 80 * product, "fusions": 80 * weights + launch, "copies": launch,
         "exposed all-gather": network - launch,
     })  # fmt: skip
     assert prediction.seconds == pytest.approx(sum(prediction.components.values()))
     (exposure,) = prediction.exposures
-    assert (exposure.seconds, exposure.hidden) == pytest.approx((network, launch))
+    assert (exposure.seconds, exposure.exposed) == pytest.approx((network, network - launch))
     assert [round(seconds / launch) for seconds, *_ in prediction.costliest] == [80, 1, 1]
 
 
@@ -166,3 +168,66 @@ def test_groups_that_are_no_product_of_axes_have_none():
 def test_operations_of_kernels_are_those_of_their_shapes(kernel, operands, result, flops):
     shapes = [array for text in (*operands.split(), result) for array in arrays(text)]
     assert _kernel_flops(kernel, shapes) == flops
+
+
+TWO_GATHERS = """\
+HloModule jit_train_step, is_scheduled=true
+
+ENTRY %main (p0: f32[1048576], p1: f32[1048576]) -> f32[8388608] {
+  %p0 = f32[1048576]{0} parameter(0)
+  %p1 = f32[1048576]{0} parameter(1)
+  %start.1 = (f32[1048576]{0}, f32[8388608]{0}) all-gather-start(%p0), replica_groups=[1,8]<=[8], dimensions={0}
+  %start.2 = (f32[1048576]{0}, f32[8388608]{0}) all-gather-start(%p1), replica_groups=[1,8]<=[8], dimensions={0}
+  %copy.1 = f32[1048576]{0} copy(%p0)
+  %done.1 = f32[8388608]{0} all-gather-done(%start.1)
+  %done.2 = f32[8388608]{0} all-gather-done(%start.2)
+}
+"""
+
+
+def test_two_collectives_share_the_network_and_hide_behind_work_once():
+    prediction = predict(entry_place(parse(TWO_GATHERS)), H200)
+    first, second = prediction.exposures
+    copy = prediction.components["copies"]
+    assert first.seconds == second.seconds > copy
+    assert (first.exposed, second.exposed) == pytest.approx((first.seconds - copy, second.seconds))
+    assert prediction.seconds == pytest.approx(2 * first.seconds)
+
+
+KERNEL = """\
+  %x = bf16[32768,2048]{1,0} parameter(2)
+  %w = bf16[2,2048,4096]{2,1,0} parameter(3)
+  %call = bf16[32768,4096]{1,0} custom-call(%x, %w), custom_call_target="__gpu$xla.gpu.triton", \
+metadata={op_name="jit(train_step)/grouped_product/pallas_call"}
+"""
+
+
+def test_padded_rows_of_the_experts_cost_nothing():
+    text = TWO_GATHERS.replace("  %copy.1", f"{KERNEL}  %copy.1")
+    place = entry_place(parse(text))
+    call = next(x for x in place.instructions if x.name == "call")
+    full, eighth = instruction_cost(place, call), instruction_cost(place, call, 1 / 8)
+    weights = 2 * 2 * 2048 * 4096
+    assert (full.flops, full.bytes) == (2 * 32768 * 2048 * 4096, weights + 2 * 32768 * (2048 + 4096))
+    assert (eighth.flops, eighth.bytes) == (full.flops / 8, weights + (full.bytes - weights) / 8)
+
+
+@pytest.mark.parametrize(("dtype", "peak"), [("bf16", 989e12), ("f32", 494.7e12)])
+def test_products_in_fp32_have_a_peak_of_their_own(dtype, peak):
+    text = TEXT.replace("(bf16[1024,1024]{1,0}, s8", f"({dtype}[8192,8192]{{1,0}}, s8")
+    text = text.replace("%weights = bf16[1024,1024]", f"%weights = {dtype}[8192,8192]")
+    components = predict(entry_place(parse(text)), H200).components
+    name = "products in fp32" if dtype == "f32" else "products"
+    assert components[name] == pytest.approx(80 * 2 * 8192**3 / (peak * ASSUMPTIONS.matmul))
+
+
+def test_moves_in_loops_are_those_that_compute_nothing():
+    (slice_of_weights,) = moves_in_loops(ENTRY, least=1e6)
+    assert slice_of_weights.instruction.name == "weights"
+    assert (slice_of_weights.bytes, slice_of_weights.place.times) == (4 + 2 * 2**21, 80)
+    assert moves_in_loops(ENTRY) == []  # of 50 MB and more
+    negated = TEXT.replace("bitcast(%slice.1)", "negate(%slice.1)")
+    assert moves_in_loops(entry_place(parse(negated)), least=1e6) == []
+    copied = TEXT.replace("fusion(%stack, %index), kind=kLoop, calls=%slice_fused", "copy(%stack)")
+    (whole,) = moves_in_loops(entry_place(parse(copied)), least=1e6)
+    assert whole.bytes == 2 * 2 * 20 * 1024**2

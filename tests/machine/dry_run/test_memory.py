@@ -33,7 +33,9 @@ NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are the
 def memory(config, devices=1, sequences=1):
     """Of a device in the first phase."""
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
-    return estimate_memory(Programs(config, KERNELS, devices)[0], sequences, config.context_for(config.phases[0]))
+    return estimate_memory(
+        Programs(config, KERNELS, devices)[0], sequences, config.context_for(config.phases[0]), module.count_activations
+    )
 
 
 def allocated(layouts):
@@ -135,8 +137,11 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
         kept[reduce] = memory(config, 8)
     params = Programs(load_config("configs/tiny.yaml"), KERNELS, 8)[0].abstract_state.params
     shards = [device_bytes(x) for x in params.values()]
+    config = load_config("configs/tiny.yaml")
+    embedding = 4 * config.model.vocab_size * config.model.hidden_size  # its gradient is among the activations
     # A micro-batch's gradient in fp32, the accumulated shards, and the sum of one leaf before it is added.
-    assert kept["micro_batch"].gradients == kept["step"].gradients / 2 + sum(shards) + max(shards)
+    of_micro_batch = (kept["step"].gradients - embedding) / 2
+    assert kept["micro_batch"].gradients == of_micro_batch + sum(shards) + max(shards)
     assert kept["micro_batch"].gradients < 0.7 * kept["step"].gradients
 
 
@@ -170,4 +175,5 @@ def test_eight_devices_share_what_is_under_adapters(monkeypatch):
     shared = memory(config, 8)
     assert shared.frozen == pytest.approx(alone.frozen / 8, rel=0.01)
     assert shared.parameters == pytest.approx(alone.parameters / 8, rel=0.01)
-    assert shared.compute < alone.frozen / 8  # a layer is gathered where it begins; the embedding alone is there whole
+    # A layer is gathered where it begins, from a copy in the order of the gather; the embedding is there whole.
+    assert alone.frozen / 8 < shared.compute < alone.frozen / 8 + 2 * config.model.vocab_size * 2048

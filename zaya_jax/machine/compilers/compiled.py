@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import Config, to_yaml
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Place, entry_place, parse
 from zaya_jax.machine.compilers.resources import KernelResources, read_resources
 from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment, find_toolchain
 
-NODE = 8  # GPUs
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
 
@@ -48,11 +48,14 @@ class CompiledStep(NamedTuple):
         return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
 
 
-def check_devices(devices: int) -> None:
-    """Raise `InputError` unless the devices fill nodes of eight, or part of one."""
-    if devices > NODE and devices % NODE:
-        raise InputError(f"--devices is {devices}, but must be at most {NODE} or a multiple of {NODE} with "
-                         "--compile-for, whose nodes have 8 GPUs.")  # fmt: skip
+def check_devices(gpu: str, devices: int) -> None:
+    """Raise `InputError` unless `gpu` is in `GPUS`, and the devices fill nodes, or part of one."""
+    if gpu not in GPUS:
+        raise InputError(f"--compile-for is {gpu!r}, but must be one of {', '.join(GPUS)}.")
+    node = HARDWARE[gpu].node_size
+    if devices > node and devices % node:
+        raise InputError(f"--devices is {devices}, but must be at most {node} or a multiple of {node} with "
+                         f"--compile-for {gpu}, whose nodes have {node} GPUs.")  # fmt: skip
 
 
 def compile_step(config: Config, phase: int, gpu: str, devices: int) -> CompiledStep:

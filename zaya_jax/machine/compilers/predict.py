@@ -10,33 +10,11 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.hardware.network import ACHIEVED, collective_seconds
+from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import Collective, collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
-
-
-class Assumptions(NamedTuple):
-    """Fractions of the data sheet's peaks, and fixed times, in a prediction.
-
-    Attributes:
-      matmul: fraction of the bf16 peak in the vendor's matrix products.
-      fp32_matmul: the same in fp32, of the bf16 peak.
-      kernel: the same in our kernels that multiply matrices.
-      memory: fraction of the memory bandwidth.
-      launch: seconds that a kernel takes at least.
-      latency: seconds that a collective takes before it sends.
-    """
-
-    matmul: float = 0.70
-    fp32_matmul: float = 0.35
-    kernel: float = 0.50
-    memory: float = 0.90
-    launch: float = 2e-6
-    latency: float = 10e-6
-
-
-ASSUMPTIONS = Assumptions()
 
 
 class Cost(NamedTuple):
@@ -44,33 +22,30 @@ class Cost(NamedTuple):
 
     Attributes:
       component: of the prediction, such as 'products'.
-      flops: floating-point operations.
       bytes: read and written.
-      peak: fraction of the bf16 peak that the operations reach.
+      flops: floating-point operations.
+      fraction: of the peak that the operations reach.
+      fp32: whether they are in fp32.
     """
 
     component: str
-    flops: float
     bytes: float
-    peak: float
+    flops: float = 0.0
+    fraction: float = 1.0
+    fp32: bool = False
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time."""
-        compute = self.flops / (hardware.peak * self.peak)
+        compute = self.flops / (self.fraction * (hardware.fp32_peak if self.fp32 else hardware.peak))
         return max(compute, self.bytes / (hardware.bandwidth * ASSUMPTIONS.memory), ASSUMPTIONS.launch)
 
 
 class Exposure(NamedTuple):
-    """The predicted time of a collective, and how much of it other work hides, each time it runs."""
+    """The predicted time of a collective, and how much of it no other work hides, each time it runs."""
 
     collective: Collective
     seconds: float
-    hidden: float
-
-    @property
-    def exposed(self) -> float:
-        """Seconds in which nothing else runs."""
-        return max(0.0, self.seconds - self.hidden)
+    exposed: float
 
 
 class Prediction(NamedTuple):
@@ -89,8 +64,16 @@ class Prediction(NamedTuple):
     costliest: list[tuple[float, int, Place, Instruction]]
 
 
-def predict(entry: Place, hardware: Hardware) -> Prediction:
-    """Predict the time of a step on `hardware`."""
+def predict(entry: Place, hardware: Hardware, filled: float = 1.0) -> Prediction:
+    """Predict the time of a step on `hardware`.
+
+    The collectives of a place share the network, one after another in the order of their starts.
+
+    Args:
+      entry: the compiled step.
+      hardware: data sheet.
+      filled: fraction of the rows of the experts' kernels that hold tokens; the rest is skipped.
+    """
     by_place: dict[int, dict[int, Collective]] = {}
     every = collectives(entry)
     for collective in every:
@@ -99,23 +82,24 @@ def predict(entry: Place, hardware: Hardware) -> Prediction:
     moves = list[tuple[float, int, Place, Instruction]]()
 
     def run(place: Place) -> float:
-        now, starts = 0.0, dict[int, float]()
+        now, network = 0.0, 0.0  # seconds until the device, and the network, are free
+        finished = dict[int, float]()
         ends = by_place.get(id(place.instructions), {})
-        begins = {collective.start for collective in ends.values()}
+        begins = {collective.start: collective for collective in ends.values()}
         for index, instruction in enumerate(place.instructions):
             if index in begins:
-                starts[index] = now
+                network = finished[index] = max(now, network) + _collective_seconds(begins[index], hardware)
             if index in ends:
                 collective = ends[index]
-                needed = _collective_seconds(collective, hardware)
-                exposure = Exposure(collective, needed, now - starts[collective.start])
+                exposed = max(0.0, finished[collective.start] - now)
+                exposure = Exposure(collective, _collective_seconds(collective, hardware), exposed)
                 exposures.append(exposure)
                 components[f"exposed {collective.kind}"] += exposure.exposed * place.times
                 now += exposure.exposed
             elif instruction.opcode == "while":
                 loop = place.loop(instruction)
                 now += loop.trips * run(loop)
-            elif (cost := instruction_cost(place, instruction)) is not None:
+            elif (cost := instruction_cost(place, instruction, filled)) is not None:
                 seconds = cost.seconds(hardware)
                 components[cost.component] += seconds * place.times
                 if cost.component in ("fusions", "copies"):
@@ -150,25 +134,27 @@ def _collective_seconds(collective: Collective, hardware: Hardware) -> float:
     n = len(devices)
     share = 1.0 if collective.kind == "collective-permute" else (n - 1) / n
     sent = collective.bytes * share * (2 if collective.kind == "all-reduce" else 1)
-    return ASSUMPTIONS.latency + collective_seconds(collective.kind, sent, devices, hardware, ACHIEVED)
+    return ASSUMPTIONS.latency + collective_seconds(collective.kind, sent, devices, hardware, LINKS)
 
 
-def instruction_cost(place: Place, instruction: Instruction) -> Cost | None:
-    """Return what an instruction costs; None if it launches nothing."""
+def instruction_cost(place: Place, instruction: Instruction, filled: float = 1.0) -> Cost | None:
+    """Return what an instruction costs; None if it launches nothing. `filled` is as in `predict`."""
     if not is_launch(instruction):
         return None
     read = [place.shapes.get(name, "") for name in instruction.operands]
     moved = shape_bytes(instruction.shape) + sum(map(shape_bytes, read))
     if instruction.opcode == "fusion":
-        return Cost("fusions", 0.0, fusion_bytes(place.module, instruction), 1.0)
+        return Cost("fusions", fusion_bytes(place.module, instruction))
     if instruction.opcode == "sort":
-        return Cost("sorts", 0.0, moved, 1.0)
+        return Cost("sorts", moved)
     if instruction.opcode.startswith("copy"):
-        return Cost("copies", 0.0, 2 * sum(map(shape_bytes, read)), 1.0)
+        return Cost("copies", 2 * sum(map(shape_bytes, read)))
     if instruction.kernel:
         shapes = [array for shape in (*read, instruction.shape) for array in arrays(shape)]
-        flops = _kernel_flops(instruction.kernel, shapes)
-        return Cost(f"kernel {family(instruction.kernel)}", flops, moved, ASSUMPTIONS.kernel)
+        share = filled if instruction.kernel.startswith("grouped") else 1.0
+        moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (share if len(sizes) == 2 else 1) for dtype, sizes in shapes)
+        flops = share * _kernel_flops(instruction.kernel, shapes)
+        return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
         dtype, out = arrays(instruction.shape)[0]  # the second result is a workspace
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
@@ -176,9 +162,9 @@ def instruction_cost(place: Place, instruction: Instruction) -> Cost | None:
         size = math.prod(left[1][int(axis)] for axis in re.findall(r"\d+", contracted[0])) if contracted else 1
         fp32 = left[0] in ("f32", "f64")
         moved = sum(map(shape_bytes, read)) + ITEM_BYTES[dtype] * math.prod(out)
-        peak = ASSUMPTIONS.fp32_matmul if fp32 else ASSUMPTIONS.matmul
-        return Cost("products in fp32" if fp32 else "products", 2.0 * math.prod(out) * size, moved, peak)
-    return Cost("other calls", 0.0, moved, 1.0)
+        name = "products in fp32" if fp32 else "products"
+        return Cost(name, moved, 2.0 * math.prod(out) * size, ASSUMPTIONS.matmul, fp32)
+    return Cost("other calls", moved)
 
 
 def family(kernel: str) -> str:

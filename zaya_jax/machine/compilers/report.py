@@ -4,13 +4,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.hardware.network import ACHIEVED
 from zaya_jax.machine.compilers.collectives import mesh_axes
 from zaya_jax.machine.compilers.compiled import CompiledStep
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, shape_bytes, walk
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, Exposure, Prediction, is_launch, launches
+from zaya_jax.machine.compilers.moves import LARGE, moves_in_loops
+from zaya_jax.machine.compilers.predict import Exposure, Prediction, is_launch, launches
 
 _GB, _MB = 1e9, 1e6
 _LISTED = 8  # rows of a table in the text; the JSON has all
@@ -57,7 +58,15 @@ def launch_rows(entry: Place) -> dict[str, int]:
     return rows
 
 
-def move_rows(prediction: Prediction) -> list[dict[str, Any]]:
+def move_rows(entry: Place) -> list[dict[str, Any]]:
+    """Describe what the step moves in its loops, see `moves.moves_in_loops`."""
+    return [
+        {"bytes": move.bytes, "times": move.place.times, "place": move.place.label, "what": _what(move.instruction)}
+        for move in moves_in_loops(entry)
+    ]
+
+
+def costliest_rows(prediction: Prediction) -> list[dict[str, Any]]:
     """Describe fusions and copies of a step, the costliest first."""
     return [
         {"seconds": seconds, "times": times, "place": place.label, "what": _what(instruction),
@@ -96,8 +105,14 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
     ]
     lines += _collective_lines(prediction, axes)
     lines.append("  costliest fusions and copies, per step")
-    for row in move_rows(prediction)[:_LISTED]:
+    for row in costliest_rows(prediction)[:_LISTED]:
         lines.append(f"    {1e3 * row['seconds']:9,.2f} ms  {row['what']}, in {row['place']}")
+    moves = move_rows(step.entry)
+    total = sum(row["bytes"] * row["times"] for row in moves)
+    lines.append(f"  copies, slices, conversions and fills of {LARGE / _MB:.0f} MB and more in loops: {len(moves)}, "
+                 f"{total / _GB:,.0f} GB per step")  # fmt: skip
+    for row in moves[:_LISTED]:
+        lines.append(f"    {row['times']:9,} × {row['bytes'] / _MB:,.0f} MB  {row['what']}, in {row['place']}")
     return lines + _kernel_lines(step)
 
 
@@ -110,10 +125,11 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
         "memory": {**step.memory, "peak": step.peak_memory},
         "launches": launch_rows(step.entry),
         "collectives": collective_rows(prediction, axes),
-        "moves": move_rows(prediction),
+        "moves": move_rows(step.entry),
+        "costliest": costliest_rows(prediction),
         "kernels": [kernel._asdict() for kernel in step.kernels],
         "predicted": {"seconds": prediction.seconds, "components": prediction.components,
-                      "assumptions": {**ASSUMPTIONS._asdict(), "links": ACHIEVED._asdict()}},
+                      "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}},
     }  # fmt: skip
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import load_config
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
-from zaya_jax.machine.compilers.compiled import FACTS, NODE, STEP
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.machine.compilers.compiled import FACTS, STEP
 from zaya_jax.machine.compilers.gpus import GPUS, target_config
 from zaya_jax.machine.compilers.stand_ins import load_stand_ins
 from zaya_jax.machine.compilers.toolchain import find_toolchain
@@ -21,7 +23,6 @@ def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
     load_compiler(name)
     import jax
 
-    from zaya_jax.machine.dry_run.estimate import largest_stage
     from zaya_jax.ops.registry import select_kernels
     from zaya_jax.train.program import Programs
 
@@ -58,7 +59,7 @@ def gpu_devices(name: str, devices: int) -> Any:
     """Return devices that can be compiled for, but not run on."""
     from jax.experimental import topologies
 
-    node = min(devices, NODE)
+    node = min(devices, HARDWARE[name].node_size)
     shape = f"{devices // node}x1x{node}"  # NVLink domains or nodes × hosts of each × devices of each host
     platform = GPUS[name].platform
     return topologies.get_topology_desc(platform=platform, target_config=target_config(name), topology=shape).devices

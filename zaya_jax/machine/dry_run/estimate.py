@@ -1,24 +1,28 @@
-"""Estimate a phase: memory, FLOPs, communication, and lower bounds of the step time."""
+"""Estimate a phase: memory, FLOPs, communication, and the time of a step."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
-from zaya_jax.config.stages import BatchStage, stages
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
-from zaya_jax.machine.dry_run.memory import Memory, estimate_memory, local_shapes
+from zaya_jax.machine.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
 from zaya_jax.model.arithmetic import attention_flops_per_token, newton_schulz_flops, prefill_flops_per_token
-from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target
 from zaya_jax.optim.build import OPTIMIZERS
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.program import Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
-REACHED = 0.3  # fraction of the peak; the best published MFU of a mixture of experts in JAX
+LAUNCHES = 220  # of a layer in both passes, in XLA's program of the 8B for an H200
+# What XLA's programs of the 8B read and write outside of matmuls and kernels, relative to `_least_traffic`.
+TRAFFIC = 2.0
 
 
 class PhaseEstimate(NamedTuple):
@@ -38,9 +42,7 @@ class PhaseEstimate(NamedTuple):
         the rest of the model, and of Newton–Schulz.
       transfers: what a device sends in a step.
       bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
-      exposed_seconds: time of the collectives that nothing hides; 0 without hardware.
-      step_seconds: compute at `REACHED` of the peak or memory, whichever is longer, and the exposed collectives; None
-        without hardware.
+      seconds: estimated time of a step by component, with `hardware.assumptions`; {} without hardware.
     """
 
     phase: str
@@ -55,29 +57,43 @@ class PhaseEstimate(NamedTuple):
     flops: dict[str, float]
     transfers: list[Transfer]
     bounds: dict[str, float]
-    exposed_seconds: float
-    step_seconds: float | None
+    seconds: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Estimated time of a step; None without hardware."""
+        return sum(self.seconds.values()) if self.seconds else None
 
 
-def simulated_programs(config: Config, devices: int) -> Programs:
-    """Make the programs of a run on `devices` abstract devices.
+def simulated_programs(config: Config, devices: int, kernels: KernelSelection | None = None) -> Programs:
+    """Make the programs of a run on `devices` abstract devices, with given `kernels` or those of `TARGET`.
 
     Raises:
       InputError: the product of the mesh axes is not `devices`, or a batch does not divide over them.
     """
-    programs = Programs(config, select_kernels(TARGET, config.model, config.train.compute_dtype), devices)
+    kernels = kernels or select_kernels(TARGET, config.model, config.train.compute_dtype)
+    programs = Programs(config, kernels, devices)
     programs.check()
     return programs
 
 
-def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) -> PhaseEstimate:
-    """Estimate a phase on the devices of `programs`; `hardware` is needed for times."""
+def estimate_phase(
+    programs: Programs, phase: int, hardware: Hardware | None, count: CountActivations = count_activations
+) -> PhaseEstimate:
+    """Estimate a phase.
+
+    Args:
+      programs: of the run, on the devices to estimate for.
+      phase: index of the phase.
+      hardware: data sheet, needed for times.
+      count: `memory.count_activations`, or a table of it.
+    """
     config, program = programs.config, programs[phase]
     phase_config, sizes, devices = config.phases[phase], program.placement.mesh.shape, program.placement.mesh.size
     stage = largest_stage(config, phase)
     micro_batches, sequences, _ = program.batch_shape(stage)
     sequences //= batch_shards(program.placement.mesh)
-    memory = estimate_memory(program, sequences, stage.context)
+    memory = estimate_memory(program, sequences, stage.context, count)
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
     flops = {
@@ -87,18 +103,32 @@ def estimate_phase(programs: Programs, phase: int, hardware: Hardware | None) ->
         if OPTIMIZERS[config.matrices].newton_schulz else 0.0,
     }  # fmt: skip
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
-    bounds, exposed, step = {}, 0.0, None
+    bounds, times = {}, {}
     if hardware is not None:
+        traffic = _least_traffic(memory, micro_batches)
         bounds = {
             "compute": sum(flops.values()) / devices / hardware.peak,
-            "memory": _memory_traffic(memory, micro_batches) / hardware.bandwidth,
+            "memory": traffic / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
-        exposed = seconds([transfer for transfer in moved if not transfer.hidden], sizes, hardware)
-        step = max(bounds["compute"] / REACHED, bounds["memory"]) + exposed
+        exposed = [transfer for transfer in moved if not transfer.hidden]
+        times = {
+            "matmuls and kernels": _compute_seconds(flops, program.remat) / devices / hardware.peak,
+            "other memory traffic": TRAFFIC * traffic / hardware.bandwidth / ASSUMPTIONS.memory,
+            "kernel launches": micro_batches * config.model.num_layers * LAUNCHES * ASSUMPTIONS.launch,
+            "exposed network": seconds(exposed, sizes, hardware, LINKS),
+        }
     steps, reduce = math.ceil(phase_config.tokens / tokens), program.placement.config.gradient_reduction
     return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, steps, program.remat, reduce,
-                         memory, flops, moved, bounds, exposed, step)  # fmt: skip
+                         memory, flops, moved, bounds, times)  # fmt: skip
+
+
+def _compute_seconds(flops: Mapping[str, float], remat: Remat) -> float:
+    """Return the time of all matmuls and kernels on a device that does one FLOP/s at its peak."""
+    layers = flops["attention"] + flops["rest"]
+    recomputed = layers / 3 if remat == "full" else 0.0
+    vendors = flops["head"] + flops["newton_schulz"]
+    return (layers + recomputed) / ASSUMPTIONS.kernel + vendors / ASSUMPTIONS.matmul
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
@@ -108,12 +138,7 @@ def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) ->
     return {"head": (2 if frozen_head else 3) * head, "attention": 3 * attention, "rest": 3 * (body - attention)}
 
 
-def largest_stage(config: Config, phase: int) -> BatchStage:
-    """Return the stage of a phase with the largest batch."""
-    return max((stage for stage in stages(config) if stage.phase == phase), key=lambda stage: stage.sequences)
-
-
-def _memory_traffic(memory: Memory, micro_batches: int) -> float:
+def _least_traffic(memory: Memory, micro_batches: int) -> float:
     """Return a lower bound of the bytes that a step reads and writes on a device.
 
     Master weights and moments are read and written once. For each micro-batch the compute copy (or the stored
@@ -127,7 +152,7 @@ def _memory_traffic(memory: Memory, micro_batches: int) -> float:
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
     """Return changes that reduce the memory of a phase that does not fit, cheapest first."""
     memory, changes = estimate.memory, []
-    available = hardware.memory - memory.frozen - memory.parameters - memory.optimizer
+    available = hardware.allocatable - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= available:  # otherwise only sharding the state further helps
         if estimate.sequences > 1:
             changes.append(f"batch.micro_batch below {estimate.sequences}")
@@ -138,3 +163,15 @@ def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
         if estimate.axes["data"] > 1:
             changes += ["parallel.fsdp instead of parallel.data", "parallel.context instead of parallel.data"]
     return [*changes, "more devices"]
+
+
+def speedups(estimate: PhaseEstimate, memory: int, hardware: Hardware) -> list[str]:
+    """Return changes that use the free memory of a phase that fits, or that lower its exposed network time."""
+    free, changes = hardware.allocatable - memory, []
+    if estimate.micro_batches > 1 and free > estimate.memory.activations:
+        changes.append(f"batch.micro_batch above {estimate.sequences}")
+    if estimate.remat == "full" and free > estimate.memory.activations:
+        changes.append("remat: dots")
+    if estimate.seconds.get("exposed network", 0.0) > 0.2 * sum(estimate.seconds.values()):
+        changes.append("a larger batch per step" if estimate.axes["fsdp"] == 1 else "a smaller parallel.fsdp")
+    return [*changes, "--suggest, which compares such settings"] if changes else []

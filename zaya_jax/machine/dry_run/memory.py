@@ -27,6 +27,17 @@ from zaya_jax.train.program import PhaseProgram, Programs
 from zaya_jax.train.step import make_local_loss
 
 
+class Activations(NamedTuple):
+    """Bytes that one device keeps of a micro-batch's forward pass, and that it recomputes at once in the backward."""
+
+    kept: int
+    recomputed: int
+
+
+Residuals = Callable[[PhaseProgram, int, int], int]  # as `residual_bytes`
+CountActivations = Callable[[PhaseProgram, int, int], Activations]  # as `count_activations`
+
+
 class Memory(NamedTuple):
     """Peak memory of one device, in bytes.
 
@@ -57,20 +68,24 @@ class Memory(NamedTuple):
         return self.frozen + self.parameters + self.optimizer + max(passes, self.update)
 
 
-def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memory:
+def estimate_memory(program: PhaseProgram, sequences: int, context: int, count: CountActivations) -> Memory:
     """Estimate the memory of a device in a phase.
 
     Args:
       program: program of the phase, on abstract devices.
       sequences: sequences of a micro-batch on one device.
       context: tokens of a sequence.
+      count: `count_activations`, or a table of it.
     """
+    activations = count(program, sequences, context)
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
     # A reduction after each micro-batch first converts all gradients to the accumulation dtype, and returns a leaf's
     # sum beside its accumulator.
     reduces = placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1
     gradients = _on_one_device(program, lambda copy, _: jax.tree.map(_accumulation, copy) if reduces else copy)
+    # That of the embedding is the gradient of the head, among the activations.
+    gradients = {name: x for name, x in gradients.items() if program.roles[name] != "embedding"}
     accumulated = _on_one_device(
         program,
         lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.gradient_reduction),
@@ -80,8 +95,8 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int) -> Memo
         optimizer=stored - master_weights,
         compute=_copy_bytes(program),
         gradients=_bytes(gradients) + _bytes(accumulated) + (max(map(_bytes, accumulated.values())) if reduces else 0),
-        activations=residual_bytes(program, sequences, context),
-        temporaries=_temporaries(program, sequences, context),
+        activations=activations.kept,
+        temporaries=_temporaries(program, sequences * context, activations.recomputed),
         update=_update(program, master_weights),
         frozen=device_bytes(frozen),
     )
@@ -109,11 +124,18 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
 
 
 def _copy_bytes(program: PhaseProgram) -> int:
-    """Return bytes of the compute copy, without parameters that are used as stored."""
-    stored = {**program.abstract_base, **program.abstract_state.params}
-    copies = {name: x for name, x in _on_one_device(program, _merge_copies).items()
-              if program.placement.leaves[name].gathered or x.dtype != stored[name].dtype}  # fmt: skip
-    return _bytes(copies)
+    """Return bytes of the compute copy, without parameters that are used as stored.
+
+    XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers whose sharded axis comes first.
+    """
+    stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
+    for name, x in _on_one_device(program, _merge_copies).items():
+        leaf = placement.leaves[name]
+        if leaf.gathered:
+            total += math.prod(x.shape) * placement.dtypes[name].itemsize
+        elif leaf.by_layer or x.dtype != stored[name].dtype:
+            total += _bytes(x)
+    return total
 
 
 def local_shapes(program: PhaseProgram) -> dict[str, tuple[int, ...]]:
@@ -164,21 +186,30 @@ def residual_bytes(program: PhaseProgram, sequences: int, context: int) -> int:
     return _on_one_device(program, residuals, program.abstract_state.balance, batch, specs=specs)
 
 
-def _temporaries(program: PhaseProgram, sequences: int, context: int) -> int:
-    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
+def count_activations(
+    program: PhaseProgram, sequences: int, context: int, residuals: Residuals | None = None
+) -> Activations:
+    """Count the activations of `sequences` of `context` tokens; those recomputed are of one group of layers.
+
+    `residuals` is `residual_bytes`, or a table of it.
+    """
+    residuals = residuals or residual_bytes
     config, model, mesh = program.config, program.model.config, program.placement.mesh
     small = dataclasses.replace(model, num_layers=len(model.period), layer_pattern=model.period)
 
-    def residuals(remat: Remat) -> int:
+    def group(remat: Remat) -> int:
         phase = dataclasses.replace(config.phases[0], parallel=program.placement.config, remat=remat)
         changed = dataclasses.replace(config, model=small, phases=(phase,))
-        group = Programs(changed, program.placement.kernels, mesh.size)[0]
-        return residual_bytes(group, sequences, context)
+        return residuals(Programs(changed, program.placement.kernels, mesh.size)[0], sequences, context)
 
-    recomputed = max(0, residuals("none") - residuals("full"))
-    sums = accumulation_dtype(config.train.compute_dtype).itemsize
-    chunk = min(CHUNK, sequences * context // mesh.shape["context"])
-    logits = 2 * chunk * model.vocab_size * sums
+    return Activations(residuals(program, sequences, context), max(0, group("none") - group("full")))
+
+
+def _temporaries(program: PhaseProgram, tokens: int, recomputed: int) -> int:
+    """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
+    chunk = min(CHUNK, tokens // program.placement.mesh.shape["context"])
+    sums = accumulation_dtype(program.config.train.compute_dtype).itemsize
+    logits = 2 * chunk * program.model.config.vocab_size * sums
     return max(recomputed + _gathered_layer(program) + _merging(program), logits)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import Config, load_config, to_yaml
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
 from zaya_jax.errors import InputError
 
@@ -57,7 +58,6 @@ def main(path: str, phase: int) -> None:
     config = load_config(path)
     if config.train.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
-    from zaya_jax.machine.dry_run.estimate import largest_stage
     from zaya_jax.train.program import make_programs
 
     step = make_programs(config)[phase].trace(largest_stage(config, phase))

@@ -6,13 +6,15 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.assumptions import ASSUMPTIONS
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
 from zaya_jax.machine.compilers import report as compiler_report
 from zaya_jax.machine.compilers.compiled import CompiledStep, check_devices, compile_step
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, Prediction, predict
+from zaya_jax.machine.compilers.predict import Prediction, predict
 from zaya_jax.machine.compilers.toolchain import find_toolchain
-from zaya_jax.machine.dry_run.estimate import REACHED, PhaseEstimate, advice, estimate_phase, simulated_programs
+from zaya_jax.machine.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.machine.dry_run.prove import prove
+from zaya_jax.machine.dry_run.suggest import suggestion_lines, suggestions
 from zaya_jax.run.progress import track
 
 _GB = 1e9
@@ -40,8 +42,9 @@ class _Phase(NamedTuple):
 
 
 def dry_run(
-    config: Config, devices: int, hardware: str | None = None, as_json: bool = False, gpu: str | None = None
-) -> str:
+    config: Config, devices: int, hardware: str | None = None, as_json: bool = False, gpu: str | None = None,
+    suggest: bool = False,
+) -> str:  # fmt: skip
     """Estimate each phase on `devices` devices, and compile its step for that many.
 
     Args:
@@ -51,13 +54,14 @@ def dry_run(
         the comparison with its memory.
       as_json: return JSON instead of text.
       gpu: name in `machine.compilers.gpus.GPUS` of the GPU to compile for; None to compile for simulated CPU devices.
+      suggest: whether to search for faster settings.
 
     Returns:
       The report, to be printed.
 
     Raises:
       InputError: `devices` is below 1, `hardware` is unknown or not `gpu`, a layout or batch does not fit the devices,
-        or the packages that compile for `gpu` are missing.
+        the packages that compile for `gpu` are missing, or `suggest` is asked for without hardware.
     """
     if devices < 1:
         raise InputError(f"--devices is {devices}, but must be at least 1.")
@@ -65,10 +69,12 @@ def dry_run(
     if gpu is not None:
         if hardware not in (None, gpu):
             raise InputError(f"--hardware is {hardware}, but must be {gpu} or omitted with --compile-for {gpu}.")
-        check_devices(devices)
+        check_devices(gpu, devices)
         find_toolchain(gpu)
         hardware = gpu
     device = None if hardware is None else get_hardware(hardware)
+    if suggest and device is None:
+        raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
     programs = simulated_programs(config, devices)
     phases = list[_Phase]()
     for index in track("compiling the step of", range(len(config.phases)), config.phase_key):
@@ -77,12 +83,18 @@ def dry_run(
             phases.append(_Phase(estimate, prove(config, index, devices), None, None))
         else:
             step = compile_step(config, index, gpu, devices)
-            phases.append(_Phase(estimate, None, step, predict(step.entry, device)))
+            phases.append(_Phase(estimate, None, step, predict(step.entry, device, 1 / estimate.axes["expert"])))
+    found = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
     if as_json:
-        return json.dumps({"devices": devices, "hardware": hardware, "phases": [_json(x) for x in phases]}, indent=1)
+        rows = [_json(phase) for phase in phases]
+        for row, suggested in zip(rows, found, strict=False):
+            row["suggestions"] = suggested
+        return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
     summary = [line for phase in phases for line in _answer(phase, device)]
     if device is not None and len(phases) > 1:
         summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
+    for phase, suggested in zip(phases, found, strict=False):
+        summary += suggestion_lines(phase.estimate.phase, suggested)
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
 
@@ -92,6 +104,10 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.1f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def _step(seconds: float) -> str:
+    return f"{seconds:.2f} s/step" if seconds >= 0.1 else f"{1e3 * seconds:.2f} ms/step"
 
 
 def _count(devices: int) -> str:
@@ -104,14 +120,15 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
         first += (f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, "
                   f"{device.peak / 1e12:.0f} TFLOP/s in bf16; links {device.intra_node / _GB:.0f} GB/s within a node "
                   f"of {device.node_size}, {device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
-    if gpu is None:
-        return f"{first}\nMemory, FLOPs and times are estimates from shapes and data sheets, not measurements."
-    return (
-        f"{first}\nMemory, kernels and collectives are those of XLA's compiler for this GPU. Times are predictions,\n"
-        f"not measurements: matrix products at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels at "
-        f"{ASSUMPTIONS.kernel:.0%}, memory at {ASSUMPTIONS.memory:.0%}, at least {1e6 * ASSUMPTIONS.launch:.0f} µs per "
-        "launch."
-    )
+    source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
+    lines = [first, f"Memory, FLOPs and network traffic are {source}."]
+    if device is not None:
+        lines.append(
+            f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
+            f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, at least "
+            f"{1e6 * ASSUMPTIONS.launch:.0f} µs per kernel launch. No GPU has confirmed them yet."
+        )
+    return "\n".join(lines)
 
 
 def _json(phase: _Phase) -> dict[str, Any]:
@@ -128,31 +145,25 @@ def _json(phase: _Phase) -> dict[str, Any]:
 
 
 def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
-    """Whether a phase fits the memory of a device, and its speed; without hardware, the memory alone."""
+    """Whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
     estimate, needed = phase.estimate, f"{phase.memory / _GB:.1f}"
     if hardware is None or phase.step_seconds is None:
         return [f"Phase {estimate.phase}: {needed} GB per device"]
-    of = f"{needed} of {hardware.memory / _GB:.0f} GB per device"
-    if phase.memory > hardware.memory:
-        answer = [f"Phase {estimate.phase}: DOES NOT FIT, {of}",
-                  f"  try: {'; '.join(advice(estimate, hardware))}"]  # fmt: skip
-    else:
-        answer = [f"Phase {estimate.phase}: fits, {of}"]
+    fits = phase.memory <= hardware.allocatable
     speed = estimate.tokens / phase.step_seconds / math.prod(estimate.axes.values())
-    times = f"{phase.step_seconds:.2f} s/step, {speed:,.0f} tokens/s per device, {_duration(phase.seconds)}; "
-    return [*answer, f"  {times}{_limit(phase)}"]
-
-
-def _limit(phase: _Phase) -> str:
-    if phase.prediction is not None:
-        largest = list(phase.prediction.components.items())[:3]
-        return "predicted: " + ", ".join(
-            f"{seconds / phase.prediction.seconds:.0%} {name}" for name, seconds in largest
-        )
-    bounds, exposed = phase.estimate.bounds, phase.estimate.exposed_seconds
-    times = {"memory": bounds["memory"], f"compute at {REACHED:.0%} of the peak": bounds["compute"] / REACHED}
-    limit = max(times, key=lambda name: times[name])
-    return f"{times[limit]:.2f} s {limit} + {exposed:.2f} s network that no computation hides"
+    predicted = phase.estimate.seconds if phase.prediction is None else phase.prediction.components
+    largest = sorted(predicted.items(), key=lambda item: -item[1])[:3]
+    shares = ", ".join(f"{seconds / phase.step_seconds:.0%} {name}" for name, seconds in largest)
+    lines = [
+        f"Phase {estimate.phase}: {'fits' if fits else 'DOES NOT FIT'}, {needed} of "
+        f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
+        f"  {_step(phase.step_seconds)}, {speed:,.0f} tokens/s per device, {_duration(phase.seconds)}; "
+        f"{'estimated' if phase.prediction is None else 'predicted'}: {shares}",
+    ]
+    changes = speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware)
+    if changes:
+        lines.append(f"  try: {'; '.join(changes)}")
+    return lines
 
 
 def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from zaya_jax.hardware.assumptions import DATA_SHEET, LinkAssumptions
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.model.arithmetic import cached_values
@@ -130,9 +131,11 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
     return [Transfer("matrices for Newton–Schulz", "all-to-all", axes, count) for axes, count in sent.items()]
 
 
-def seconds(sent: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware) -> float:
-    """Return a lower bound of the communication time without overlap: each collective alone, at data-sheet speed."""
-    return sum(collective_seconds(x.kind, x.bytes, group_devices(x.axes, sizes), hardware) for x in sent)
+def seconds(
+    sent: Sequence[Transfer], sizes: Mapping[str, int], hardware: Hardware, achieved: LinkAssumptions = DATA_SHEET
+) -> float:
+    """Return the communication time without overlap and latency; at data-sheet speed, a lower bound."""
+    return sum(collective_seconds(x.kind, x.bytes, group_devices(x.axes, sizes), hardware, achieved) for x in sent)
 
 
 def group_devices(axes: Sequence[str], sizes: Mapping[str, int]) -> list[int]:

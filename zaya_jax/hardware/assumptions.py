@@ -1,0 +1,43 @@
+"""Every fraction of a data sheet, and every fixed time, that predictions of a step assume. None is measured here."""
+
+from typing import NamedTuple
+
+
+class LinkAssumptions(NamedTuple):
+    """Fractions of the data sheet's bandwidths that collectives of large messages reach.
+
+    Attributes:
+      xgmi: of AMD's links between two devices: 48 of 64 GB/s after error correction and protocol
+        (rocm.blogs.amd.com, "Understanding RCCL bandwidth and xGMI performance on MI300X"), of which RCCL uses 93 %.
+      nvlink: 360 of 450 GB/s for all-gathers and reduce-scatters over 8 H100.
+      adapter: 45 of 50 GB/s.
+    """
+
+    xgmi: float
+    nvlink: float
+    adapter: float
+
+
+LINKS = LinkAssumptions(xgmi=0.70, nvlink=0.80, adapter=0.90)
+DATA_SHEET = LinkAssumptions(1.0, 1.0, 1.0)
+
+
+class Assumptions(NamedTuple):
+    """Fractions of the data sheet's peaks, and fixed times.
+
+    Attributes:
+      matmul: fraction of the peak in the vendor's matrix products.
+      kernel: the same in our kernels that multiply matrices.
+      memory: fraction of the memory bandwidth.
+      launch: seconds that a kernel takes at least.
+      latency: seconds that a collective takes before it sends.
+    """
+
+    matmul: float = 0.70
+    kernel: float = 0.50
+    memory: float = 0.90
+    launch: float = 2e-6
+    latency: float = 10e-6
+
+
+ASSUMPTIONS = Assumptions()

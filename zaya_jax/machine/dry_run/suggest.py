@@ -1,0 +1,193 @@
+"""Search layouts, rematerialization policies and micro-batches for the fastest step of a phase that fits."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_args
+
+from zaya_jax.config import BatchConfig, Config, ParallelConfig, PhaseConfig
+from zaya_jax.config.phases import Remat
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.machine.compilers.compiled import compile_step
+from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
+from zaya_jax.machine.dry_run.memory import Activations, count_activations, residual_bytes
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.run.progress import track
+from zaya_jax.train.program import PhaseProgram
+
+LISTED, COMPILED = 6, 3  # settings
+LONG = 32768  # tokens of a sequence from which on it may be worth splitting
+
+
+class Suggestion(NamedTuple):
+    """A change of a phase.
+
+    Attributes:
+      config: the configuration with the change.
+      overrides: the change, as arguments of the command; () for none.
+      estimate: estimate of the phase.
+    """
+
+    config: Config
+    overrides: tuple[str, ...]
+    estimate: PhaseEstimate
+
+
+def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> list[Suggestion]:
+    """Return all settings of a phase that are estimated to fit, from the fastest.
+
+    The search covers the sizes of the axes `fsdp`, `expert` and (for sequences of at least `LONG` tokens) `context`
+    within a node, every `remat`, and micro-batches in powers of two. If nothing fits, it repeats with axes over nodes
+    and with `gradient_reduction: micro_batch`.
+
+    Args:
+      config: configuration of the run.
+      phase: index of the phase.
+      devices: number of devices.
+      hardware: data sheet.
+    """
+    table, kernels = _ActivationTable(), select_kernels(TARGET, config.model, config.train.compute_dtype)
+    for wide in (False, True):
+        layouts = list(_layouts(config, phase, devices, hardware.node_size, wide))
+        found = [
+            suggestion
+            for parallel in track("trying", layouts, _describe)
+            for suggestion in _fitting(config, phase, devices, hardware, parallel, table, kernels)
+        ]
+        if found:
+            return sorted(found, key=lambda suggestion: sum(suggestion.estimate.seconds.values()))
+    return []
+
+
+def _describe(parallel: ParallelConfig) -> str:
+    sizes = {axis: getattr(parallel, axis) for axis in ("fsdp", "expert", "context")}
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data"
+
+
+def _layouts(config: Config, phase: int, devices: int, node: int, wide: bool) -> Iterator[ParallelConfig]:
+    now = config.parallel_for(config.phases[phase])
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    inside = [size for size in divisors if size <= node]
+    experts = [size for size in inside if config.model.num_experts % size == 0]
+    contexts = inside if wide or config.context_for(config.phases[phase]) >= LONG else [1]
+    for fsdp, expert, context in itertools.product(divisors if wide else inside, experts, contexts):
+        if devices % (fsdp * expert * context) == 0:
+            yield dataclasses.replace(
+                now, data=None, fsdp=fsdp, expert=expert, context=context,
+                gradient_reduction="micro_batch" if wide else now.gradient_reduction,
+                expert_exchange="ragged" if expert > 1 else now.expert_exchange,
+            )  # fmt: skip
+
+
+def _fitting(
+    config: Config,
+    phase: int,
+    devices: int,
+    hardware: Hardware,
+    parallel: ParallelConfig,
+    table: "_ActivationTable",
+    kernels: KernelSelection,
+) -> Iterator[Suggestion]:
+    """Yield what fits of a layout; of each policy the micro-batches until one does not fit."""
+    before, stage = config.phases[phase], largest_stage(config, phase)
+    shards = devices // parallel.context
+    most = stage.sequences // shards if stage.sequences % shards == 0 else 0
+    for remat in get_args(Remat):
+        for micro in (2**power for power in range(max(1, most).bit_length())):
+            if not most or most % micro:
+                break
+            batch = dataclasses.replace(config.batch_for(before), micro_batch=micro)
+            after = dataclasses.replace(before, parallel=parallel, remat=remat, batch=batch)
+            changed = dataclasses.replace(config, phases=(*config.phases[:phase], after, *config.phases[phase + 1 :]))
+            try:
+                changed.check()
+                programs = simulated_programs(_alone(changed, phase), devices, kernels)
+            except InputError:
+                break
+            estimate = estimate_phase(programs, 0, hardware, table)
+            if estimate.memory.total > hardware.allocatable:
+                break
+            yield Suggestion(changed, overrides(config, before, after), estimate)
+
+
+def _alone(config: Config, phase: int) -> Config:
+    """Return a run of one phase; the programs of others take time to make."""
+    schedule = next(x.schedule for x in reversed(config.phases[: phase + 1]) if x.schedule or x is config.phases[0])
+    return dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], schedule=schedule),))
+
+
+def overrides(config: Config, before: PhaseConfig, after: PhaseConfig) -> tuple[str, ...]:
+    """Return the arguments of the command that change a phase's layout, remat and micro-batch."""
+    changes = _changes(config.parallel_key(before), config.parallel_for(before), after.parallel)
+    if config.remat_for(before) != after.remat:
+        where = "train" if before.remat is None else config.phase_key(config.phases.index(before))
+        changes.append(f"{where}.remat={after.remat}")
+    return *changes, *_changes(config.batch_key(before), config.batch_for(before), after.batch)
+
+
+def _changes(where: str, before: ParallelConfig | BatchConfig, after: Any) -> list[str]:
+    changed = {field.name: getattr(after, field.name) for field in dataclasses.fields(before)
+               if getattr(before, field.name) != getattr(after, field.name)}  # fmt: skip
+    return [f"{where}.{name}={'null' if value is None else value}" for name, value in changed.items()]
+
+
+def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gpu: str | None) -> list[dict[str, Any]]:
+    """Describe the `LISTED` fastest settings of a phase; compiled for `gpu` the `COMPILED` fastest of them.
+
+    Returns:
+      The `overrides` of each, estimated `seconds` of a step and `bytes` of a device; what the compiler and its
+      prediction say instead if `compiled`. The fastest is first.
+    """
+    rows = []
+    found = suggest(config, phase, devices, hardware)
+    for index, suggestion in enumerate(track("comparing", found[:LISTED], lambda x: " ".join(x.overrides))):
+        estimate = suggestion.estimate
+        row = {"overrides": suggestion.overrides, "seconds": sum(estimate.seconds.values()),
+               "bytes": estimate.memory.total, "compiled": gpu is not None and index < COMPILED}  # fmt: skip
+        if gpu is not None and index < COMPILED:
+            step = compile_step(suggestion.config, phase, gpu, devices)
+            seconds = predict(step.entry, hardware, 1 / estimate.axes["expert"]).seconds
+            row |= {"seconds": seconds, "bytes": step.peak_memory}
+        rows.append(row)
+    return sorted(rows, key=lambda row: (not row["compiled"], row["bytes"] > hardware.allocatable, row["seconds"]))
+
+
+def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
+    """Return the lines of the report on what `suggestions` found."""
+    if not rows:
+        return [f"No layout, remat and micro-batch of phase {phase} is estimated to fit."]
+    lines = [f"Fastest settings of phase {phase}", f"  {'s/step':>8} {'GB':>7}  source     change"]
+    for row in rows:
+        source = "compiled" if row["compiled"] else "estimated"
+        change = " ".join(row["overrides"]) or "none"
+        lines.append(f"  {row['seconds']:8.3g} {row['bytes'] / 1e9:7.1f}  {source:<9}  {change}")
+    return lines
+
+
+class _ActivationTable:
+    """Counts activations of 1 and of 2 sequences, and extrapolates: they grow linearly."""
+
+    def __init__(self) -> None:
+        self.counted: dict[Any, tuple[Activations, ...]] = {}
+        self.residuals: dict[Any, int] = {}
+
+    def __call__(self, program: PhaseProgram, sequences: int, context: int) -> Activations:
+        key = self._key(program, context)
+        if key not in self.counted:
+            self.counted[key] = tuple(count_activations(program, count, context, self._residuals) for count in (1, 2))
+        one, two = self.counted[key]
+        return Activations(*(low + (sequences - 1) * (high - low) for low, high in zip(one, two, strict=True)))
+
+    def _residuals(self, program: PhaseProgram, sequences: int, context: int) -> int:
+        """Count residuals once per model: the layers that are recomputed do not depend on the policy."""
+        key = (*self._key(program, context), program.config.model.num_layers, sequences)
+        if key not in self.residuals:
+            self.residuals[key] = residual_bytes(program, sequences, context)
+        return self.residuals[key]
+
+    def _key(self, program: PhaseProgram, context: int) -> tuple[Any, ...]:
+        parallel = program.placement.config
+        return program.remat, parallel.expert, parallel.context, parallel.fsdp > 1, context
