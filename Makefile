@@ -31,7 +31,7 @@ help:
 	@echo "make parity     compare with the PyTorch model of transformers (installs torch)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
-	@echo "make smoke-gpu  check this machine's GPUs, train 50 steps, and write one JSON to post"
+	@echo "make smoke-gpu  test and time this machine's GPUs, and write one JSON to post (CONTAINER=docker: in a container)"
 	@echo "make soak       run the slow tests, which take minutes each"
 	@echo "make clean      remove environments and caches, but keep runs/"
 	@echo
@@ -60,9 +60,18 @@ bench: $(VENV)/.stamp-bench
 	$(PY) -m zaya_jax.bench step
 	$(PY) -m zaya_jax.bench data
 
+# OUTPUT=FILE writes another file. With CONTAINER=docker or podman it runs in the ROCm image, and installs nothing here.
+ifdef CONTAINER
+smoke-gpu:
+	$(CONTAINER) build -f containers/rocm.Dockerfile -t zaya-jax:rocm .
+	$(CONTAINER) run --rm --device /dev/kfd --device /dev/dri --group-add video --security-opt seccomp=unconfined \
+	  --ipc host --ulimit memlock=-1 -v "$(CURDIR)/benchmarks:/zaya_jax/benchmarks" \
+	  zaya-jax:rocm python -m zaya_jax.machine smoke $(if $(OUTPUT),--output $(OUTPUT))
+else
 smoke-gpu: $(VENV)/.stamp-$(or $(GPU),run)
 	$(if $(GPU),,@echo "No GPU found (no /dev/kfd, no /dev/nvidia*): running the smoke test on the CPU, at a small size.")
-	$(PY) -m zaya_jax.machine smoke
+	$(PY) -m zaya_jax.machine smoke $(if $(OUTPUT),--output $(OUTPUT))
+endif
 
 soak: $(VENV)/.stamp-test
 	$(PY) -m pytest -m soak $(PYTEST_ARGS)

@@ -192,6 +192,28 @@ def test_on_a_gpu_they_have_the_8b_s_sizes(sides, monkeypatch):
     assert found["results"]["residual_norm"]["aim"]["met"] is False
 
 
+def test_a_process_that_ends_in_a_timed_pass_costs_one_case(sides, monkeypatch, capsys):
+    interleave = bench.interleave
+
+    def ends_once(steps, repeats):
+        if "kernel" in steps and len(sides) == 2:
+            raise RuntimeError("The measured process exited with status -11.")
+        return interleave(steps, repeats)
+
+    monkeypatch.setattr(bench, "interleave", ends_once)
+    assert command.main(["kernels", "--only", "momentum", "gram_polynomial"]) == 1
+    assert "gram_polynomial: 1000 ms" in capsys.readouterr().out
+    monkeypatch.setattr(bench, "interleave", interleave)
+    assert command.main(["kernels", "--only", "momentum", "gram_polynomial"]) == 0
+
+
+def test_a_device_without_kernels_does_not_fail(sides, monkeypatch):
+    monkeypatch.setattr(bench, "current_target", lambda: Target("cuda", "NVIDIA A10", "sm_86"))
+    monkeypatch.setattr(bench, "_selection", lambda *_: bench.KernelSelection(Target("cuda", "NVIDIA A10"), {}))
+    monkeypatch.setattr(bench, "time_sides", lambda *_: ({}, {"kernel": "It has none."}))
+    assert "failed" not in bench.bench_kernels(["momentum"], 1, None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [(["--only", "attention", "norm"], "--only is 'norm'"), (["--repeats", "0"], "--repeats is 0")],

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.machine.helpers import Program
 from tests.train_helpers import CONFIG, MODEL, ROOT, change, fast_jit, make_program
 from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import peer
@@ -26,15 +27,14 @@ from zaya_jax.bench.whole_step import (
     check_memory,
     default_whole_config,
     our_figures,
-    peak_memory,
     time_ours,
-    timed,
 )
 from zaya_jax.config import BatchConfig, LoraConfig, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.environment import describe_preset
+from zaya_jax.machine import step as step_module
 from zaya_jax.machine import subprocesses
 from zaya_jax.machine.step import forward_backward, make_rows, random_tokens
 from zaya_jax.model.arithmetic import total_parameters
@@ -194,17 +194,6 @@ def test_our_step_is_the_training_step_on_every_token_and_the_optimizer_is_timed
     assert measured["peak_bytes_by"] == "the compiled program"
 
 
-class Program(SimpleNamespace):
-    """What a compiled program is to the benchmark."""
-
-    def __call__(self, *arguments):
-        return self.run(*arguments)
-
-    def memory_analysis(self):
-        return SimpleNamespace(argument_size_in_bytes=30, output_size_in_bytes=20, alias_size_in_bytes=15,
-                               temp_size_in_bytes=7)  # fmt: skip
-
-
 def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
     seen = []
 
@@ -221,27 +210,12 @@ def test_what_a_program_returns_goes_into_the_next_call(monkeypatch):
 
     parts = bench.CompiledParts(*(Program(run=run) for run in (step, move, move)))
     monkeypatch.setattr(bench, "compile_parts", lambda _: parts)
-    monkeypatch.setattr(bench, "initialize", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
+    monkeypatch.setattr(step_module, "initialize", lambda *_: SimpleNamespace(params={"w": np.zeros(())}))
     measured = time_ours(CONFIG, np.arange(4 * 33).reshape(4, 33), 2)
     assert [jax.config.read(f"jax_{platform}_visible_devices") for platform in ("cuda", "rocm")] == ["0", "0"]
     assert seen[:3] == [(n, (2, 2, 32), 1) for n in range(3)]
     assert seen[3:] == [(3 + 10 * n, n) for n in range(6)]
     assert measured["losses"] == [1.0, 2.0, 3.0]
-
-
-def test_memory_is_what_the_device_counts_or_the_program_takes():
-    counts, silent = (SimpleNamespace(memory_stats=lambda found=found: found) for found in (
-        {"peak_bytes_in_use": 77}, None))  # fmt: skip
-    assert peak_memory(counts, Program()) == {"peak_bytes": 77, "peak_bytes_by": "the device"}
-    assert peak_memory(silent, Program()) == {"peak_bytes": 42, "peak_bytes_by": "the compiled program"}
-
-
-def test_the_step_to_warm_up_is_not_counted(monkeypatch):
-    clock = iter([0.0, 100.0, 200.0, 201.0, 300.0, 302.0])
-    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock))
-    calls = []
-    assert timed(lambda: calls.append(1), 2) == [1.0, 2.0]
-    assert len(calls) == 3
 
 
 def test_the_optimizers_share_is_scaled_and_newton_schulz_is_time_but_no_operations():
@@ -288,7 +262,7 @@ def test_a_step_that_does_not_fit_is_told_before_anything_is_allocated(monkeypat
         bench, "compile_parts", lambda programs: SimpleNamespace(bytes=1000 * programs.config.model.num_layers)
     )
     monkeypatch.setattr(bench, "available_memory", lambda: 1500)
-    monkeypatch.setattr(bench, "initialize", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr(bench, "time_train_steps", lambda *_: pytest.fail("allocated"))
     with pytest.raises(InputError, match=r"model\.num_layers=1, which fits"):
         time_ours(CONFIG, np.zeros((4, 33), int), 1)
 

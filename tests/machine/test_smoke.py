@@ -5,7 +5,10 @@ import os
 import pytest
 
 from tests.train_helpers import small_run
+from zaya_jax.bench.kernels import bench_kernels
 from zaya_jax.config.stages import total_steps
+from zaya_jax.hardware.environment import describe_preset
+from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.machine import smoke as module
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.smoke import STEPS, check_losses, parts, run_part, short_training, sizes_for, smoke
@@ -23,7 +26,9 @@ def test_the_sizes_fit_any_number_of_devices(platform, devices):
     alone = (platform, devices) == ("cuda", 1)
     assert (sizes.context is None) == alone
     if alone:
-        assert "skipped" in parts(sizes)["context"]()
+        assert "skipped" in parts(sizes, bench_kernels)["context"]()
+    # What one device has nothing to compare with.
+    assert ("train step, fsdp" in parts(sizes, bench_kernels)) == (devices > 1)
 
 
 def test_the_losses_of_a_run_fall_and_are_the_same_when_it_is_resumed():
@@ -60,7 +65,7 @@ def two_parts(monkeypatch):
     machine = {"platform": "cpu", "device": "AMD Some/Thing", "devices": 1}
     monkeypatch.setattr(module, "describe_machine", lambda: machine)
     monkeypatch.setattr(
-        module, "parts", lambda _: {"bad": lambda: {"failed": "It broke."}, "good": lambda: {"figure": 1}}
+        module, "parts", lambda *_: {"bad": lambda: {"failed": "It broke."}, "good": lambda: {"figure": 1}}
     )
 
 
@@ -74,16 +79,16 @@ def test_a_failed_part_leaves_the_others_to_run_and_the_status_is_one(two_parts,
     assert written["parts"]["bad"]["failed"] == "It broke."
     assert written["parts"]["good"]["figure"] == 1
     assert written["size"] == "small"
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith("Failed: bad. ")
+    *_, passed, failed, last = capsys.readouterr().out.splitlines()
+    assert (passed, failed) == ("Passed: machine; good", "Failed: bad")
     assert "benchmarks/smoke_amd_some_thing.json" in last
 
 
 def test_the_status_is_zero_where_all_is_well(two_parts, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(module, "parts", lambda _: {})
+    monkeypatch.setattr(module, "parts", lambda *_: {})
     assert main(["smoke", "--output", str(tmp_path / "a.json")]) == 0
     assert json.loads((tmp_path / "a.json").read_text())["failed"] == []
-    assert "All parts passed." in capsys.readouterr().out
+    assert "Failed" not in capsys.readouterr().out
 
 
 def test_a_folder_that_is_missing_is_told_before_anything_runs(two_parts, tmp_path, monkeypatch, capsys):
@@ -93,10 +98,34 @@ def test_a_folder_that_is_missing_is_told_before_anything_runs(two_parts, tmp_pa
     assert "smoke.json'" in capsys.readouterr().err
 
 
+def test_a_part_that_cannot_be_compared_is_still_written(two_parts, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(module, "parts", lambda *_: {"odd": lambda: {"compiled": "in another form"}})
+    assert main(["smoke", "--output", str(tmp_path / "a.json")]) == 0
+    assert json.loads((tmp_path / "a.json").read_text())["parts"]["odd"] == {"compiled": "in another form"}
+    assert "cannot be compared" in capsys.readouterr().out
+
+
+def test_all_parts_run_with_the_preset_of_training(two_parts, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "select_preset", lambda _: PRESETS["h200"])
+    monkeypatch.setattr(module, "parts", lambda *_: {"part": lambda: seen.append(describe_preset()) or {}})
+    before = dict(os.environ)
+    assert main(["smoke", "--output", str(tmp_path / "a.json")]) == 0
+    assert seen[0].startswith("Preset h200: --xla")
+    assert os.environ == before
+
+
 @pytest.mark.soak
-def test_all_parts_are_well_on_a_cpu(tmp_path):
-    result = smoke(str(tmp_path / "smoke.json"))
+@pytest.mark.parametrize("devices", ["1", "2"])
+def test_all_parts_are_well_on_a_cpu(tmp_path, monkeypatch, devices):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
+    result = smoke(str(tmp_path / "smoke.json"), bench_kernels)
     assert result["failed"] == [], result["parts"]
-    assert list(result["parts"]) == ["machine", *parts(sizes_for("cpu", 1))]
+    assert list(result["parts"]) == ["machine", *parts(sizes_for("cpu", int(devices)), bench_kernels)]
     assert result["parts"]["training"]["resumed_bitwise"]
-    assert result["parts"]["step"]["results"]["float32"]["tokens_per_second"] > 0
+    measured = {(row["part"], row["quantity"]): row["measured"] for row in result["comparison"]}
+    assert measured["kernels", "momentum"] > 0
+    for layout in ("data", "fsdp")[: int(devices)]:
+        part = result["parts"][f"train step, {layout}"]
+        assert part["losses"][-1] < part["losses"][0]
+        assert measured[f"train step, {layout}", "step"] > 0

@@ -1,15 +1,25 @@
-import contextlib
+from types import SimpleNamespace
 
 import chex
 import numpy as np
 import pytest
 
+from tests.machine.helpers import Program
 from tests.train_helpers import CONFIG, change, fast_jit, make_program, setup
-from zaya_jax.config import BatchConfig
+from zaya_jax.config import BatchConfig, SourceConfig, Table
+from zaya_jax.config.stages import stages
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine import step as module
-from zaya_jax.machine.step import describe_throughput, forward_backward, make_rows, random_tokens, throughput, time_step
-from zaya_jax.machine.subprocesses import Passes
+from zaya_jax.machine.step import (
+    describe_throughput,
+    forward_backward,
+    make_rows,
+    peak_memory,
+    random_tokens,
+    throughput,
+    time_train_steps,
+    timed,
+)
 from zaya_jax.train.step import make_local_loss
 
 SMALL = change(CONFIG, {"train.batch": BatchConfig(tokens=2 * CONFIG.data.context)})
@@ -27,22 +37,46 @@ def test_a_pass_covers_every_token():
     assert loss == pytest.approx(float(plain) / tokens_bs[:, 1:].size, rel=1e-4)
 
 
-def test_each_dtype_is_timed_alone(monkeypatch, capsys):
-    made = []
-    monkeypatch.setattr(module, "run_in_subprocess", lambda *args: made.append(args) or contextlib.nullcontext(dict))
-    monkeypatch.setattr(module, "interleave", lambda steps, repeats: {"step": Passes([2.0] * repeats, [])})
-    result = time_step(SMALL, ("float32", "bfloat16"), 3)
-    assert [(make, dtype) for make, _, dtype, _ in made] == [(forward_backward, dtype) for dtype in result["results"]]
-    assert result["tokens"] == 64
-    assert result["results"]["bfloat16"]["tokens_per_second"] == 32.0
-    assert result["results"]["bfloat16"]["seconds"] == [2.0] * 3
-    assert capsys.readouterr().out.count("32 tokens/s") == 2
+def test_memory_is_what_the_device_counts_or_the_program_takes():
+    counts, silent = (SimpleNamespace(memory_stats=lambda found=found: found) for found in (
+        {"peak_bytes_in_use": 77}, None))  # fmt: skip
+    assert peak_memory(counts, Program()) == {"peak_bytes": 77, "peak_bytes_by": "the device"}
+    assert peak_memory(silent, Program()) == {"peak_bytes": 42, "peak_bytes_by": "the compiled program"}
+
+
+def test_the_step_to_warm_up_is_not_counted(monkeypatch):
+    clock = iter([0.0, 100.0, 200.0, 201.0, 300.0, 302.0])
+    monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock))
+    calls = []
+    assert timed(lambda: calls.append(1), 2) == [1.0, 2.0]
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("sources", [(), ("web", "code")])
+def test_a_batch_has_what_the_compiled_step_takes(monkeypatch, sources):
+    config = change(SMALL, {"data.sources": Table({name: SourceConfig(name) for name in sources})})
+    program, stage = make_program(config), stages(config)[0]
+    _, expected, _ = program.trace(stage).args_info[0]
+    seen = []
+
+    def step(state, batch, base):
+        seen.append({name: (rows.shape, rows.dtype) for name, rows in batch.items()})
+        assert base == {}
+        return state + 1, {"loss": np.float32(state)}
+
+    monkeypatch.setattr(module, "initialize", lambda _: 0)
+    seconds, losses, state = time_train_steps(program, step, stage, random_tokens(config), 2)
+    assert len(seconds) == 2
+    assert (losses, state) == ([0.0, 1.0, 2.0], 3)
+    assert seen == [{name: (rows.shape, rows.dtype) for name, rows in expected.items()}] * 3
 
 
 def test_throughput_has_an_mfu_where_there_is_a_data_sheet():
     speed = throughput(10.0, 1000, 0.3 * HARDWARE["h200"].peak * 10, "NVIDIA H200")
     assert (speed["tokens_per_second"], speed["mfu"]) == (100.0, 0.3)
     assert describe_throughput(speed).endswith("TFLOP/s, MFU 30.0%")
+    two = throughput(10.0, 1000, 0.6 * HARDWARE["h200"].peak * 10, "NVIDIA H200", 2)
+    assert (two["tokens_per_second"], two["mfu"]) == (100.0, 0.3)
     speed = throughput(10.0, 1000, 1e12, "cpu")
     assert (speed["tflops_per_second"], speed["mfu"]) == (0.1, None)
     assert "MFU" not in describe_throughput(speed)

@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one benchmark; the exit status is 0, or 2 for bad input."""
+    """Run one benchmark; the exit status is 0, 1 if a kernel did not run, or 2 for bad input."""
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Benchmark zaya_jax against other libraries, or compare training recipes.",

@@ -20,7 +20,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
-from zaya_jax.ops.registry import select_kernels
+from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import Target, current_target
 
 PASS = 0.1  # seconds that a pass takes at least, with at most `MOST` calls
@@ -43,7 +43,8 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
       output: JSON file, written after each case; None for no file.
 
     Returns:
-      What was written: the measured `rooflines`, and `results` by case (`row`).
+      What was written: the measured `rooflines`, and `results` by case (`row`). `failed`: a sentence, if a kernel that
+      the device supports did not run.
 
     Raises:
       InputError: `only` contains an unknown name.
@@ -65,12 +66,24 @@ def bench_kernels(only: Sequence[str], repeats: int, output: str | None) -> dict
           f"{limits['dense'] / 1e12:,.3g} TFLOP/s in dense bf16 matmuls.", flush=True)  # fmt: skip
     result["rooflines"] = {name: float(f"{value:.4g}") for name, value in limits.items()}
     result["results"] = {}
+    supported, broken = _selection(sizes, dtype, emulated).chosen.keys(), []
     for name in only or chosen:
-        passes, missing = time_sides(name, sizes, dtype, emulated, repeats)
+        try:
+            passes, missing = time_sides(name, sizes, dtype, emulated, repeats)
+        except (InputError, RuntimeError) as error:  # in a timed pass, such as a process that ended
+            passes, missing = {}, {"kernel": str(error)}
         result["results"][name] = row(chosen[name], passes, missing, limits, target.device_kind)
         print(f"{name}: {sentence(result['results'][name])}", flush=True)
+        if "kernel" in missing and supported & set(chosen[name].operations):
+            broken.append(f"{name}: {missing['kernel']}")
+            result["failed"] = "These kernels did not run. " + "; ".join(broken)
         write_result(result, output)
     return result
+
+
+def _selection(sizes: Sizes, dtype: str, emulated: bool) -> KernelSelection:
+    target = current_target()
+    return select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
 
 
 def rooflines(emulated: bool, repeats: int) -> dict[str, float]:
@@ -116,8 +129,7 @@ def our_side(name: str, sizes: Sizes, dtype: str, kernel: bool, emulated: bool) 
     Raises:
       InputError: it does not compile or run.
     """
-    case, target = cases(sizes, dtype)[name], current_target()
-    kernels = select_kernels(Target("interpret", target.device_kind) if emulated else target, sizes.model, dtype)
+    case, kernels = cases(sizes, dtype)[name], _selection(sizes, dtype, emulated)
     if kernel and not kernels.chosen.keys() & set(case.operations):
         raise InputError(f"{name} has no kernel for this device. {kernels}")
     try:

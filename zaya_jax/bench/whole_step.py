@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,11 +24,18 @@ from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.machine.result import describe_run, rounded, write_result
-from zaya_jax.machine.step import describe_throughput, make_rows, random_tokens, throughput
+from zaya_jax.machine.step import (
+    describe_throughput,
+    peak_memory,
+    program_bytes,
+    random_tokens,
+    throughput,
+    time_train_steps,
+    timed,
+)
 from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 from zaya_jax.optim.skippable import skippable
-from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_errors import available_memory
 from zaya_jax.train.program import Programs
@@ -113,7 +119,7 @@ class CompiledParts(NamedTuple):
     @property
     def bytes(self) -> int:
         """Device memory of the largest program."""
-        return max(_bytes(program) for program in self)
+        return max(program_bytes(program) for program in self)
 
 
 def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:
@@ -133,16 +139,8 @@ def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, 
     compiled = compile_parts(programs)
     check_memory(config, compiled.bytes, available_memory(),
                  lambda config: compile_parts(Programs(config, kernels)).bytes)  # fmt: skip
-    batch = programs[0].placement.place(make_rows(tokens_bs), programs[0].batch_shape(stage)[0])
-    state = initialize(programs[0])
-    losses = []
-
-    def step() -> None:
-        nonlocal state
-        state, metrics = compiled.step(state, batch, {})
-        losses.append(float(metrics["loss"]))
-
-    seconds = {"step": timed(step, repeats)}
+    seconds_of_step, losses, state = time_train_steps(programs[0], compiled.step, stage, tokens_bs, repeats)
+    seconds = {"step": seconds_of_step}
     peak = peak_memory(device, compiled.step)  # before timing the optimizer, which needs extra gradients
     params, opt_state = state.params, state.opt_state
     del state  # the calls below donate its buffers
@@ -188,24 +186,6 @@ def _momentum_alone(name: str, leaves: Any, numbers: jax.Array, local: Any, func
     return local(numbers, *leaves)
 
 
-def timed(work: Callable[[], None], repeats: int) -> list[float]:
-    """Return the seconds of each of `repeats` calls, after one warm-up call."""
-    seconds = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return seconds[1:]
-
-
-def peak_memory(device: Any, program: Any) -> dict[str, Any]:
-    """Return the peak memory that `device` reports, or what the compiled `program` needs, and which of the two."""
-    counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
-    if counted is None:
-        return {"peak_bytes": _bytes(program), "peak_bytes_by": "the compiled program"}
-    return {"peak_bytes": counted, "peak_bytes_by": "the device"}
-
-
 def check_memory(config: Config, needed: int, limit: int | None, needed_by: Callable[[Config], int]) -> None:
     """Raise `InputError`, naming a depth that fits, if `needed` is above `limit`.
 
@@ -226,13 +206,6 @@ def check_memory(config: Config, needed: int, limit: int | None, needed_by: Call
     if fitting < period:
         raise InputError(f"{sentence}. Lower model.vocab_size, model.hidden_size or train.batch.micro_batch.")
     raise InputError(f"{sentence}. Set model.num_layers={fitting}, which fits.")
-
-
-def _bytes(program: Any) -> int:
-    """Return the device memory of a compiled program; donated arguments are counted once."""
-    needs = program.memory_analysis()
-    kept = needs.argument_size_in_bytes + needs.output_size_in_bytes - needs.alias_size_in_bytes
-    return kept + needs.temp_size_in_bytes
 
 
 # --- what follows from it --------------------------------------------------------------------------------------

@@ -56,6 +56,12 @@ def get_hardware(name: str) -> Hardware:
     return HARDWARE[name]
 
 
+def find_hardware(kind: str) -> Hardware | None:
+    """Return the data sheet of the device that a runtime calls `kind`; None if there is none."""
+    return next((sheet for sheet in HARDWARE.values() if any(part in kind for part in sheet.kinds)), None)
+
+
 def peak_flops(kind: str) -> float | None:
     """Return the dense bf16 FLOP/s of the device that a runtime calls `kind`; None if it is unknown."""
-    return next((sheet.peak for sheet in HARDWARE.values() if any(part in kind for part in sheet.kinds)), None)
+    sheet = find_hardware(kind)
+    return None if sheet is None else sheet.peak

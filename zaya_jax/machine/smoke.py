@@ -1,18 +1,17 @@
-"""The smoke test of a machine: check and time operations, collectives and training, and write a JSON report.
+"""The smoke test of a machine: check and time operations, kernels, collectives and training, and write a JSON report.
 
 Each part runs in its own process, so that the others still run if it fails or crashes.
 """
 
 import functools
 import math
-import os
 import re
 import shutil
 import statistics
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +21,16 @@ import jax
 from zaya_jax.config import Config, DataConfig, ModelConfig, from_dict, to_dict
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.machine import context
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.machine import comparison, context
 from zaya_jax.machine.collectives import check_collectives
 from zaya_jax.machine.describe import describe_machine
 from zaya_jax.machine.result import check_request, describe_run, write_result
-from zaya_jax.machine.step import time_step
-from zaya_jax.machine.subprocesses import run_in_subprocess
+from zaya_jax.machine.subprocesses import restored_environment, run_in_subprocess
+from zaya_jax.machine.train_step import Layout, time_train_step
 from zaya_jax.model.arithmetic import total_parameters
-from zaya_jax.ops.registry import check_operations
+from zaya_jax.ops.registry import OPERATIONS, check_operations
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.ops.target import current_target
 from zaya_jax.run.checkpoints import CHECKPOINTS
@@ -43,50 +44,87 @@ RESUMED = 0.05  # nats/token by which a resumed run may differ on a GPU, whose s
 
 
 class Sizes(NamedTuple):
-    """Sizes of the parts."""
+    """Sizes of the parts.
+
+    Attributes:
+      name: 'full' or 'small'.
+      operations: operations to check.
+      dtypes: dtypes to check them in.
+      kernels: cases of `bench kernels` to time; empty for all.
+      run: run of the part `training`.
+      step: step of one device for the parts `train step`; None for that of ZAYA1-8B.
+      layouts: layouts to time the step in.
+      context: sizes of the part `context`; None with one GPU, since simulated devices would say nothing about it.
+      repeats: number of timed repetitions.
+    """
 
     name: str
-    run: Config
+    operations: tuple[str, ...]
     dtypes: tuple[str, ...]
-    context: context.Sizes | None  # None with one GPU, since simulated devices would say nothing about it
+    kernels: tuple[str, ...]
+    run: Config
+    step: Config | None
+    layouts: tuple[Layout, ...]
+    context: context.Sizes | None
     repeats: int
 
 
-def smoke(output: str | None) -> dict[str, Any]:
-    """Run all parts, print their results, and write them to `output` after each part.
+# Times cases of kernels: their names (empty for all), repetitions, output file → result.
+TimeKernels = Callable[[Sequence[str], int, str | None], dict[str, Any]]
+
+
+def smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
+    """Run all parts with the machine's preset, print their results, and write them to `output` after each part.
 
     Args:
       output: JSON file; None for `benchmarks/smoke_DEVICE.json`.
+      time_kernels: `bench.kernels.bench_kernels`.
 
     Returns:
-      What was written: results of the `parts` by name, and the names of those that `failed`.
+      What was written: results of the `parts` by name, the names of those that `failed`, and the `comparison` of
+      predictions with measurements (`comparison.Row`).
     """
     check_request(1, {"--output": output or str(Path("benchmarks", "smoke.json"))})
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the GPUs
+    with restored_environment():
+        apply_preset(select_preset(None))  # like zaya_jax.main
+        return _smoke(output, time_kernels)
+
+
+def _smoke(output: str | None, time_kernels: TimeKernels) -> dict[str, Any]:
     plugins = ("jax-rocm7-plugin", "jax-cuda12-plugin", "jax-cuda13-plugin")
     result = describe_run("smoke test", "", "double precision on the host's CPU", (*plugins, "flax", "optax"))
     machine = run_part("machine", describe_machine)
     sizes = sizes_for(machine.get("platform", "cpu"), machine.get("devices", 1))
     path = output or str(Path("benchmarks", f"smoke_{_slug(machine.get('device', 'unknown'))}.json"))
     result |= {"size": sizes.name, "parts": {"machine": machine}}
-    for name, work in parts(sizes).items():
-        _write(result, path)
+    rows = _write(result, path)
+    for name, work in parts(sizes, time_kernels).items():
         result["parts"][name] = run_part(name, work)
-    _write(result, path)
-    ended = f"Failed: {', '.join(result['failed'])}." if result["failed"] else "All parts passed."
-    print(f"{ended} The results are in {path}; please post that file in an issue.")
+        rows = _write(result, path)
+    print("\n".join(["", *summary(result["parts"]), *comparison.table(rows)]))
+    print(f"The results are in {path}; please post that file in an issue.")
     return result
 
 
-def parts(sizes: Sizes) -> dict[str, Callable[[], dict[str, Any]]]:
+def parts(sizes: Sizes, time_kernels: TimeKernels) -> dict[str, Callable[[], dict[str, Any]]]:
     """Return the parts after the first, by name; each can be pickled."""
     return {
-        "operations": _operations,
+        "operations": functools.partial(_operations, sizes.dtypes, sizes.operations),
+        "kernels": functools.partial(_kernels, time_kernels, sizes.kernels, sizes.repeats),
         "collectives": check_collectives,
         "training": functools.partial(short_training, sizes.run),
-        "step": functools.partial(time_step, sizes.run, sizes.dtypes, sizes.repeats),
+        **{f"train step, {layout}": functools.partial(time_train_step, sizes.step, layout, sizes.repeats)
+           for layout in sizes.layouts},
         "context": functools.partial(_context, sizes.context, sizes.repeats),
-    }
+    }  # fmt: skip
+
+
+def summary(results: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return which parts passed, were skipped, and failed, as lines of text."""
+    ends = {name: "Failed" if "failed" in part else "Skipped" if "skipped" in part else "Passed"
+            for name, part in results.items()}  # fmt: skip
+    by_end = {end: [name for name in ends if ends[name] == end] for end in ("Passed", "Skipped", "Failed")}
+    return [f"{end}: {'; '.join(names)}" for end, names in by_end.items() if names]
 
 
 def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -103,9 +141,17 @@ def run_part(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _write(result: dict[str, Any], path: str) -> None:
+def _write(result: dict[str, Any], path: str) -> list[comparison.Row]:
+    """Write what there is so far; returns the rows of the comparison."""
+    try:
+        rows = comparison.compare(result["parts"])
+    except Exception as error:  # what was measured is written even if it cannot be compared
+        print(f"The results cannot be compared with predictions ({type(error).__name__}: {error}).")
+        rows = []
     result["failed"] = [name for name, part in result["parts"].items() if "failed" in part]
+    result["comparison"] = comparison.as_json(rows)
     write_result(result, path)
+    return rows
 
 
 def _slug(device: str) -> str:
@@ -113,27 +159,29 @@ def _slug(device: str) -> str:
 
 
 def sizes_for(platform: str, devices: int) -> Sizes:
-    """Choose sizes that take minutes on `devices` GPUs, or smaller ones on a CPU."""
+    """Choose sizes that take minutes on `devices` GPUs, or one or two on as many simulated CPU devices."""
+    layouts: tuple[Layout, ...] = ("data", "fsdp") if devices > 1 else ("data",)
     if platform == "cpu":
-        print("JAX found no GPU: running everything on the CPU, at a small size.", flush=True)
+        print("JAX found no GPU: running every part on the CPU, at a small size.", flush=True)
         model = ModelConfig(
-            vocab_size=1024, hidden_size=256, num_layers=4, num_query_heads=4, num_kv_heads=2, head_dim=64,
-            num_experts=8, expert_size=128, router_size=64, max_positions=256, rope_base=1.0e4,
+            vocab_size=512, hidden_size=64, num_layers=2, num_query_heads=2, num_kv_heads=1, head_dim=32,
+            num_experts=4, expert_size=64, router_size=16, max_positions=64, rope_base=1.0e4,
         )  # fmt: skip
         # One package of the standard library: its tokenizer takes a second.
-        data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=256)
-        return Sizes("small", _run(model, data, 4 * devices, "float32"), ("float32",),
-                     context.Sizes((512,), "float32", degrees=(1, 4)), 3)  # fmt: skip
+        data = DataConfig(corpus=str(Path(sysconfig.get_path("stdlib"), "asyncio")), heldout_fraction=0.2, context=64)
+        return Sizes("small", ("residual_norm", "momentum"), ("float32",), ("momentum",),
+                     _run(model, data, 4 * devices, "float32", 2), _run(model, data, 4, "float32", 2), layouts,
+                     context.Sizes((512,), "float32", degrees=(1, 4)), 2)  # fmt: skip
     model = ModelConfig(
         vocab_size=16384, hidden_size=512, num_layers=8, num_query_heads=8, num_kv_heads=2, head_dim=64,
         num_experts=16, expert_size=512, router_size=128, max_positions=1024, rope_base=1.0e4,
     )  # fmt: skip
-    sequences = devices * max(1, 16 // devices)
-    return Sizes("full", _run(model, DataConfig(context=1024), sequences, "bfloat16"), ("float32", "bfloat16"),
-                 context.GPU if devices > 1 else None, 7)  # fmt: skip
+    run = _run(model, DataConfig(context=1024), devices * max(1, 16 // devices), "bfloat16")
+    return Sizes("full", tuple(OPERATIONS), ("float32", "bfloat16"), (), run, None, layouts,
+                 context.GPU if devices > 1 else None, 5)  # fmt: skip
 
 
-def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Config:
+def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str, micro_batch: int | None = None) -> Config:
     """Make a run of `STEPS` steps of `sequences` rows, saved half-way."""
     batch = sequences * data.context
     return from_dict({
@@ -142,7 +190,7 @@ def _run(model: ModelConfig, data: DataConfig, sequences: int, dtype: str) -> Co
         "data": to_dict(data),
         "optimizer": {"muon": {"learning_rate": 0.01}, "adamw": {"learning_rate": 0.006},
                       "balance": {"learning_rate": 0.02}},
-        "train": {"batch": {"tokens": batch}, "compute_dtype": dtype, "remat": "dots"},
+        "train": {"batch": {"tokens": batch, "micro_batch": micro_batch}, "compute_dtype": dtype, "remat": "dots"},
         "evaluation": {"every": STEPS, "batches": 1, "batch_size": sequences},
         "checkpoint": {"every": STEPS // 2},
     })  # fmt: skip
@@ -203,5 +251,10 @@ def _context(sizes: context.Sizes | None, repeats: int) -> dict[str, Any]:
     return context.measure_context(sizes, repeats, None)
 
 
-def _operations() -> dict[str, Any]:
-    return check_operations(current_target(), EXAMPLE)
+def _operations(dtypes: Sequence[str], names: Sequence[str]) -> dict[str, Any]:
+    return check_operations(current_target(), EXAMPLE, dtypes, names)
+
+
+def _kernels(time_kernels: TimeKernels, cases: Sequence[str], repeats: int) -> dict[str, Any]:
+    result = time_kernels(cases, repeats, None)
+    return {key: result[key] for key in ("emulated", "rooflines", "results", "failed") if key in result}

@@ -1,6 +1,6 @@
-"""Time a forward and backward pass of the model on this machine's first device."""
+"""Time passes and steps of the model on random tokens: the parts that benchmarks and the smoke test share."""
 
-import statistics
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -9,14 +9,12 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Config
-from zaya_jax.config.stages import stages
+from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import peak_flops
-from zaya_jax.machine.result import rounded
-from zaya_jax.machine.subprocesses import interleave, run_in_subprocess
-from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
-from zaya_jax.train.program import Programs
-from zaya_jax.train.state import init_state
+from zaya_jax.train.program import PhaseProgram, Programs
+from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_local_loss
 
 
@@ -51,9 +49,81 @@ def forward_backward(config: Config, dtype: Any, tokens_bs: np.ndarray) -> Calla
     return step
 
 
-def throughput(seconds: float, tokens: int, flops: float, kind: str) -> dict[str, Any]:
-    """Return tokens/s, TFLOP/s and MFU (None without a data sheet) of a step of `tokens` and `flops` on a `kind`."""
-    peak = peak_flops(kind)
+def timed(work: Callable[[], None], repeats: int) -> list[float]:
+    """Return the seconds of each of `repeats` calls, after one warm-up call."""
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def time_train_steps(
+    program: PhaseProgram, step: Callable[..., Any], stage: BatchStage, tokens_bs: np.ndarray, repeats: int
+) -> tuple[list[float], list[float], TrainState]:
+    """Initialize a training state, and time steps on the same rows.
+
+    Args:
+      program: program of the phase.
+      step: its compiled training step for `stage`.
+      stage: batch size and context of the step.
+      tokens_bs: tokens [b, s + 1] of all devices.
+      repeats: number of timed steps, after one warm-up step.
+
+    Returns:
+      Seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
+    """
+    rows = make_rows(tokens_bs)
+    if len(program.config.data.source_names) > 1:
+        rows["sources"] = np.zeros(rows["tokens"].shape, np.int16)
+    batch = program.placement.place(rows, program.batch_shape(stage)[0])
+    state, losses = initialize(program), []
+
+    def one_step() -> None:
+        nonlocal state
+        state, metrics = step(state, batch, {})
+        losses.append(float(metrics["loss"]))
+
+    return timed(one_step, repeats), losses, state
+
+
+def program_memory(compiled: Any) -> dict[str, int]:
+    """Return the bytes of a compiled program on each device, by the names of `compilers.compiled.CompiledStep`."""
+    needs = compiled.memory_analysis()
+    return {
+        "arguments": needs.argument_size_in_bytes,
+        "temporaries": needs.temp_size_in_bytes,
+        "outputs": needs.output_size_in_bytes,
+        "donated": needs.alias_size_in_bytes,
+    }
+
+
+def program_bytes(compiled: Any) -> int:
+    """Return the device memory of a compiled program; donated arguments are counted once."""
+    memory = program_memory(compiled)
+    return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
+
+
+def peak_memory(device: Any, program: Any) -> dict[str, Any]:
+    """Return the peak memory that `device` reports, or what the compiled `program` needs, and which of the two."""
+    counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    if counted is None:
+        return {"peak_bytes": program_bytes(program), "peak_bytes_by": "the compiled program"}
+    return {"peak_bytes": counted, "peak_bytes_by": "the device"}
+
+
+def throughput(seconds: float, tokens: int, flops: float, kind: str, devices: int = 1) -> dict[str, Any]:
+    """Return tokens/s of all devices, and TFLOP/s and MFU (None without a data sheet) of each.
+
+    Args:
+      seconds: time of a step.
+      tokens: tokens of a step.
+      flops: FLOPs of a step on all devices.
+      kind: kind of device.
+      devices: number of devices.
+    """
+    peak, flops = peak_flops(kind), flops / devices
     return {
         "tokens_per_second": round(tokens / seconds, 1),
         "tflops_per_second": float(f"{flops / seconds / 1e12:.4g}"),
@@ -65,18 +135,3 @@ def describe_throughput(speed: dict[str, Any]) -> str:
     """Format the result of `throughput`."""
     mfu = "" if speed["mfu"] is None else f", MFU {speed['mfu']:.1%}"
     return f"{speed['tokens_per_second']:,.0f} tokens/s, {speed['tflops_per_second']:.3g} TFLOP/s{mfu}"
-
-
-def time_step(config: Config, dtypes: tuple[str, ...], repeats: int) -> dict[str, Any]:
-    """Time a forward and backward pass of the first step in each dtype; prints and returns the speeds."""
-    tokens_bs, kind = random_tokens(config), jax.devices()[0].device_kind
-    tokens = tokens_bs[:, 1:].size
-    flops = tokens * training_flops_per_token(config.model, tokens_bs.shape[1] - 1)
-    result: dict[str, Any] = {"parameters": total_parameters(config.model), "tokens": tokens, "results": {}}
-    for dtype in dtypes:
-        with run_in_subprocess(forward_backward, config, dtype, tokens_bs) as step:
-            seconds = interleave({"step": step}, repeats)["step"].seconds
-        speed = throughput(statistics.median(seconds), tokens, flops, kind)
-        print(f"   {dtype}: {describe_throughput(speed)}", flush=True)
-        result["results"][dtype] = {**speed, "seconds": rounded(seconds)}
-    return result

@@ -1,0 +1,220 @@
+"""Predictions beside measurements: of a step's compiled program, of kernels, and what has no prediction."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.machine.compilers.test_schedule import TEXT
+from tests.machine.helpers import Program
+from tests.train_helpers import CONFIG, change
+from zaya_jax.config import BatchConfig
+from zaya_jax.config.stages import stages
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE, find_hardware
+from zaya_jax.machine import train_step as module
+from zaya_jax.machine.comparison import Row, as_json, compare, table
+from zaya_jax.machine.compilers.hlo import entry_place, parse
+from zaya_jax.machine.compilers.predict import ASSUMPTIONS, predict
+from zaya_jax.machine.train_step import FRACTIONS, compile_fitting, reduce_to_fit, spread, time_train_step
+
+H200 = HARDWARE["h200"]
+STEP = change(CONFIG, {"train.batch": BatchConfig(tokens=4 * CONFIG.data.context, micro_batch=2)})
+MACHINE = {"device": "NVIDIA H200"}
+KERNELS = {"rooflines": {"copy": 4e12, "dense": 800e12}, "results": {
+    "attention": {"bytes": 4e9, "flops": 80e12, "median_seconds": {"kernel": 0.2, "reference": 1.0}},
+    "momentum": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"kernel": 0.02}},
+    "muon": {"bytes": 40e9, "flops": 7.0, "median_seconds": {"reference": 0.02}},
+}}  # fmt: skip
+
+
+class Device:
+    """A device; only GPUs count their memory."""
+
+    def __init__(self, kind):
+        self.device_kind = kind
+
+    def memory_stats(self):
+        return {"peak_bytes_in_use": 50e9} if "NVIDIA" in self.device_kind else None
+
+
+class Programs:
+    """Programs that compile to `text`, and count how often they do."""
+
+    def __init__(self, text=""):
+        self.text, self.compiled = text, 0
+
+    def __getitem__(self, phase):
+        return self
+
+    def check(self):
+        pass
+
+    def compile(self, stage):
+        self.compiled += 1
+        return Program(text=self.text)
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """The part on a device of some kind, whose compiler returns some text, without compiling or running."""
+
+    def part(kind, text, losses=(5.0, 4.0)):
+        monkeypatch.setattr(module.jax, "devices", lambda: [Device(kind)])
+        monkeypatch.setattr(module.jax, "device_count", lambda: 1)
+        monkeypatch.setattr(module, "Programs", lambda *_: Programs(text))
+        monkeypatch.setattr(module, "validated_kernels", lambda _: None)
+        monkeypatch.setattr(module, "available_memory", lambda: None)
+        monkeypatch.setattr(module, "time_train_steps", lambda *_: ([0.1, 0.2, 0.1], list(losses), None))
+        return time_train_step(STEP, "data", 3)
+
+    return part
+
+
+def test_a_step_is_predicted_from_its_own_compiled_program(run):
+    part = run("NVIDIA H200", TEXT)
+    predicted = predict(entry_place(parse(TEXT)), H200).seconds
+    assert part["predicted"]["seconds"] == predicted
+    assert part["compiled"]["launches"]["step"] == 2 + 4 * 20 * 2
+    assert part["compiled"]["collectives"][0]["kind"] == "all-gather"
+    rows = {row.quantity: row for row in compare({"machine": MACHINE, "train step, data": part})}
+    step, speed, mfu, memory = (rows[name] for name in ("step", "speed", "MFU", "peak memory"))
+    assert (step.predicted, step.measured, step.ratio) == (predicted, 0.1, pytest.approx(0.1 / predicted))
+    assert step.estimated == part["estimated"]["seconds"] > 0
+    assert speed.measured == part["tokens_per_second"] == 4 * 32 / 0.1
+    assert mfu.measured == pytest.approx(100 * part["flops"] / 0.1 / H200.peak)
+    for row in (speed, mfu):  # twice the time is half the speed
+        assert row.predicted / row.measured == pytest.approx(step.measured / step.predicted)
+    assert (memory.predicted, memory.measured) == pytest.approx((42e-9, 50))
+    assert memory.estimated == part["estimated"]["bytes"] / 1e9
+
+
+@pytest.mark.parametrize(("kind", "text", "why"), [
+    ("cpu", TEXT, "no data sheet of the device (cpu)"),
+    ("NVIDIA H200", "HloModule of another form", "could not be read (ValueError"),
+])  # fmt: skip
+def test_a_step_without_a_prediction_is_still_measured_and_says_why(run, kind, text, why):
+    part = run(kind, text)
+    rows = {row.quantity: row for row in compare({"machine": {"device": kind}, "step": part})}
+    assert part["predicted"] is None
+    assert why in rows["step"].why
+    assert (rows["step"].predicted, rows["step"].ratio, rows["step"].measured) == (None, None, 0.1)
+    assert rows["peak memory"].predicted == pytest.approx(42e-9)  # the compiler knows it on every device
+    assert (rows["peak memory"].measured is None) == (kind == "cpu")
+    *_, last = table(list(rows.values()))
+    assert why in last
+
+
+def test_a_loss_that_is_not_finite_fails_the_part(run):
+    assert "not finite" in run("cpu", TEXT, (5.0, float("nan")))["failed"]
+
+
+def test_a_kernel_is_predicted_from_the_data_sheet_and_estimated_from_measured_rates():
+    attention, momentum = compare({"machine": MACHINE, "kernels": KERNELS})
+    assert (attention.quantity, attention.unit) == ("attention", "ms")
+    assert attention.predicted == pytest.approx(1e3 * 80e12 / (H200.peak * ASSUMPTIONS.kernel))
+    assert attention.estimated == pytest.approx(100)
+    assert momentum.predicted == pytest.approx(1e3 * 40e9 / (H200.bandwidth * ASSUMPTIONS.memory))
+    assert (momentum.estimated, momentum.measured) == pytest.approx((10, 20))
+    on_cpu, _ = compare({"machine": {"device": "cpu"}, "kernels": KERNELS})
+    assert (on_cpu.predicted, on_cpu.ratio, on_cpu.estimated) == (None, None, pytest.approx(100))
+    assert "no data sheet" in on_cpu.why
+
+
+def test_parts_without_measurements_have_no_rows():
+    failed = {"failed": "It broke."}
+    assert (
+        compare({"machine": MACHINE, "train step, data": failed, "kernels": failed, "training": {"losses": []}}) == []
+    )
+    assert compare({"machine": failed}) == []
+    assert table([]) == []
+
+
+_VALUES = st.none() | st.floats(1e-9, 1e12)
+
+
+@given(predicted=_VALUES, estimated=_VALUES, measured=_VALUES)
+def test_rows_are_json_and_lines_that_fit_a_terminal(predicted, estimated, measured):
+    row = Row("train step, fsdp", "speed", "tokens/s", predicted, estimated, measured)
+    (written,) = as_json([row])
+    if predicted is None or measured is None:
+        assert written["ratio"] is None
+    else:
+        assert written["ratio"] == pytest.approx(measured / predicted, rel=1e-3)
+    assert written["measured"] == (None if measured is None else pytest.approx(measured, rel=1e-3))
+    head, line = table([row])
+    assert len(head) <= 100
+    assert line.count("–") == sum(value is None for value in (predicted, estimated, measured, row.ratio))
+
+
+def needed(config, devices):
+    """An estimate of 3 bytes a layer, and 2 a sequence of the micro-batch."""
+    return 10 + 3 * config.model.num_layers + 2 * config.batch_for(config.phases[0]).micro_batch
+
+
+# --- what fits -------------------------------------------------------------------------------------------------------
+
+
+@given(layers=st.integers(1, 60), pattern=st.sampled_from([("full",), ("full", "sliding")]), limit=st.integers(0, 300),
+       micro_batch=st.sampled_from([1, 2, 8]))  # fmt: skip
+def test_the_deepest_step_that_fits_is_taken_and_the_micro_batch_reduced_only_if_none_does(
+    layers, pattern, limit, micro_batch
+):
+    period = len(pattern)
+    model = dataclasses.replace(CONFIG.model, num_layers=layers * period, layer_pattern=pattern, sliding_window=8)
+    config = change(
+        dataclasses.replace(CONFIG, model=model), {"train.batch": BatchConfig(8 * 32, micro_batch=micro_batch)}
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "estimated_bytes", needed)
+        if 10 + 3 * period + 2 > limit:
+            with pytest.raises(InputError, match="does not fit"):
+                reduce_to_fit(config, 1, limit)
+            return
+        fitting = reduce_to_fit(config, 1, limit)
+    depth, micro = fitting.model.num_layers, fitting.batch_for(fitting.phases[0]).micro_batch
+    assert depth % period == 0
+    assert 10 + 3 * depth + 2 * micro <= limit
+    assert depth == layers * period or 10 + 3 * (depth + period) + 2 * micro > limit
+    assert micro == micro_batch or 10 + 3 * period + 2 * (2 * micro) > limit
+    assert dataclasses.replace(fitting, model=config.model, phases=config.phases) == config
+
+
+def test_fewer_layers_are_tried_if_the_compiler_needs_more_than_the_estimate(monkeypatch):
+    programs = Programs()
+    monkeypatch.setattr(module, "Programs", lambda *_: programs)
+    monkeypatch.setattr(module, "validated_kernels", lambda _: None)
+    monkeypatch.setattr(module, "estimated_bytes", needed)
+    assert compile_fitting(STEP, 1, H200, 42)[0] == STEP
+    assert programs.compiled == 1
+    with pytest.raises(InputError, match=r"needs 4\.2e-08 GB per device, but only 4\.1e-08 GB"):
+        compile_fitting(STEP, 1, H200, 41)  # at 0.4 of it, one layer is estimated to fit
+    assert programs.compiled == 1 + len(FRACTIONS)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6])
+@pytest.mark.parametrize("layout", ["data", "fsdp"])
+def test_each_device_gets_the_batch_of_one(layout, devices):
+    config = spread(STEP, layout, devices)
+    before, after = stages(STEP)[0], stages(config)[0]
+    assert (after.tokens, after.steps) == (devices * before.tokens, before.steps)
+    assert config.parallel_for(config.phases[0]).fsdp == (devices if layout == "fsdp" else 1)
+    estimate = module.estimate_phase(module.simulated_programs(config, devices), 0, None)
+    assert (estimate.axes[layout], estimate.sequences, estimate.micro_batches) == (devices, 2, 2)
+
+
+def test_the_8b_s_step_fits_the_gpus_that_have_a_data_sheet():
+    full = module.load_config(module.EIGHT_B)
+    depths = {}
+    for name in ("mi300x", "h100"):
+        config = reduce_to_fit(spread(full, "data", 1), 1, FRACTIONS[0] * HARDWARE[name].memory)
+        depths[name] = config.model.num_layers
+    assert depths["mi300x"] == full.model.num_layers
+    assert 4 < depths["h100"] < full.model.num_layers
+
+
+def test_data_sheets_are_found_by_the_names_of_runtimes():
+    assert find_hardware("NVIDIA H200") is H200
+    assert find_hardware("AMD Instinct MI300X") is HARDWARE["mi300x"]
+    assert find_hardware("cpu") is None

@@ -1,0 +1,202 @@
+"""Time the optimizer step that `zaya_jax.main` runs, and predict its time and memory from the same compiled program."""
+
+import bisect
+import math
+import resource
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+
+from zaya_jax.config import Config, ParallelConfig, load_config
+from zaya_jax.config.stages import stages
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import Hardware, find_hardware
+from zaya_jax.machine.comparison import no_data_sheet
+from zaya_jax.machine.compilers.compiled import CompiledStep
+from zaya_jax.machine.compilers.hlo import entry_place, parse
+from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.report import as_json
+from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
+from zaya_jax.machine.result import rounded
+from zaya_jax.machine.step import (
+    describe_throughput,
+    peak_memory,
+    program_bytes,
+    program_memory,
+    random_tokens,
+    throughput,
+    time_train_steps,
+)
+from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
+from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.train.memory_errors import available_memory, gigabytes
+from zaya_jax.train.program import Programs
+
+Layout = Literal["data", "fsdp"]
+EIGHT_B = Path(__file__).parents[2] / "configs" / "bench_8b.yaml"
+# Fractions of a device's memory that the estimate may take. A smaller one is tried if the compiled step needs more
+# memory than the device has.
+FRACTIONS = (0.85, 0.6, 0.4)
+_MOVES = 20  # costliest fusions and copies in the result
+
+
+def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict[str, Any]:
+    """Time the first step of `config` on random tokens, on all devices.
+
+    Each device gets the tokens of `config`, so the batch grows with the number of devices. Depth and micro-batch are
+    reduced until the step fits.
+
+    Args:
+      config: model and batch of one device; None for the layers of ZAYA1-8B (configs/bench_8b.yaml).
+      layout: mesh axis that all devices lie along: 'data' (the default layout) or 'fsdp'.
+      repeats: number of timed steps, after one warm-up step.
+
+    Returns:
+      For JSON: seconds of each step, losses, speed and peak memory; the step's size; what its compiled program
+      contains and the time `predicted` from it (None, and a sentence in `not_predicted`, if there is none); and the dry
+      run's estimate.
+      `failed`: a sentence, if a loss is not finite.
+
+    Raises:
+      InputError: no depth fits the memory of the devices.
+    """
+    kind, devices = jax.devices()[0].device_kind, jax.device_count()
+    hardware = find_hardware(kind)
+    config = spread(config or load_config(EIGHT_B), layout, devices)
+    config, estimate, programs, compiled, seconds = compile_fitting(config, devices, hardware, available_memory())
+    program, stage, model = programs[0], stages(config)[0], config.model
+    print(f"   {model.num_layers} layers, {total_parameters(model):,} parameters, {stage.tokens:,} tokens per step on "
+          f"{devices} × {kind}, layout {layout}; compiled in {seconds:.0f} s", flush=True)  # fmt: skip
+    times, losses, _ = time_train_steps(program, compiled, stage, random_tokens(config), repeats)
+    flops = stage.tokens * training_flops_per_token(model, stage.context)
+    speed = throughput(statistics.median(times), stage.tokens, flops, kind, devices)
+    print(f"   {describe_throughput(speed)}", flush=True)
+    host_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    result = {
+        "devices": devices,
+        "layout": layout,
+        "layers": model.num_layers,
+        "parameters": total_parameters(model),
+        "tokens": stage.tokens,
+        "context": stage.context,
+        "micro_batch": estimate.sequences,
+        "compute_dtype": config.train.compute_dtype,
+        "remat": estimate.remat,
+        "flops": flops,
+        "step_seconds": rounded(times),
+        "losses": [round(loss, 4) for loss in losses],
+        **speed,
+        **peak_memory(jax.devices()[0], compiled),
+        "estimated": {"seconds": estimate.step_seconds, "bytes": estimate.memory.total,
+                      "memory": estimate.memory._asdict(), "bounds": estimate.bounds},
+        **_from_program(compiled, kind, devices, hardware, estimate, seconds, host_bytes),
+    }  # fmt: skip
+    finite = all(map(math.isfinite, losses))
+    return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
+
+
+def spread(config: Config, layout: Layout, devices: int) -> Config:
+    """Give each of `devices` the tokens per step of `config`, in the given layout."""
+    phase = config.phases[0]
+    batch = config.batch_for(phase)
+    phase = replace(
+        phase, tokens=phase.tokens * devices, batch=replace(batch, tokens=batch.tokens * devices),
+        parallel=ParallelConfig(fsdp=devices if layout == "fsdp" else 1),
+    )  # fmt: skip
+    return replace(config, phases=(phase,))
+
+
+def compile_fitting(
+    config: Config, devices: int, hardware: Hardware | None, limit: int | None
+) -> tuple[Config, PhaseEstimate, Programs, Any, float]:
+    """Compile the largest step that the memory of the devices allows.
+
+    Args:
+      config: the step, in its full size.
+      devices: number of devices.
+      hardware: data sheet of the device, for the estimate of the time; None if there is none.
+      limit: bytes that each device may allocate; None if unknown.
+
+    Returns:
+      The configuration with the depth and micro-batch that fit, the dry run's estimate, the programs, the compiled
+      step, and the seconds that it took to trace and compile.
+
+    Raises:
+      InputError: no depth fits.
+    """
+    kernels, refused = validated_kernels(config), ""
+    for fraction in FRACTIONS:
+        fitting = config if limit is None else reduce_to_fit(config, devices, fraction * limit)
+        start, programs = time.monotonic(), Programs(fitting, kernels)
+        programs.check()
+        compiled = programs[0].compile(stages(fitting)[0])
+        seconds, needed = round(time.monotonic() - start, 1), program_bytes(compiled)
+        if limit is None or needed <= limit:
+            estimate = estimate_phase(simulated_programs(fitting, devices), 0, hardware)
+            return fitting, estimate, programs, compiled, seconds
+        refused = (f"A step with {fitting.model.num_layers} layers needs {gigabytes(needed)} per device, but only "
+                   f"{gigabytes(limit)} is available.")  # fmt: skip
+        print(f"   {refused}", flush=True)
+    raise InputError(refused)
+
+
+def reduce_to_fit(config: Config, devices: int, limit: float) -> Config:
+    """Reduce depth, and if that is not enough the micro-batch, until the dry run's estimate is at most `limit` bytes.
+
+    Args:
+      config: the step, in its full size.
+      devices: number of devices.
+      limit: bytes of each device.
+
+    Raises:
+      InputError: one layer with a micro-batch of one sequence does not fit.
+    """
+    if estimated_bytes(config, devices) <= limit:
+        return config
+    phase, period = config.phases[0], len(config.model.period)
+    depths = range(period, config.model.num_layers + 1, period)
+    batch = config.batch_for(phase)
+    micro_batch = batch.micro_batch or stages(config)[0].sequences // devices
+
+    def with_depth(depth: int) -> Config:
+        phases = (replace(phase, batch=replace(batch, micro_batch=micro_batch)),)
+        return replace(config, model=replace(config.model, num_layers=depth), phases=phases)
+
+    while micro_batch:
+        fitting = bisect.bisect_right(depths, limit, key=lambda depth: estimated_bytes(with_depth(depth), devices))
+        if fitting:
+            return with_depth(depths[fitting - 1])
+        micro_batch //= 2
+    raise InputError(f"A step with {period} of the {config.model.num_layers} layers does not fit: the devices have "
+                     f"{gigabytes(int(limit))} each for it.")  # fmt: skip
+
+
+def estimated_bytes(config: Config, devices: int) -> int:
+    """Return the dry run's estimate of the memory of each device."""
+    return estimate_phase(simulated_programs(config, devices), 0, None).memory.total
+
+
+def _from_program(
+    compiled: Any, kind: str, devices: int, hardware: Hardware | None, estimate: PhaseEstimate, seconds: float,
+    host_bytes: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Describe the compiled program, and predict its time if the device has a data sheet."""
+    memory = program_memory(compiled)
+    peak = {"peak": program_bytes(compiled)}
+    contents: dict[str, Any] = {"compiled": {"seconds": seconds, "host_bytes": host_bytes, "memory": memory | peak}}
+    if hardware is None:
+        return contents | {"predicted": None, "not_predicted": no_data_sheet(kind)}
+    try:
+        entry = entry_place(parse(compiled.as_text()))
+        step = CompiledStep(kind, devices, memory, entry, [], seconds, host_bytes)
+        described = as_json(step, predict(entry, hardware), estimate.axes)
+    except Exception as error:  # XLA's text changes between versions; the measurement is worth more
+        reason = f"The compiled program could not be read ({type(error).__name__}: {str(error)[:200]})."
+        return contents | {"predicted": None, "not_predicted": reason}
+    predicted = described.pop("predicted")
+    described["moves"] = described["moves"][:_MOVES]
+    return {"compiled": described, "predicted": predicted}
