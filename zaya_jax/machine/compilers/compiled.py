@@ -49,10 +49,15 @@ class CompiledStep(NamedTuple):
         return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
 
 
+def check_gpu(name: str) -> None:
+    """Raise `InputError` if there is no compiler for a GPU of this name."""
+    if name not in GPUS:
+        raise InputError(f"--compile-for is {name!r}, but must be one of {', '.join(GPUS)}.")
+
+
 def check_devices(gpu: str, devices: int) -> None:
     """Raise `InputError` unless `gpu` is in `GPUS`, and the devices fill nodes, or part of one."""
-    if gpu not in GPUS:
-        raise InputError(f"--compile-for is {gpu!r}, but must be one of {', '.join(GPUS)}.")
+    check_gpu(gpu)
     node = HARDWARE[gpu].node_size
     if devices > node and devices % node:
         raise InputError(f"--devices is {devices}, but must be at most {node} or a multiple of {node} with "

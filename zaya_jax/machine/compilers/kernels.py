@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.compilers.compiled import run_worker
+from zaya_jax.machine.compilers.compiled import check_gpu, run_worker
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.hlo import Instruction, Place, entry_place, parse, shape_bytes, walk
 from zaya_jax.machine.compilers.predict import instruction_cost, is_launch, launches
@@ -137,6 +137,7 @@ def bench_kernels(names: Sequence[str], output: str | None) -> dict[str, Any]:
       InputError: a name is unknown, or its compiler is missing; or no compiler is installed.
     """
     for name in names:
+        check_gpu(name)
         find_toolchain(name)
     names = names or [name for name in GPUS if _is_installed(name)]
     if not names:
