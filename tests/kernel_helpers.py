@@ -1,16 +1,15 @@
-"""How kernels are proven without a GPU: lowered for both platforms, compiled for three GPUs."""
+"""How kernels are tested without a GPU: which a program lowers to, for both platforms."""
 
 import functools
 
 import jax
-import pytest
+from jax.sharding import AbstractMesh, AxisType
 
-from zaya_jax.machine.proxies.codegen import GPUS, compile_kernel, kernels_of, lower
+from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.ops.registry import KernelSelection, preferred_kernels
 from zaya_jax.ops.target import Target
 
 TARGETS = {"cuda": Target("cuda", "NVIDIA H200"), "rocm": Target("rocm", "gfx942")}
-SHARED = {"gfx942": 64 * 1024, "gfx950": 64 * 1024, "sm_90": 227 * 1024}
 _ALL = {**TARGETS, **{name: gpu.target for name, gpu in GPUS.items()}, "interpret": Target("interpret", "any"),
         "cpu": Target("cpu", "any")}  # fmt: skip
 
@@ -42,24 +41,42 @@ def equations(function, *arrays):
     yield from inside(jax.make_jaxpr(function)(*arrays).jaxpr)
 
 
+def abstract_device(target):
+    """The arguments of `AbstractMesh` that make jax 0.11 and later lower kernels for `target`."""
+    if jax.__version_info__ < (0, 11):
+        return {}
+    device = jax.sharding.AbstractDevice(device_kind=target.device_kind, num_cores=132, platform="gpu")
+    return {"abstract_device": device}
+
+
+def lower(function, *arrays, platform):
+    """The program of a function, for a platform of `TARGETS` that need not be here."""
+    mesh = AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), **abstract_device(TARGETS[platform]))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*arrays).lower(lowering_platforms=(platform,))
+
+
+def kernel_names(lowered):
+    """The kernels of a lowered program in order, once for each call."""
+    functions = {}
+    for operation in lowered.compiler_ir().operation.regions[0].blocks[0].operations:
+        functions[operation.attributes["sym_name"].value] = operation.operation
+
+    def inside(operation):
+        attributes = operation.attributes
+        if operation.name == "func.call":
+            yield from inside(functions[attributes["callee"].value])
+        elif operation.name == "stablehlo.custom_call" and "xla.gpu.triton" in str(attributes["call_target_name"]):
+            config = "mhlo.backend_config" if "mhlo.backend_config" in attributes else "backend_config"
+            yield attributes[config]["name"].value
+        for region in operation.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    yield from inside(inner.operation)
+
+    return list(inside(functions["main"]))
+
+
 def lowered_kernels(function, *arrays, platform):
     """The names of the kernels of `function(*arrays, platform=platform)`, in order, lowered for the platform."""
-    lowered = lower(functools.partial(function, platform=platform), *arrays, target=TARGETS[platform])
-    return [kernel.name for kernel in kernels_of(lowered)]
-
-
-def machine_code(function, *arrays, gpu):
-    """By name, what each kernel of `function(*arrays, platform=gpu)` is compiled to for `gpu`."""
-    pytest.importorskip("triton")
-    lowered = lower(functools.partial(function, platform=gpu), *arrays, target=GPUS[gpu].target)
-    found = kernels_of(lowered)
-    assert found
-    return {kernel.name: compile_kernel(kernel, GPUS[gpu]) for kernel in found}
-
-
-def check_machine_code(function, *arrays, gpu):
-    """No kernel of `function` spills a register, or shares more memory than the GPU's smallest kin has."""
-    for name, code in machine_code(function, *arrays, gpu=gpu).items():
-        assert code.spills == 0, (name, code)
-        assert code.shared <= SHARED[gpu], (name, code)
-        assert 0 < code.registers <= 512, (name, code)
+    return kernel_names(lower(functools.partial(function, platform=platform), *arrays, platform=platform))

@@ -8,7 +8,7 @@ import pytest
 from tests.helpers import assert_close
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
-from zaya_jax.machine.proxies.kernel_cases import SMALL, cases
+from zaya_jax.machine.kernel_cases import SMALL, cases
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import Target
 

@@ -10,7 +10,7 @@ from zaya_jax.bench import __main__ as command
 from zaya_jax.bench import kernels as bench
 from zaya_jax.errors import InputError
 from zaya_jax.machine import subprocesses
-from zaya_jax.machine.proxies.kernel_cases import SMALL, Aim, Case, cases
+from zaya_jax.machine.kernel_cases import SMALL, Aim, Case, cases
 from zaya_jax.machine.subprocesses import Passes
 from zaya_jax.ops.target import Target
 

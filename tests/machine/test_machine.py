@@ -69,7 +69,7 @@ def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("command", "match"), [
     ([main, "context", "--repeats", "0"], "--repeats is 0"),
-    ([main, "launches", "--output", "/no/such/folder/result.json"], "--output is '/no/such/folder/result.json'"),
+    ([main, "kernels", "--output", "/no/such/folder/result.json"], "--output is '/no/such/folder/result.json'"),
     ([main, "context", "--png", "/tmp"], "--png is '/tmp'"),
     ([bench, "data", "--repeats", "0"], "--repeats is 0"),
     ([bench, "step", "--whole", "--output", "/tmp"], "--output is '/tmp'"),
@@ -105,7 +105,7 @@ def test_seeds_of_a_line_are_drawn_as_their_mean_in_a_band(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(("run", "verb"), [
-    *((main, verb) for verb in ("describe", "smoke", "context", "launches", "machine-code")),
+    *((main, verb) for verb in ("describe", "smoke", "context", "kernels")),
     *((bench, verb) for verb in ("step", "data", "checkpoint", "kernels", "optimizer", "balance", "ablations")),
 ])  # fmt: skip
 def test_the_help_of_each_verb_ends_with_an_example(run, verb, capsys):

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close, assert_trees_close, jit, random_model
-from tests.kernel_helpers import TARGETS, kernels
+from tests.kernel_helpers import TARGETS, kernel_names, kernels, lower
 from zaya_jax.config import ModelConfig
-from zaya_jax.machine.proxies.codegen import kernels_of, lower
 from zaya_jax.model import tree
 from zaya_jax.model.zaya import abstract_model, init_cache, logits
 from zaya_jax.ops import LOCAL
@@ -87,8 +86,8 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     """Products and attention, which `remat` keeps, are not done again; norms, merges and the mix are."""
     gradient = jax.grad(functools.partial(loss, ops=kernels(platform).ops), has_aux=True)
     tokens, segments = (jax.ShapeDtypeStruct((2, LENGTH), jnp.int32) for _ in range(2))
-    lowered = lower(gradient, *shapes(), tokens, segments, target=TARGETS[platform])
-    launches = Counter(kernel.name for kernel in kernels_of(lowered))
+    lowered = lower(gradient, *shapes(), tokens, segments, platform=platform)
+    launches = Counter(kernel_names(lowered))
     layers = SHAPES.num_layers  # both stand in the body of the scan: a period is two layers
     once = ("attention", "attention_backward_keys", "attention_backward_queries", "residual_norm_backward",
             "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
@@ -106,7 +105,7 @@ def test_a_decode_step_has_the_kernel_for_few_queries(platform):
         return tree.with_values(empty, {**params, **biases})(tokens, cache=cache, ops=ops)
 
     token = jax.ShapeDtypeStruct((2, 1), jnp.int32)
-    lowered = lower(step, params, biases, token, cache, target=TARGETS[platform])
-    launches = Counter(kernel.name for kernel in kernels_of(lowered))
+    lowered = lower(step, params, biases, token, cache, platform=platform)
+    launches = Counter(kernel_names(lowered))
     assert "attention" not in launches
     assert launches["attention_decode"] == launches["cca_mix"] == launches["residual_norm_forward"] == SHAPES.num_layers

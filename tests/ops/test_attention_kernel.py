@@ -1,4 +1,4 @@
-"""The kernels against the reference in double precision, their lowering, their machine code, the tiles they visit."""
+"""The kernels against the reference in double precision, their lowering, the tiles they visit."""
 
 import functools
 import typing
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels.attention_tiles import ranges
 from pallas_kernels.decode import decodes
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import check_machine_code, kernel, lowered_kernels, shape
+from tests.kernel_helpers import kernel, lowered_kernels, shape
 from zaya_jax.ops.attention import (
     PartialAttention,
     attention,
@@ -299,21 +299,6 @@ def used_kernels(jaxpr):
         for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(inner, "eqns"):
                 yield from used_kernels(getattr(inner, "jaxpr", inner))
-
-
-@pytest.mark.parametrize(
-    "gpu", ["gfx942", pytest.param("gfx950", marks=pytest.mark.soak), pytest.param("sm_90", marks=pytest.mark.soak)]
-)
-def test_machine_code_of_a_decode(gpu):
-    check_machine_code(forward, *arguments(BF16, s=1), gpu=gpu)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("window", [None, 1024])
-@pytest.mark.parametrize(("dtype", "c"), [(BF16, 64), (BF16, 128), (F32, 64), (F32, 128)])
-@pytest.mark.parametrize("gpu", ["gfx942", "gfx950", "sm_90"])
-def test_machine_code(gpu, dtype, c, window):
-    check_machine_code(functools.partial(gradient, window=window), *arguments(dtype, c=c), gpu=gpu)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The kernel against the reference in double precision, its lowering, its machine code, and the bytes it moves."""
+"""The kernel against the reference in double precision, its lowering, and the bytes it moves."""
 
 import functools
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pallas_kernels.residual_norm import backward_cut, forward_cut, residual_norm_backward, residual_norm_forward
 from pallas_kernels.tiles import PLATFORMS
 from tests.helpers import assert_close, jit, seeds
-from tests.kernel_helpers import check_machine_code, equations, kernel, lowered_kernels, shape
+from tests.kernel_helpers import equations, kernel, lowered_kernels, shape
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.residual_norm import MergeVectors, residual_norm
 
@@ -188,21 +188,14 @@ def test_it_runs_where_numbers_are_wide_by_default():
     chex.assert_type(jax.tree.leaves(ours), F32)
 
 
-@pytest.mark.parametrize(("gpu", "dtype"), [("gfx942", BF16), ("sm_90", BF16)])
-def test_registers_suffice(gpu, dtype):
-    check_machine_code(gradient, *shapes(4096, 2048, dtype), gpu=gpu)
-
-
 @pytest.mark.soak
-@pytest.mark.parametrize("gpu", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("width", [96, 1536, 2048, 4096, 8192])
-def test_registers_suffice_at_any_width(gpu, dtype, scaled, width):
-    platform = "cuda" if gpu == "sm_90" else "rocm"
+def test_lowers_at_any_width(platform, dtype, scaled, width):
     names = ["residual_norm_forward", "residual_norm_backward"]
     assert lowered_kernels(gradient, *shapes(4096, width, dtype, scaled), platform=platform) == names
-    check_machine_code(gradient, *shapes(4096, width, dtype, scaled), gpu=gpu)
 
 
 def size(*trees):

@@ -8,11 +8,10 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh
 
-from tests.kernel_helpers import TARGETS
+from tests.kernel_helpers import TARGETS, abstract_device, kernel_names
 from tests.parallel_helpers import LAYOUTS, WIDE
 from tests.train_helpers import make_batch
 from zaya_jax.config import ParallelConfig
-from zaya_jax.machine.proxies.codegen import abstract_device, kernels_of
 from zaya_jax.ops.registry import preferred_kernels
 from zaya_jax.parallel.mesh import batch_sharding, replicated
 from zaya_jax.train.program import Programs
@@ -77,7 +76,7 @@ def test_the_step_lowers_for_eight_gpus(name, platform):
     assert "mhlo.num_partitions = 8 : i32" in text.split("\n", 1)[0]
     moved = collectives(text)
     assert set(moved) == expected
-    kernels = {kernel.name for kernel in kernels_of(program)}
+    kernels = set(kernel_names(program))
     assert {"residual_norm_forward", "residual_norm_backward", "cca_mix", "cca_mix_backward"} <= kernels
     assert {"momentum", "gram"} <= kernels
     # A part of a ring has few queries here, and so the kernel for few.

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zaya_jax.errors import InputError
-from zaya_jax.machine.proxies.kernel_cases import STEPS, Sizes
+from zaya_jax.machine.kernel_cases import STEPS, Sizes
 
 Call = Callable[[], Any]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from zaya_jax.bench.kernel_peers import PEERS, peer_call
 from zaya_jax.errors import InputError
-from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
+from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, Aim, Case, Sizes, cases, program
 from zaya_jax.machine.result import describe_run, write_result
 from zaya_jax.machine.subprocesses import Passes, interleave, run_in_subprocess
 from zaya_jax.ops.registry import KernelSelection, select_kernels

@@ -45,21 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_flags(context, repeats=5, png="memory per device against the number of devices")
     context.set_defaults(run=_context)
 
-    launches = add_verb(
-        verbs, _PROGRAM, "launches", "count kernel launches and bytes moved, with and without Pallas kernels",
-        "Counts them in programs lowered for ROCm, for one layer and for each operation. Needs no GPU.",
-        "--output launches.json",
+    kernels = add_verb(
+        verbs, _PROGRAM, "kernels", "compile each Pallas kernel for GPUs that need not be here",
+        "Reports registers, shared memory, spills and scratch memory of each kernel, and launches and bytes of each "
+        "operation with kernels and with references, from XLA's compilers. Needs the extra compile-cuda or "
+        "compile-rocm, and no GPU. Takes minutes for each GPU.", "--compile-for mi300x h200 --output kernels.json",
     )  # fmt: skip
-    add_flags(launches)
-    launches.set_defaults(run=_launches)
-
-    machine_code = add_verb(
-        verbs, _PROGRAM, "machine-code", "report registers, shared memory and spills of each Pallas kernel",
-        "Compiles the kernels for MI300X (gfx942), MI355X (gfx950) and H200 (sm_90) with the triton package. Needs no "
-        "GPU.", "--output machine_code.json",
-    )  # fmt: skip
-    add_flags(machine_code)
-    machine_code.set_defaults(run=_machine_code)
+    kernels.add_argument("--compile-for", nargs="+", default=[], metavar="GPU",
+                         help="mi300x, mi355x, h100 or h200 (default: all whose compilers are installed)")  # fmt: skip
+    add_flags(kernels)
+    kernels.set_defaults(run=_kernels)
     return run_verb(parser, arguments)
 
 
@@ -84,16 +79,10 @@ def _context(parsed: argparse.Namespace) -> dict[str, Any]:
     return measure_context(None, parsed.repeats, parsed.png)
 
 
-def _launches(parsed: argparse.Namespace) -> dict[str, Any]:
-    from zaya_jax.machine.proxies.launches import bench_launches
+def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.machine.compilers.kernels import bench_kernels
 
-    return bench_launches(parsed.output)
-
-
-def _machine_code(parsed: argparse.Namespace) -> dict[str, Any]:
-    from zaya_jax.machine.proxies.machine_code import bench_machine_code
-
-    return bench_machine_code(parsed.output)
+    return bench_kernels(parsed.compile_for, parsed.output)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from zaya_jax.hardware.assumptions import ASSUMPTIONS
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware
-from zaya_jax.machine.compilers.predict import ASSUMPTIONS, Cost
+from zaya_jax.machine.compilers.predict import Cost
 
 _GB, _MS = 1e9, 1e-3
 
@@ -18,7 +19,7 @@ class Row(NamedTuple):
       quantity: what it is.
       unit: of the values.
       predicted: of a step, the compiler's memory and the time predicted from the compiled program; of a kernel, the
-        time of its FLOPs or bytes at fractions of the data sheet's peaks (`compilers.predict.ASSUMPTIONS`). None if
+        time of its FLOPs or bytes at fractions of the data sheet's peaks (`hardware.assumptions`). None if
         there is no prediction.
       estimated: of a step, the dry run's estimate from shapes and data sheet; of a kernel, the time of its FLOPs or
         bytes at the speeds that the part measured in matmuls and copies. None if there is no estimate.
@@ -109,7 +110,7 @@ def _kernel_rows(name: str, part: Mapping[str, Any], kind: str, hardware: Hardwa
         seconds = row["median_seconds"].get("kernel")
         if seconds is None:
             continue
-        cost = Cost(case, row["flops"], row["bytes"], ASSUMPTIONS.kernel)
+        cost = Cost(case, row["bytes"], row["flops"], ASSUMPTIONS.kernel)
         predicted = None if hardware is None else cost.seconds(hardware) / _MS
         roofline = max(row["bytes"] / limits["copy"], row["flops"] / limits["dense"]) / _MS
         rows.append(Row(name, case, "ms", predicted, roofline, seconds / _MS, why))

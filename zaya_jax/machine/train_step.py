@@ -193,10 +193,10 @@ def _from_program(
     try:
         entry = entry_place(parse(compiled.as_text()))
         step = CompiledStep(kind, devices, memory, entry, [], seconds, host_bytes)
-        described = as_json(step, predict(entry, hardware), estimate.axes)
+        described = as_json(step, predict(entry, hardware, 1 / estimate.axes["expert"]), estimate.axes)
     except Exception as error:  # XLA's text changes between versions; the measurement is worth more
         reason = f"The compiled program could not be read ({type(error).__name__}: {str(error)[:200]})."
         return contents | {"predicted": None, "not_predicted": reason}
     predicted = described.pop("predicted")
-    described["moves"] = described["moves"][:_MOVES]
+    described["costliest"] = described["costliest"][:_MOVES]
     return {"compiled": described, "predicted": predicted}

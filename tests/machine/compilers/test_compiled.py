@@ -1,6 +1,7 @@
 """The step of a small model, compiled by XLA's compilers for NVIDIA and AMD GPUs."""
 
 import functools
+import json
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import compile_step
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.predict import predict
-from zaya_jax.machine.compilers.report import collective_rows, launch_rows
+from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.machine.compilers.toolchain import environment
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
@@ -157,32 +158,45 @@ def test_the_command_prints_a_summary_and_then_what_the_compiler_says(capsys, mo
     assert "multiple of 8" in capsys.readouterr().err
 
 
-# make compilers PYTEST_ARGS='-m "compilers and soak"'
+EXPERT, CONTEXT = ["parallel.expert=8", "parallel.expert_exchange=ragged"], ["parallel.context=8"]
+
+
+# make compilers PYTEST_ARGS='-s -m "compilers and soak"'
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("gpu", "devices", "config", "overrides", "tolerance"),
+    ("gpu", "devices", "config", "overrides", "launches", "gigabytes"),
     [
-        ("h200", 1, "bench_8b", [], 0.05),
-        ("mi300x", 1, "bench_8b", [], 0.05),
-        ("mi300x", 1024, "zaya1_8b", [], 0.07),  # the estimate is 6.2 % too high, and 5.5 % below
-        ("h200", 8, "zaya1_8b", [], 0.07),
-        ("h200", 8, "zaya1_8b", ["parallel.gradient_reduction=micro_batch"], 0.05),
-        ("h200", 8, "zaya1_8b", ["parallel.fsdp=2"], 0.05),
+        ("h200", 1, "bench_8b", [], (68, 152), 4900),
+        ("mi300x", 1, "bench_8b", [], (68, 146), 4800),
+        ("mi300x", 1024, "zaya1_8b", [], (59, 153), 590),
+        ("h200", 8, "zaya1_8b", [], (64, 154), 78_000),
+        ("h200", 8, "zaya1_8b", ["parallel.gradient_reduction=micro_batch"], (65, 154), 106_000),
+        ("h200", 8, "zaya1_8b", ["parallel.fsdp=2"], (78, 219), 170_000),
+        ("h200", 8, "zaya1_8b", ["parallel.fsdp=8"], (78, 218), 126_000),
+        ("mi300x", 8, "zaya1_8b", EXPERT, (97, 190), 35_000),
+        ("h200", 8, "zaya1_8b", CONTEXT, (67, 169), 486_000),
     ],
 )
-def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, config, overrides, tolerance):
+def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, config, overrides, launches, gigabytes):
     need_stand_ins(gpu)
     loaded = load_config(ROOT / f"configs/{config}.yaml", overrides)
     step = compile_step(loaded, 0, gpu, devices)
-    assert step.host_bytes < 2e9
-    estimate = estimate_phase(simulated_programs(loaded, devices), 0, HARDWARE[gpu]).memory.total
-    assert estimate == pytest.approx(step.peak_memory, rel=tolerance), (estimate, step.peak_memory)
-    rows = launch_rows(step.entry)
-    assert rows["layers forward"] <= 78
-    assert rows["layers backward"] <= (219 if "parallel.fsdp=2" in overrides else 169)
+    estimate = estimate_phase(simulated_programs(loaded, devices), 0, HARDWARE[gpu])
+    rows, moves = launch_rows(step.entry), move_rows(step.entry)
+    moved = sum(row["bytes"] * row["times"] for row in moves) / 1e9
     spilling = {kernel.name: kernel.vector_spills for kernel in step.kernels if kernel.vector_spills or kernel.scratch}
+    print(json.dumps({
+        "gpu": gpu, "devices": devices, "config": config, "overrides": overrides, "seconds": step.seconds,
+        "host_bytes": step.host_bytes, "peak_bytes": step.peak_memory, "estimated_bytes": estimate.memory.total,
+        "launches": rows, "moves_gb": round(moved), "spills": spilling,
+        "predicted_seconds": round(predict(step.entry, HARDWARE[gpu], 1 / estimate.axes["expert"]).seconds, 2),
+        "estimated_seconds": round(estimate.step_seconds, 2),
+    }))  # fmt: skip
+    assert step.host_bytes < 2e9
+    assert estimate.memory.total == pytest.approx(step.peak_memory, rel=0.05)
+    assert rows["layers forward"] <= launches[0]
+    assert rows["layers backward"] <= launches[1]
+    assert moved <= gigabytes
     # Bytes on NVIDIA; nothing spills on AMD.
     allowed = {"cca_mix_backward": 44, "gram_polynomial": 12} if gpu == "h200" else {}
-    found = {name: count for name, count in spilling.items() if name.partition("__")[0] not in allowed}
-    assert not found
     assert all(count <= allowed[name.partition("__")[0]] for name, count in spilling.items())

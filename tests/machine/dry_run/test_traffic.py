@@ -52,7 +52,7 @@ def estimated(name):
 def ours(name):
     """Bytes by kind of `estimated`, gathers and scatters together as some transfers are both."""
     sent = Counter()
-    for _, kind, _, size in estimated(name):
+    for _, kind, _, size, *_ in estimated(name):
         sent[kind if kind in ("all-to-all", "collective-permute", "all-reduce") else "gathered"] += size
     return sent
 

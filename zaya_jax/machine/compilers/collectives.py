@@ -39,10 +39,11 @@ class Collective(NamedTuple):
 
 def collectives(entry: Place) -> list[Collective]:
     """Return all collectives of the step."""
-    return [collective for place in walk(entry) for collective in _place_collectives(place)]
+    return [collective for place in walk(entry) for collective in place_collectives(place)]
 
 
-def _place_collectives(place: Place) -> Iterator[Collective]:
+def place_collectives(place: Place) -> Iterator[Collective]:
+    """Yield the collectives of a place, without those of its loops."""
     started: dict[str, int] = {}
     for index, instruction in enumerate(place.instructions):
         kind = instruction.opcode.removesuffix("-start").removesuffix("-done")

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +49,15 @@ class CompiledStep(NamedTuple):
         return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
 
 
+def check_gpu(name: str) -> None:
+    """Raise `InputError` if there is no compiler for a GPU of this name."""
+    if name not in GPUS:
+        raise InputError(f"--compile-for is {name!r}, but must be one of {', '.join(GPUS)}.")
+
+
 def check_devices(gpu: str, devices: int) -> None:
     """Raise `InputError` unless `gpu` is in `GPUS`, and the devices fill nodes, or part of one."""
-    if gpu not in GPUS:
-        raise InputError(f"--compile-for is {gpu!r}, but must be one of {', '.join(GPUS)}.")
+    check_gpu(gpu)
     node = HARDWARE[gpu].node_size
     if devices > node and devices % node:
         raise InputError(f"--devices is {devices}, but must be at most {node} or a multiple of {node} with "
@@ -75,18 +81,34 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
         folder = Path(temporary)
         path = folder / "config.yaml"
         path.write_text(to_yaml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "zaya_jax.machine.compilers.worker", str(path), str(phase), gpu, str(devices)]
-        process = subprocess.run(  # noqa: S603 (this program, on files of our own)
-            [*command, str(folder)], capture_output=True, text=True, check=False, env=environment(gpu, folder)
-        )
-        if process.returncode:
-            raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}: "
-                             f"{_reason(process)}")  # fmt: skip
+        subject = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
+        run_worker("worker", (str(path), str(phase), gpu, str(devices)), gpu, folder, subject)
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
-        kernels = read_resources(folder / DUMP, toolchain.assembler, GPUS[gpu].architecture, folder / CODE_OBJECTS)
+        kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
     host_bytes = facts.pop("host_bytes")
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
+
+
+def run_worker(worker: str, arguments: Sequence[str], gpu: str, folder: Path, failure: str) -> None:
+    """Run a module of this package that compiles for a GPU, in a process with the compiler's environment.
+
+    Args:
+      worker: name of the module.
+      arguments: its arguments, without the last, which is the folder.
+      gpu: name in `GPUS`.
+      folder: folder for what the module and the compiler write.
+      failure: start of the message if the compiler fails.
+
+    Raises:
+      InputError: the packages of the compiler are missing, or the process fails.
+    """
+    command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
+    process = subprocess.run(  # noqa: S603 (this program, on files of our own)
+        command, capture_output=True, text=True, check=False, env=environment(gpu, folder)
+    )
+    if process.returncode:
+        raise InputError(f"{failure}: {_reason(process)}")
 
 
 def _reason(process: subprocess.CompletedProcess[str]) -> str:

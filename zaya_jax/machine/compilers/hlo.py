@@ -76,11 +76,15 @@ class Place:
       trips: how often the loop's body runs each time; 1 for the entry.
       outer: the place around it; None for the entry.
       op_name: path of the jax operation that the loop comes from; empty if unknown.
+      counted: whether `trips` is known; if not, it is 1.
     """
 
-    def __init__(self, module: Module, computation: str, trips: int, outer: "Place | None", op_name: str) -> None:
+    def __init__(
+        self, module: Module, computation: str, trips: int, outer: "Place | None", op_name: str, *, counted: bool = True
+    ) -> None:
         """See the attributes."""
         self.module, self.computation, self.trips, self.outer, self.op_name = module, computation, trips, outer, op_name
+        self.counted = counted
 
     @property
     def instructions(self) -> list[Instruction]:
@@ -104,9 +108,10 @@ class Place:
                 yield self.loop(instruction)
 
     def loop(self, instruction: Instruction) -> "Place":
-        """Return the place of a `while` of this place; one trip if the count is unknown."""
-        trips = int(instruction.attribute(r'known_trip_count":\{"n":"(\d+)"') or 1)
-        return Place(self.module, instruction.called("body"), trips, self, instruction.op_name)
+        """Return the place of a `while` of this place."""
+        trips = instruction.attribute(r'known_trip_count":\{"n":"(\d+)"')
+        body, op_name = instruction.called("body"), instruction.op_name
+        return Place(self.module, body, int(trips or 1), self, op_name, counted=bool(trips))
 
     @property
     def kind(self) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
+from zaya_jax.machine.compilers.toolchain import Toolchain
 
 _THUNK = re.compile(
     r"\] (\S+) grid: \[(\d+), (\d+), (\d+)\] threads: \[(\d+), (\d+), (\d+)\]\s+shared_memory: (\d+) bytes"
@@ -43,17 +44,21 @@ class KernelResources(NamedTuple):
     threads: int
 
 
-def read_resources(dump: Path, compiler: Path | None, architecture: str, objects: Path) -> list[KernelResources]:
-    """Return the resources of each kernel of the training step.
+def read_resources(
+    program: str, toolchain: Toolchain, architecture: str, dump: Path, objects: Path
+) -> list[KernelResources]:
+    """Return the resources of each kernel of a program.
 
     Args:
-      dump: folder that XLA dumped into.
-      compiler: `ptxas`; None on AMD.
+      program: name of the function that was jitted.
+      toolchain: the compiler.
       architecture: instruction set, such as 'sm_90'.
+      dump: folder that XLA dumped into.
       objects: folder of AMD's code objects.
     """
-    launches = _launches(dump)
-    kernels = _nvidia(dump, compiler, architecture) if compiler is not None else _amd(objects)
+    launches = _launches(dump, program)
+    assembler = toolchain.assembler
+    kernels = _amd(objects) if assembler is None else _nvidia(dump, program, assembler, architecture)
     return sorted(
         kernel._replace(shared=max(kernel.shared, launches[kernel.name][0]), threads=launches[kernel.name][1])
         for kernel in kernels
@@ -61,25 +66,27 @@ def read_resources(dump: Path, compiler: Path | None, architecture: str, objects
     )
 
 
-def _launches(dump: Path) -> dict[str, tuple[int, int]]:
-    """Return bytes of shared memory and threads of each kernel that the step launches."""
+def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
+    """Return bytes of shared memory and threads of each kernel that the program launches."""
     found = {}
-    for path in dump.glob("*jit_train_step*.thunk_sequence.txt"):
+    for path in dump.glob(f"*.jit_{program}.*thunk_sequence.txt"):
         for name, *sizes, shared in _THUNK.findall(path.read_text(encoding="utf-8")):
             found[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
     return found
 
 
-def _nvidia(dump: Path, compiler: Path, architecture: str) -> Iterator[KernelResources]:
+def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Iterator[KernelResources]:
     def assemble(path: Path) -> str:
-        command = [str(compiler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
+        command = [str(assembler), "-v", f"-arch={architecture}a", "-o", "/dev/null", str(path)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
         if done.returncode:
-            raise InputError(f"{compiler} rejects a kernel: {done.stderr.strip()[:300]}")
+            raise InputError(f"{assembler} rejects a kernel: {done.stderr.strip()[:300]}")
         return done.stderr
 
+    # If XLA adds no kernels of its own, their file is empty.
+    files = [path for path in sorted(dump.glob(f"*.jit_{program}.*ptx")) if path.stat().st_size]
     with ThreadPoolExecutor(2) as pool:
-        for text in pool.map(assemble, sorted(dump.glob("*jit_train_step*.ptx"))):
+        for text in pool.map(assemble, files):
             for name, stack, stores, _, registers in _PTXAS.findall(text):
                 yield KernelResources(name, int(registers), int(stores), 0, int(stack), 0, 0)
 
@@ -88,9 +95,9 @@ def _amd(objects: Path) -> Iterator[KernelResources]:
     for path in sorted(objects.glob("*.hsaco")):
         for kernel in _metadata(path.read_bytes()):
             yield KernelResources(
-                kernel[".name"], kernel[".vgpr_count"] + kernel.get(".agpr_count", 0),
-                kernel.get(".vgpr_spill_count", 0), kernel.get(".sgpr_spill_count", 0),
-                kernel[".private_segment_fixed_size"], kernel[".group_segment_fixed_size"], 0,
+                kernel[".name"], kernel[".vgpr_count"], kernel.get(".vgpr_spill_count", 0),
+                kernel.get(".sgpr_spill_count", 0), kernel[".private_segment_fixed_size"],
+                kernel[".group_segment_fixed_size"], 0,
             )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
     mesh_devices = gpu_devices(name, devices)
     kernels = select_kernels(GPUS[name].target, config.model, config.train.compute_dtype)
     program = Programs(config, kernels, mesh_devices)[phase]
-    # From jax 0.12 on, the lowering of Triton kernels asks this mesh for the device.
-    with jax.sharding.use_abstract_mesh(program.placement.mesh.abstract_mesh):
-        lowered = program.trace(largest_stage(config, phase)).lower(lowering_platforms=(GPUS[name].platform,))
-    compiled: Any = lowered.compile()
+    compiled = compile_traced(lambda: program.trace(largest_stage(config, phase)), name, program.placement.mesh)
     memory = compiled.memory_analysis()
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
     facts = {
@@ -46,6 +44,15 @@ def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
     }
     (Path(folder) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+
+
+def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
+    """Compile what `trace` returns for a GPU of `GPUS`, on a `mesh` of `gpu_devices`."""
+    import jax
+
+    # From jax 0.12 on, the lowering of Triton kernels asks this mesh for the device.
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return trace().lower(lowering_platforms=(GPUS[name].platform,)).compile()
 
 
 def load_compiler(name: str) -> None:

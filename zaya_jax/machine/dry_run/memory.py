@@ -132,7 +132,7 @@ def _copy_bytes(program: PhaseProgram) -> int:
     for name, x in _on_one_device(program, _merge_copies).items():
         leaf = placement.leaves[name]
         if leaf.gathered:
-            total += math.prod(x.shape) * placement.dtypes[name].itemsize
+            total += (2 if leaf.by_layer else 1) * math.prod(x.shape) * placement.dtypes[name].itemsize
         elif leaf.by_layer or x.dtype != stored[name].dtype:
             total += _bytes(x)
     return total

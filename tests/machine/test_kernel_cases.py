@@ -5,11 +5,10 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kernel_helpers import TARGETS, kernels
+from tests.kernel_helpers import kernel_names, kernels, lower
 from tests.train_helpers import ROOT
 from zaya_jax.config import load_config
-from zaya_jax.machine.proxies.codegen import kernels_of, lower
-from zaya_jax.machine.proxies.kernel_cases import EIGHT_B, SMALL, cases, passes, program
+from zaya_jax.machine.kernel_cases import EIGHT_B, SMALL, cases, passes, program
 from zaya_jax.ops.registry import OPERATIONS
 
 KERNELS = {
@@ -54,14 +53,26 @@ def test_every_operation_that_has_a_kernel_has_a_case():
         assert name.removesuffix(" backward") in found
 
 
-def test_what_is_recorded_and_told_is_of_these_kernels():
-    names = {name for launched in KERNELS.values() for name in launched}
-    code, counted = (json.loads((ROOT / "benchmarks" / f"kernels_{what}.json").read_text(encoding="utf-8"))["kernels"]
-                     for what in ("machine_code", "launches"))  # fmt: skip
-    assert {row["kernel"] for row in code} == names
-    assert counted.keys() == names
-    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| `(\w+)` \| (?:bf16|fp32) \|", page, re.MULTILINE)) == names
+def test_the_page_has_what_the_benchmark_recorded_of_these_kernels():
+    gpus = json.loads((ROOT / "benchmarks" / "kernels_compiled.json").read_text(encoding="utf-8"))["gpus"]
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8").replace("**", "")
+    _, cases_part, kernels_part = re.split("## Launches and bytes of an operation|## Registers and shared memory", page)
+    rows, kernels_rows = (
+        re.findall(r"^\| `([\w ]+)` \| (.*) \|$", part, re.MULTILINE) for part in (cases_part, kernels_part)
+    )
+    assert [name for name, _ in rows] == list(KERNELS)
+    recorded = {row["case"]: row for row in gpus["mi300x"]["cases"] if row["dtype"] == "bfloat16"}
+    for name, cells in rows:
+        row, figures = recorded[name], cells.replace("> ", "").replace(",", "").split(" | ")[1:]
+        for side, multiple, launches in (("kernels", *figures[:2]), ("references", *figures[2:])):
+            assert multiple == f"{row[side]['bytes'] / row['least_bytes']:.2f} ×"
+            assert launches == str(row[side]["launches"])
+    assert {name for name, _ in kernels_rows} == {name for launched in KERNELS.values() for name in launched}
+    for name, cells in kernels_rows:
+        variants = [[kernel for kernel in report["kernels"] if (kernel["name"], kernel["dtype"]) == (name, "bfloat16")]
+                    for report in gpus.values()]  # fmt: skip
+        assert cells.split(" | ") == [f"{max(kernel[what] for kernel in of_gpu) / unit:.3g}" for of_gpu in variants
+                                      for what, unit in (("registers", 1), ("shared", 1024))]  # fmt: skip
 
 
 def test_the_work_is_what_the_definitions_say():
@@ -98,7 +109,7 @@ def test_a_case_is_done_by_its_kernels_or_without(name):
     case = cases(EIGHT_B, "bfloat16")[name]
     for without, names in (((), KERNELS[name]), (case.operations, [])):
         function, arguments = passes(case, kernels("rocm").without(without))
-        assert [kernel.name for kernel in kernels_of(lower(function, *arguments, target=TARGETS["rocm"]))] == names
+        assert kernel_names(lower(function, *arguments, platform="rocm")) == names
 
 
 def small(name, platform, dtype="float32"):

@@ -1,1 +1,0 @@
-"""Properties of kernels counted from their intermediate code, without the compiler of a GPU."""
