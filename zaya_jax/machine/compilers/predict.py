@@ -198,6 +198,8 @@ def _attention(shapes: _Arrays) -> float:
 
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed.
 _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
+    ("attention_join", lambda _: 0.0),
+    ("attention_decode", lambda shapes: 2.0 * _attention(shapes)),  # the last queries see all keys
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
