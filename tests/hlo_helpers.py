@@ -1,4 +1,4 @@
-"""What stands in a compiled program: collectives and products, where they stand, and how often they run."""
+"""Collectives and matmuls of a compiled program, where they are, and how often they run."""
 
 import math
 import re
@@ -24,7 +24,7 @@ class Collective(NamedTuple):
       kind: as HLO has it.
       shape: of a device's arrays after it, as HLO text.
       over: axes of the mesh along which it runs.
-      devices: that take part together.
+      devices: number of devices in a group.
       loops: how often each loop around it runs, outermost first; infinity where that depends on data.
       stage: 'forward', 'backward', 'again' where the backward pass computes the forward pass again; '' for what
         stands outside of the differentiated function, or was moved out of it.
@@ -44,7 +44,7 @@ class Collective(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """That its results take."""
+        """Bytes of its results."""
         return shape_bytes(self.shape)
 
     @property

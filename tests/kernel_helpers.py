@@ -1,4 +1,4 @@
-"""How kernels are tested without a GPU: which a program lowers to, for both platforms."""
+"""Lower programs without a GPU, for both platforms, and list their kernels."""
 
 import functools
 
@@ -20,7 +20,7 @@ def kernels(platform: str) -> KernelSelection:
 
 
 def kernel(operation: str, platform: str):
-    """The implementation of an operation there."""
+    """Return the implementation of an operation on a platform."""
     return kernels(platform).implementation(operation)
 
 
@@ -29,14 +29,14 @@ def shape(*sizes, dtype):
 
 
 def equations(function, *arrays):
-    """Of the traced function, and in place of calls those of the functions that it calls."""
+    """Yield the equations of a traced function; calls are replaced by the equations of what they call."""
 
     def inside(jaxpr):
-        for one in jaxpr.eqns:
-            if one.primitive.name in ("jit", "pjit"):
-                yield from inside(one.params["jaxpr"].jaxpr)
+        for equation in jaxpr.eqns:
+            if equation.primitive.name in ("jit", "pjit"):
+                yield from inside(equation.params["jaxpr"].jaxpr)
             else:
-                yield one
+                yield equation
 
     yield from inside(jax.make_jaxpr(function)(*arrays).jaxpr)
 

@@ -10,7 +10,6 @@ if __name__ == "__main__":  # before the imports below, during which Ctrl-C woul
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
 
 import argparse
-import logging
 import os
 import traceback
 from collections.abc import Sequence
@@ -79,9 +78,10 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
 
 def _dry_run(config: Config, options: argparse.Namespace) -> None:
     _prepare_jax(config, "cpu")
-    # The plugins that compile look for their GPUs, and log a traceback if there are none.
-    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
+    from zaya_jax.machine.compilers.toolchain import silence_plugins
     from zaya_jax.machine.dry_run.report import dry_run
+
+    silence_plugins()
 
     hardware, gpu = options.hardware, options.compile_for
     print(dry_run(config, options.devices, hardware, options.json, gpu, options.suggest))

@@ -190,7 +190,7 @@ def test_fewer_layers_are_tried_if_the_compiler_needs_more_than_the_estimate(mon
     assert programs.compiled == 1
     with pytest.raises(InputError, match=r"needs 4\.2e-08 GB per device, but only 4\.1e-08 GB"):
         compile_fitting(STEP, 1, H200, 41)  # at 0.4 of it, one layer is estimated to fit
-    assert programs.compiled == 1 + len(FRACTIONS)
+    assert programs.compiled == 1 + 2  # the smallest fraction makes the same program again
 
 
 @pytest.mark.parametrize("devices", [1, 2, 6])

@@ -23,11 +23,11 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.machine.result import describe_run, rounded, write_result
 from zaya_jax.machine.step import (
     describe_throughput,
     peak_memory,
-    program_bytes,
     random_tokens,
     throughput,
     time_train_steps,
@@ -119,7 +119,7 @@ class CompiledParts(NamedTuple):
     @property
     def bytes(self) -> int:
         """Device memory of the largest program."""
-        return max(program_bytes(program) for program in self)
+        return max(peak_bytes(program_memory(program)) for program in self)
 
 
 def time_ours(config: Config, tokens_bs: np.ndarray, repeats: int) -> dict[str, Any]:

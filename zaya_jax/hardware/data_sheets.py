@@ -10,7 +10,7 @@ class Hardware(NamedTuple):
 
     Attributes:
       kinds: substrings of the device names that runtimes report.
-      memory: bytes.
+      memory: bytes, as the runtime reports them.
       memory_fraction: part of the memory that XLA may allocate with this accelerator's preset.
       peak: dense bf16 FLOP/s.
       fp32_peak: dense FLOP/s of fp32 matmuls at jax's default precision: TF32 on NVIDIA, fp32 on AMD.
@@ -38,14 +38,16 @@ class Hardware(NamedTuple):
         return self.memory * self.memory_fraction
 
 
-# Each device has one 400 Gb/s adapter. A MI300X has one xGMI link of 64 GB/s to each of the other seven
-# (docs/reference.md §9), a MI355X of 76.8 GB/s; NVLink 4 has 450 GB/s per direction, behind NVSwitch. The MI355X has
-# 256 units, each with 4,096 bf16 FLOPs per clock, at 2.4 GHz.
+# Memory: ROCm reports the 192 GB of a MI300X as 201,310,208 KB (github.com/ROCm/ROCm/issues/4414); those of a MI355X
+# count as GiB likewise; CUDA reports 79.1 GiB for an H100 and 139.7 for an H200. Each device has one 400 Gb/s adapter.
+# A MI300X has one xGMI link of 64 GB/s to each of the other seven (docs/reference.md §9), a MI355X of 76.8 GB/s; NVLink
+# 4 has 450 GB/s per direction, behind NVSwitch. The MI355X has 256 units, each with 4,096 bf16 FLOPs per clock, at
+# 2.4 GHz.
 HARDWARE = {
-    "mi300x": Hardware(("MI300X", "gfx942"), 192e9, 0.97, 1307e12, 163.4e12, 5.3e12, 8, 448e9, 64e9, 50e9),
-    "mi355x": Hardware(("MI355X", "gfx950"), 288e9, 0.97, 2517e12, 157.3e12, 8.0e12, 8, 537.6e9, 76.8e9, 50e9),
-    "h100": Hardware(("H100",), 80e9, 0.9, 989e12, 494.7e12, 3.35e12, 8, 450e9, 450e9, 50e9),
-    "h200": Hardware(("H200",), 141e9, 0.9, 989e12, 494.7e12, 4.8e12, 8, 450e9, 450e9, 50e9),
+    "mi300x": Hardware(("MI300X", "gfx942"), 206.1e9, 0.97, 1307e12, 163.4e12, 5.3e12, 8, 448e9, 64e9, 50e9),
+    "mi355x": Hardware(("MI355X", "gfx950"), 309.2e9, 0.97, 2517e12, 157.3e12, 8.0e12, 8, 537.6e9, 76.8e9, 50e9),
+    "h100": Hardware(("H100",), 84.9e9, 0.9, 989e12, 494.7e12, 3.35e12, 8, 450e9, 450e9, 50e9),
+    "h200": Hardware(("H200",), 150.0e9, 0.9, 989e12, 494.7e12, 4.8e12, 8, 450e9, 450e9, 50e9),
 }
 
 

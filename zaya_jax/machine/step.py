@@ -11,6 +11,7 @@ import numpy as np
 from zaya_jax.config import Config
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.hardware.data_sheets import peak_flops
+from zaya_jax.machine.compilers.compiled import peak_bytes, program_memory
 from zaya_jax.train.initialization import initialize
 from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -88,28 +89,11 @@ def time_train_steps(
     return timed(one_step, repeats), losses, state
 
 
-def program_memory(compiled: Any) -> dict[str, int]:
-    """Return the bytes of a compiled program on each device, by the names of `compilers.compiled.CompiledStep`."""
-    needs = compiled.memory_analysis()
-    return {
-        "arguments": needs.argument_size_in_bytes,
-        "temporaries": needs.temp_size_in_bytes,
-        "outputs": needs.output_size_in_bytes,
-        "donated": needs.alias_size_in_bytes,
-    }
-
-
-def program_bytes(compiled: Any) -> int:
-    """Return the device memory of a compiled program; donated arguments are counted once."""
-    memory = program_memory(compiled)
-    return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
-
-
 def peak_memory(device: Any, program: Any) -> dict[str, Any]:
     """Return the peak memory that `device` reports, or what the compiled `program` needs, and which of the two."""
     counted = (device.memory_stats() or {}).get("peak_bytes_in_use")
     if counted is None:
-        return {"peak_bytes": program_bytes(program), "peak_bytes_by": "the compiled program"}
+        return {"peak_bytes": peak_bytes(program_memory(program)), "peak_bytes_by": "the compiled program"}
     return {"peak_bytes": counted, "peak_bytes_by": "the device"}
 
 

@@ -16,17 +16,15 @@ from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware, find_hardware
 from zaya_jax.machine.comparison import no_data_sheet
-from zaya_jax.machine.compilers.compiled import CompiledStep
+from zaya_jax.machine.compilers.compiled import CompiledStep, peak_bytes, program_memory
 from zaya_jax.machine.compilers.hlo import entry_place, parse
-from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import as_json
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.result import rounded
 from zaya_jax.machine.step import (
     describe_throughput,
     peak_memory,
-    program_bytes,
-    program_memory,
     random_tokens,
     throughput,
     time_train_steps,
@@ -93,7 +91,7 @@ def time_train_step(config: Config | None, layout: Layout, repeats: int) -> dict
         **peak_memory(jax.devices()[0], compiled),
         "estimated": {"seconds": estimate.step_seconds, "bytes": estimate.memory.total,
                       "memory": estimate.memory._asdict(), "bounds": estimate.bounds},
-        **_from_program(compiled, kind, devices, hardware, estimate, seconds, host_bytes),
+        **_from_program(config, compiled, kind, devices, hardware, estimate, seconds, host_bytes),
     }  # fmt: skip
     finite = all(map(math.isfinite, losses))
     return result if finite else result | {"failed": f"A loss is not finite: {result['losses']}."}
@@ -128,13 +126,19 @@ def compile_fitting(
     Raises:
       InputError: no depth fits.
     """
-    kernels, refused = validated_kernels(config), ""
+    kernels, refused, before = validated_kernels(config), "", None
     for fraction in FRACTIONS:
-        fitting = config if limit is None else reduce_to_fit(config, devices, fraction * limit)
+        try:
+            fitting = config if limit is None else reduce_to_fit(config, devices, fraction * limit)
+        except InputError as error:
+            raise InputError(refused or str(error)) from error
+        if fitting == before:  # the same program would not fit either
+            continue
+        before = fitting
         start, programs = time.monotonic(), Programs(fitting, kernels)
         programs.check()
         compiled = programs[0].compile(stages(fitting)[0])
-        seconds, needed = round(time.monotonic() - start, 1), program_bytes(compiled)
+        seconds, needed = round(time.monotonic() - start, 1), peak_bytes(program_memory(compiled))
         if limit is None or needed <= limit:
             estimate = estimate_phase(simulated_programs(fitting, devices), 0, hardware)
             return fitting, estimate, programs, compiled, seconds
@@ -181,19 +185,20 @@ def estimated_bytes(config: Config, devices: int) -> int:
 
 
 def _from_program(
-    compiled: Any, kind: str, devices: int, hardware: Hardware | None, estimate: PhaseEstimate, seconds: float,
-    host_bytes: int,
+    config: Config, compiled: Any, kind: str, devices: int, hardware: Hardware | None, estimate: PhaseEstimate,
+    seconds: float, host_bytes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Describe the compiled program, and predict its time if the device has a data sheet."""
     memory = program_memory(compiled)
-    peak = {"peak": program_bytes(compiled)}
+    peak = {"peak": peak_bytes(program_memory(compiled))}
     contents: dict[str, Any] = {"compiled": {"seconds": seconds, "host_bytes": host_bytes, "memory": memory | peak}}
     if hardware is None:
         return contents | {"predicted": None, "not_predicted": no_data_sheet(kind)}
     try:
         entry = entry_place(parse(compiled.as_text()))
+        shares = phase_shares(config.model, stages(config)[0].context, estimate.axes)
         step = CompiledStep(kind, devices, memory, entry, [], seconds, host_bytes)
-        described = as_json(step, predict(entry, hardware, 1 / estimate.axes["expert"]), estimate.axes)
+        described = as_json(step, predict(entry, hardware, shares), estimate.axes)
     except Exception as error:  # XLA's text changes between versions; the measurement is worth more
         reason = f"The compiled program could not be read ({type(error).__name__}: {str(error)[:200]})."
         return contents | {"predicted": None, "not_predicted": reason}

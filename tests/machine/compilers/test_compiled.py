@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import compile_step
 from zaya_jax.machine.compilers.gpus import GPUS
-from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.machine.compilers.toolchain import environment
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
@@ -82,7 +83,9 @@ def test_layers_launch_no_more_kernels_than_recorded(gpu):
 
 @pytest.mark.parametrize("gpu", LAYOUTS)
 def test_kernels_spill_no_more_than_recorded(gpu):
-    spills = {kernel.name: kernel.vector_spills for kernel in compiled(gpu).kernels if kernel.scratch}
+    spills = {
+        kernel.name: kernel.vector_spills for kernel in compiled(gpu).kernels if kernel.vector_spills or kernel.scratch
+    }
     assert spills.keys() <= SPILLS[gpu].keys()
     assert all(count <= SPILLS[gpu][name] for name, count in spills.items())
     ours = {kernel.name for kernel in compiled(gpu).kernels}
@@ -146,7 +149,7 @@ def test_the_command_prints_a_summary_and_then_what_the_compiler_says(capsys, mo
     arguments = ["--config", "configs/tiny.yaml", "model.num_layers=1", "--dry-run", "--devices", "1"]
     assert main([*arguments, "--compile-for", "h100"]) == 0
     heading, summary, details = capsys.readouterr().out.split("\n\n")
-    assert heading.startswith("1 device, h100: 80 GB")
+    assert heading.startswith("1 device, h100: 85 GB")
     assert "predictions" in heading
     assert summary.startswith("Phase train: fits, ")
     assert "predicted: " in summary
@@ -182,6 +185,7 @@ def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, c
     loaded = load_config(ROOT / f"configs/{config}.yaml", overrides)
     step = compile_step(loaded, 0, gpu, devices)
     estimate = estimate_phase(simulated_programs(loaded, devices), 0, HARDWARE[gpu])
+    shares = phase_shares(loaded.model, loaded.context_for(loaded.phases[0]), estimate.axes)
     rows, moves = launch_rows(step.entry), move_rows(step.entry)
     moved = sum(row["bytes"] * row["times"] for row in moves) / 1e9
     spilling = {kernel.name: kernel.vector_spills for kernel in step.kernels if kernel.vector_spills or kernel.scratch}
@@ -189,10 +193,11 @@ def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, c
         "gpu": gpu, "devices": devices, "config": config, "overrides": overrides, "seconds": step.seconds,
         "host_bytes": step.host_bytes, "peak_bytes": step.peak_memory, "estimated_bytes": estimate.memory.total,
         "launches": rows, "moves_gb": round(moved), "spills": spilling,
-        "predicted_seconds": round(predict(step.entry, HARDWARE[gpu], 1 / estimate.axes["expert"]).seconds, 2),
+        "predicted_seconds": round(predict(step.entry, HARDWARE[gpu], shares).seconds, 2),
         "estimated_seconds": round(estimate.step_seconds, 2),
     }))  # fmt: skip
     assert step.host_bytes < 2e9
+    assert step.seconds < 90 or os.getloadavg()[0] > 3
     assert estimate.memory.total == pytest.approx(step.peak_memory, rel=0.05)
     assert rows["layers forward"] <= launches[0]
     assert rows["layers backward"] <= launches[1]

@@ -7,13 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zaya_jax.config import load_config
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import collectives, device_groups, mesh_axes
+from zaya_jax.machine.compilers.compiled import failure_reason
 from zaya_jax.machine.compilers.hlo import Instruction, arrays, entry_place, parse, shape_bytes, walk
 from zaya_jax.machine.compilers.moves import moves_in_loops
-from zaya_jax.machine.compilers.predict import _kernel_flops, instruction_cost, launches, predict
+from zaya_jax.machine.compilers.predict import Shares, _kernel_flops, instruction_cost, launches, phase_shares, predict
 
 H200 = HARDWARE["h200"]
 # A loop of 20 layers in a loop of 4 micro-batches, and a gather that one fusion hides.
@@ -86,7 +88,7 @@ def test_times_are_those_worked_by_hand():
     weights = max((4 + 2 * 2**21) / memory, launch)  # a slice of the stack, and not the whole, which would take 9 µs
     network = ASSUMPTIONS.latency + collective_seconds("all-gather", 4 * 8192 * 7 / 8, range(8), H200, LINKS)
     assert prediction.components == pytest.approx({
-        "products": 80 * product, "fusions": 80 * weights + launch, "copies": launch,
+        "matmuls": 80 * product, "fusions": 80 * weights + launch, "copies": launch,
         "exposed all-gather": network - launch,
     })  # fmt: skip
     assert prediction.seconds == pytest.approx(sum(prediction.components.values()))
@@ -95,7 +97,7 @@ def test_times_are_those_worked_by_hand():
     assert [round(seconds / launch) for seconds, *_ in prediction.costliest] == [80, 1, 1]
 
 
-def test_what_is_no_program_is_an_error():
+def test_text_without_an_entry_is_an_error():
     with pytest.raises(ValueError, match="no entry"):
         parse("HloModule nothing")
 
@@ -208,18 +210,18 @@ def test_padded_rows_of_the_experts_cost_nothing():
     text = TWO_GATHERS.replace("  %copy.1", f"{KERNEL}  %copy.1")
     place = entry_place(parse(text))
     call = next(x for x in place.instructions if x.name == "call")
-    full, eighth = instruction_cost(place, call), instruction_cost(place, call, 1 / 8)
+    full, eighth = instruction_cost(place, call), instruction_cost(place, call, Shares(rows=1 / 8))
     weights = 2 * 2 * 2048 * 4096
     assert (full.flops, full.bytes) == (2 * 32768 * 2048 * 4096, weights + 2 * 32768 * (2048 + 4096))
     assert (eighth.flops, eighth.bytes) == (full.flops / 8, weights + (full.bytes - weights) / 8)
 
 
 @pytest.mark.parametrize(("dtype", "peak"), [("bf16", 989e12), ("f32", 494.7e12)])
-def test_products_in_fp32_have_a_peak_of_their_own(dtype, peak):
+def test_matmuls_in_fp32_have_a_peak_of_their_own(dtype, peak):
     text = TEXT.replace("(bf16[1024,1024]{1,0}, s8", f"({dtype}[8192,8192]{{1,0}}, s8")
     text = text.replace("%weights = bf16[1024,1024]", f"%weights = {dtype}[8192,8192]")
     components = predict(entry_place(parse(text)), H200).components
-    name = "products in fp32" if dtype == "f32" else "products"
+    name = "matmuls in fp32" if dtype == "f32" else "matmuls"
     assert components[name] == pytest.approx(80 * 2 * 8192**3 / (peak * ASSUMPTIONS.matmul))
 
 
@@ -233,3 +235,38 @@ def test_moves_in_loops_are_those_that_compute_nothing():
     copied = TEXT.replace("fusion(%stack, %index), kind=kLoop, calls=%slice_fused", "copy(%stack)")
     (whole,) = moves_in_loops(entry_place(parse(copied)), least=1e6)
     assert whole.bytes == 2 * 2 * 20 * 1024**2
+
+
+@pytest.mark.parametrize(("dtype", "fp32"), [("bf16", False), ("f32", True), ("f64", True)])
+def test_kernels_in_fp32_have_its_peak(dtype, fp32):
+    text = TWO_GATHERS.replace("  %copy.1", f"{KERNEL.replace('bf16', dtype)}  %copy.1")
+    place = entry_place(parse(text))
+    (call,) = (x for x in place.instructions if x.name == "call")
+    assert instruction_cost(place, call).fp32 == fp32
+
+
+def test_windows_and_experts_share_what_kernels_compute():
+    config = load_config("configs/zaya1_74b.yaml").model  # every second layer has a window of 4,097
+    shares = phase_shares(config, 1 << 17, {"expert": 8})
+    windowed = (4097 * 4098 / 2 + ((1 << 17) - 4097) * 4097) / (1 << 17)
+    assert shares.keys == pytest.approx((1 + windowed / ((1 << 17) + 1) * 2) / 2)
+    assert shares.rows == 1 / 8
+    assert phase_shares(config, 4096, {"expert": 1}) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "reason"),
+    [
+        (1, "a\nValueError: no\nb", "ValueError: no"),
+        (-9, "ValueError: No AMD GPUs", "SIGKILL ended the compiler: ValueError: No AMD GPUs"),
+        (
+            -6,
+            "Some Error\nhipMalloc is a stand-in: it only compiles\n",
+            "SIGABRT ended the compiler: hipMalloc is a stand-in",
+        ),
+        (1, "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: 8 > 4", "RESOURCE_EXHAUSTED: 8 > 4"),
+        (-11, "", "SIGSEGV ended the compiler: it printed nothing"),
+    ],
+)
+def test_a_compiler_that_fails_says_why(status, output, reason):
+    assert reason in failure_reason(status, output)

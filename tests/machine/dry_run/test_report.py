@@ -47,10 +47,10 @@ def test_the_command_says_what_each_phase_takes(printed, monkeypatch, capsys):
     assert main(arguments("--devices", "8", "--hardware", "mi300x")) == 0
     assert asked == [(0, HARDWARE["mi300x"])]
     heading, summary, table = capsys.readouterr().out.split("\n\n")
-    assert re.match(r"8 devices, mi300x: 192 GB .* 1307 TFLOP/s", heading)
+    assert re.match(r"8 devices, mi300x: 206 GB .* 1307 TFLOP/s", heading)
     assert "estimated from shapes" in heading
     assert "predictions, not measurements" in heading
-    total = f"{estimate().memory.total / 1e9:.1f} of 186.2 GB"
+    total = f"{estimate().memory.total / 1e9:.1f} of 199.9 GB"
     speed = f"{1e3 * estimate().step_seconds:.2f} ms/step"
     assert summary.startswith(f"Phase train: fits, {total} per device that XLA may allocate\n  {speed}")
     assert re.search(r"; estimated: (\d+% [a-z ]+(, )?){3}$", summary, re.MULTILINE)
@@ -129,7 +129,7 @@ def test_the_document_says_whether_a_fine_tune_fits():
         assert (total <= HARDWARE[name].allocatable) == (answer == "yes")
     block = text.split("<!-- output: begin -->")[1].split("<!-- output: end -->")[0]
     assert re.search(rf"peak +{on('1', 'step').memory.total / 1e9:.2f} GB ", block)
-    assert f"{on('1', 'step').memory.total / 1e9:.1f} of 126.9 GB per device" in block
+    assert f"{on('1', 'step').memory.total / 1e9:.1f} of 135.0 GB per device" in block
     assert f"{on('1', 'step').step_seconds:.2f} s/step" in block
 
 
@@ -154,3 +154,17 @@ def test_the_memory_that_the_manual_shows_is_what_the_command_prints(column, dev
     shown = {name: float(cells.split(" | ")[column]) for name, cells in rows}
     # Two decimals are shown; versions of jax differ a little in what they keep.
     assert shown == pytest.approx(expected, abs=0.02, rel=0.005)
+
+
+def test_the_document_shows_the_steps_that_were_compiled():
+    results = json.loads((ROOT / "benchmarks/compiled_steps.json").read_text(encoding="utf-8"))["results"]
+    pattern = r"^\| (\w+), (\d+) \| (\w+) \| ([\d.]+) \| ([\d.]+) (m?s) \| (\d+) \|"
+    rows = re.findall(pattern, DOC.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) == len(results) == 12
+    for (model, devices, gpu, size, step, unit, launches), result in zip(rows, results, strict=True):
+        assert (model, int(devices), gpu) == (result["model"], result["devices"], result["gpu"])
+        assert float(size) == pytest.approx(result["peak_bytes"] / 1e9, rel=0.005)
+        assert float(step) * (1e-3 if unit == "ms" else 1) == pytest.approx(result["predicted_seconds"], rel=0.005)
+        layers = 2 if model == "74B" else 1  # of a group
+        counts = result["launches"]
+        assert int(launches) == round((counts["layers forward"] + counts["layers backward"]) / layers)

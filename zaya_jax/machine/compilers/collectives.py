@@ -20,7 +20,8 @@ class Collective(NamedTuple):
       place: where it runs.
       start: index of its start among the place's instructions.
       done: index of its end; `start` if it blocks.
-      bytes: the larger of its input and output on one device; of a ragged all-to-all the smaller, which is full.
+      bytes: the larger of its input and output on one device; for a ragged all-to-all, the smaller, because
+        the larger buffer is sized for the worst case and mostly empty.
       groups: devices that communicate with each other.
     """
 
@@ -71,16 +72,16 @@ def place_collectives(place: Place) -> Iterator[Collective]:
 def device_groups(instruction: Instruction) -> tuple[tuple[int, ...], ...]:
     """Return the groups of devices of a collective, from any of HLO's three notations, or its pairs."""
     text = instruction.text
-    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", text):
-        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1]))
-    if found := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
-        shape = [int(size) for size in re.findall(r"\d+", found[1].partition("<=")[0])]
-        return tuple(map(tuple, _iota(found[1].partition("<=")[2]).reshape(shape).tolist()))
-    if found := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\)(?= \{))? \{(.*?)\}", text):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{[\d,{}]*\})\}", text):
+        return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", match[1]))
+    if match := re.search(r"replica_groups=(\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)", text):
+        shape = [int(size) for size in re.findall(r"\d+", match[1].partition("<=")[0])]
+        return tuple(map(tuple, _iota(match[1].partition("<=")[2]).reshape(shape).tolist()))
+    if match := re.search(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)\)(?= \{))? \{(.*?)\}", text):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
         count = int(np.prod(list(sizes.values())))
-        ids = _iota(found[2]) if found[2] else np.arange(count)
-        return _mesh_groups(ids.reshape(list(sizes.values())), list(sizes), re.findall(r"'(\w+)'", found[3]))
+        ids = _iota(match[2]) if match[2] else np.arange(count)
+        return _mesh_groups(ids.reshape(list(sizes.values())), list(sizes), re.findall(r"'(\w+)'", match[3]))
     return ()
 
 

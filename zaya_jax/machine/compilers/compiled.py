@@ -1,11 +1,12 @@
 """Compile a phase's train step for a GPU in a subprocess, and parse the compiler's output."""
 
 import json
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from zaya_jax.machine.compilers.hlo import Place, entry_place, parse
 from zaya_jax.machine.compilers.resources import KernelResources, read_resources
 from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS, DUMP, environment, find_toolchain
 
+# Parts of a line that says why a compiler failed, the most telling first.
+_TELLING = ("is a stand-in", "RESOURCE_EXHAUSTED", "Check failed", "Error")
 STEP = "step.hlo"  # the scheduled program, from the worker
 FACTS = "facts.json"  # the compiler's figures, from the worker
 
@@ -45,8 +48,23 @@ class CompiledStep(NamedTuple):
     @property
     def peak_memory(self) -> int:
         """Bytes that the step needs on each device."""
-        memory = self.memory
-        return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
+        return peak_bytes(self.memory)
+
+
+def program_memory(compiled: Any) -> dict[str, int]:
+    """Return the bytes of a compiled program on each device, as in `CompiledStep.memory`."""
+    needs = compiled.memory_analysis()
+    return {
+        "arguments": needs.argument_size_in_bytes,
+        "temporaries": needs.temp_size_in_bytes,
+        "outputs": needs.output_size_in_bytes,
+        "donated": needs.alias_size_in_bytes,
+    }
+
+
+def peak_bytes(memory: Mapping[str, int]) -> int:
+    """Return the bytes that a program needs on each device; donated arguments are counted once."""
+    return memory["arguments"] + memory["outputs"] - memory["donated"] + memory["temporaries"]
 
 
 def check_gpu(name: str) -> None:
@@ -108,11 +126,12 @@ def run_worker(worker: str, arguments: Sequence[str], gpu: str, folder: Path, fa
         command, capture_output=True, text=True, check=False, env=environment(gpu, folder)
     )
     if process.returncode:
-        raise InputError(f"{failure}: {_reason(process)}")
+        raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")
 
 
-def _reason(process: subprocess.CompletedProcess[str]) -> str:
-    """Return the most telling line of a compiler that failed."""
-    lines = process.stderr.strip().splitlines() or [f"signal {-process.returncode} ended the compiler"]
-    telling = [line for line in lines if "RESOURCE_EXHAUSTED" in line or "Error" in line]
-    return (telling or lines)[-1][:400]
+def failure_reason(status: int, stderr: str) -> str:
+    """Return why a compiler's process failed: the signal that ended it, and the most telling line of its output."""
+    lines = stderr.strip().splitlines()
+    telling = [line for sign in _TELLING for line in lines if sign in line]
+    line = (telling or lines[-1:] or ["it printed nothing"])[0].strip()[:400]
+    return line if status >= 0 else f"{signal.Signals(-status).name} ended the compiler: {line}"

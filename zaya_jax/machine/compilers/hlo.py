@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
 
     def attribute(self, pattern: str) -> str:
         """Return the first group of the first match of `pattern` in the attributes; empty if there is none."""
-        found = re.search(pattern, self.text)
-        return found[1] if found else ""
+        match = re.search(pattern, self.text)
+        return match[1] if match else ""
 
     @property
     def kernel(self) -> str:
@@ -157,9 +157,9 @@ def parse(text: str) -> Module:
     current: list[Instruction] | None = None
     entry = ""
     for line in text.splitlines():
-        if found := _COMPUTATION.fullmatch(line):
-            current = computations[found[2]] = []
-            entry = found[2] if found[1] else entry
+        if match := _COMPUTATION.fullmatch(line):
+            current = computations[match[2]] = []
+            entry = match[2] if match[1] else entry
         elif line.startswith("}"):
             current = None
         elif current is not None and (instruction := _parse_instruction(line)):
@@ -170,15 +170,15 @@ def parse(text: str) -> Module:
 
 
 def _parse_instruction(line: str) -> Instruction | None:
-    found = _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line.strip()))
-    if not found:
+    match = _INSTRUCTION.match(re.sub(r"/\*.*?\*/", "", line.strip()))
+    if not match:
         return None
-    shape, rest = _split_shape(found[2])
+    shape, rest = _split_shape(match[2])
     opcode = _OPCODE.match(rest)
     if not opcode:
         return None
     end = _closing(rest, opcode.end() - 1)
-    return Instruction(found[1], shape, opcode[1], tuple(_NAME.findall(rest[opcode.end() : end])), rest[opcode.end() :])
+    return Instruction(match[1], shape, opcode[1], tuple(_NAME.findall(rest[opcode.end() : end])), rest[opcode.end() :])
 
 
 def _split_shape(text: str) -> tuple[str, str]:

@@ -4,28 +4,31 @@ Each instruction takes as long as its FLOPs or its bytes at a fraction of the da
 and at least a launch. A collective hides behind what is scheduled between its start and its end.
 """
 
+import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import Collective, collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
+from zaya_jax.model.arithmetic import attention_flops_per_token
 
 
 class Cost(NamedTuple):
     """What an instruction does.
 
     Attributes:
-      component: of the prediction, such as 'products'.
+      component: of the prediction, such as 'matmuls'.
       bytes: read and written.
       flops: floating-point operations.
       fraction: of the peak that the operations reach.
-      fp32: whether they are in fp32.
+      fp32: whether they are in fp32; fp64 counts as fp32, which is faster.
     """
 
     component: str
@@ -64,7 +67,29 @@ class Prediction(NamedTuple):
     costliest: list[tuple[float, int, Place, Instruction]]
 
 
-def predict(entry: Place, hardware: Hardware, filled: float = 1.0) -> Prediction:
+class Shares(NamedTuple):
+    """What a program does not tell: which part of its shapes kernels compute.
+
+    Attributes:
+      rows: fraction of the rows of the experts' kernels that hold tokens; the rest is skipped.
+      keys: keys that a query sees on average, relative to all before it; less than 1 with windows.
+    """
+
+    rows: float = 1.0
+    keys: float = 1.0
+
+
+WHOLE = Shares()
+
+
+def phase_shares(config: ModelConfig, context: int, axes: Mapping[str, int]) -> Shares:
+    """Return the shares of a step: experts get tokens evenly, windows are those of the layers."""
+    whole = dataclasses.replace(config, layer_pattern=("full",), sliding_window=None)
+    keys = attention_flops_per_token(config, context) / attention_flops_per_token(whole, context)
+    return Shares(1 / axes["expert"], keys)
+
+
+def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Prediction:
     """Predict the time of a step on `hardware`.
 
     The collectives of a place share the network, one after another in the order of their starts.
@@ -72,7 +97,7 @@ def predict(entry: Place, hardware: Hardware, filled: float = 1.0) -> Prediction
     Args:
       entry: the compiled step.
       hardware: data sheet.
-      filled: fraction of the rows of the experts' kernels that hold tokens; the rest is skipped.
+      shares: what kernels compute of their shapes.
     """
     by_place: dict[int, dict[int, Collective]] = {}
     every = collectives(entry)
@@ -99,7 +124,7 @@ def predict(entry: Place, hardware: Hardware, filled: float = 1.0) -> Prediction
             elif instruction.opcode == "while":
                 loop = place.loop(instruction)
                 now += loop.trips * run(loop)
-            elif (cost := instruction_cost(place, instruction, filled)) is not None:
+            elif (cost := instruction_cost(place, instruction, shares)) is not None:
                 seconds = cost.seconds(hardware)
                 components[cost.component] += seconds * place.times
                 if cost.component in ("fusions", "copies"):
@@ -137,8 +162,8 @@ def _collective_seconds(collective: Collective, hardware: Hardware) -> float:
     return ASSUMPTIONS.latency + collective_seconds(collective.kind, sent, devices, hardware, LINKS)
 
 
-def instruction_cost(place: Place, instruction: Instruction, filled: float = 1.0) -> Cost | None:
-    """Return what an instruction costs; None if it launches nothing. `filled` is as in `predict`."""
+def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WHOLE) -> Cost | None:
+    """Return what an instruction costs; None if it launches nothing. `shares` are as in `predict`."""
     if not is_launch(instruction):
         return None
     read = [place.shapes.get(name, "") for name in instruction.operands]
@@ -151,10 +176,12 @@ def instruction_cost(place: Place, instruction: Instruction, filled: float = 1.0
         return Cost("copies", 2 * sum(map(shape_bytes, read)))
     if instruction.kernel:
         shapes = [array for shape in (*read, instruction.shape) for array in arrays(shape)]
-        share = filled if instruction.kernel.startswith("grouped") else 1.0
-        moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (share if len(sizes) == 2 else 1) for dtype, sizes in shapes)
+        share = {"grouped": shares.rows, "attention": shares.keys}.get(instruction.kernel.partition("_")[0], 1.0)
+        rows = shares.rows if instruction.kernel.startswith("grouped") else 1.0
+        moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
         flops = share * _kernel_flops(instruction.kernel, shapes)
-        return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel)
+        fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)
+        return Cost(f"kernel {family(instruction.kernel)}", moved, flops, ASSUMPTIONS.kernel, fp32)
     if "matmul" in instruction.custom_call or "gemm" in instruction.custom_call:
         dtype, out = arrays(instruction.shape)[0]  # the second result is a workspace
         contracted = re.findall(r'"lhs_contracting_dimensions":\[([^\]]*)\]', instruction.text)
@@ -162,7 +189,7 @@ def instruction_cost(place: Place, instruction: Instruction, filled: float = 1.0
         size = math.prod(left[1][int(axis)] for axis in re.findall(r"\d+", contracted[0])) if contracted else 1
         fp32 = left[0] in ("f32", "f64")
         moved = sum(map(shape_bytes, read)) + ITEM_BYTES[dtype] * math.prod(out)
-        name = "products in fp32" if fp32 else "products"
+        name = "matmuls in fp32" if fp32 else "matmuls"
         return Cost(name, moved, 2.0 * math.prod(out) * size, ASSUMPTIONS.matmul, fp32)
     return Cost("other calls", moved)
 
@@ -189,14 +216,14 @@ def _symmetric(shapes: _Arrays) -> float:
 
 
 def _attention(shapes: _Arrays) -> float:
-    """Scores and values over the causal half; queries have more heads than keys, or as many and come first."""
-    four = [sizes for _, sizes in shapes if len(sizes) == 4]
-    queries, keys = max(four, key=lambda sizes: sizes[2]), min(four, key=lambda sizes: sizes[2])
+    """Scores and values over the causal half; queries and keys are the first operands with heads."""
+    queries, keys, *_ = (sizes for _, sizes in shapes if len(sizes) == 4)
     batch, tokens, heads, size = queries
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
-# FLOPs by the start of a kernel's name; kernels that only move bytes are not listed.
+# FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
+# per pair of query and key, attention's gradient computes four for the keys and three for the queries.
 _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_join", lambda _: 0.0),
     ("attention_decode", lambda shapes: 2.0 * _attention(shapes)),  # the last queries see all keys

@@ -30,13 +30,13 @@ def collective_rows(prediction: Prediction, axes: Mapping[str, int]) -> list[dic
 
 def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, Any]:
     collective = exposure.collective
-    times, meanwhile = collective.place.times, Counter[str]()
+    times, overlapped = collective.place.times, Counter[str]()
     for instruction in collective.between:
         if instruction.opcode == "while":
             loop = collective.place.loop(instruction)
-            meanwhile[f"{loop.kind} ×{loop.trips}"] += 1
+            overlapped[f"{loop.kind} ×{loop.trips}"] += 1
         elif is_launch(instruction):
-            meanwhile[instruction.kernel or instruction.opcode] += 1
+            overlapped[instruction.kernel or instruction.opcode] += 1
     return {
         "kind": collective.kind,
         "place": collective.place.label,
@@ -45,7 +45,7 @@ def _collective_row(exposure: Exposure, axes: Mapping[str, int]) -> dict[str, An
         "times": times,
         "seconds": exposure.seconds * times,
         "exposed_seconds": exposure.exposed * times,
-        "meanwhile": dict(meanwhile),
+        "overlapped": dict(overlapped),
     }
 
 
@@ -93,7 +93,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
         f"    {'state and batch':<22}{memory['arguments'] / _GB:10.2f} GB",
         f"    {'temporaries':<22}{memory['temporaries'] / _GB:10.2f} GB",
         f"    {'outputs, not donated':<22}{(memory['outputs'] - memory['donated']) / _GB:10.2f} GB",
-        f"    {'sum':<22}{step.peak_memory / _GB:10.2f} GB of {hardware.memory / _GB:.0f}",
+        f"    {'sum':<22}{step.peak_memory / _GB:10.2f} GB of {hardware.allocatable / _GB:.1f}",
         "  predicted time per step",
         *(
             f"    {name:<26}{1e3 * seconds:12,.1f} ms{seconds / prediction.seconds:7.0%}"
@@ -148,11 +148,11 @@ def _collective_lines(prediction: Prediction, axes: Mapping[str, int]) -> list[s
         return ["  collectives: none"]
     lines = ["  collectives, per step; 'exposed' is not hidden behind other work"]
     for row in rows[:_LISTED]:
-        other = ", ".join(f"{count} {what}" for what, count in row["meanwhile"].items()) or "nothing"
+        other = ", ".join(f"{count} {what}" for what, count in row["overlapped"].items()) or "nothing"
         lines.append(
             f"    {1e3 * row['exposed_seconds']:9,.1f} of {1e3 * row['seconds']:,.1f} ms exposed: {row['kind']} over "
             f"{' × '.join(row['axes']) or 'no mesh axis'}, {row['times']} × {row['bytes'] / _MB:,.1f} MB in "
-            f"{row['place']}; meanwhile {other[:120]}"
+            f"{row['place']}; overlaps with: {other[:120]}"
         )
     if len(rows) > _LISTED:
         rest = sum(row["exposed_seconds"] for row in rows[_LISTED:])

@@ -68,11 +68,11 @@ def read_resources(
 
 def _launches(dump: Path, program: str) -> dict[str, tuple[int, int]]:
     """Return bytes of shared memory and threads of each kernel that the program launches."""
-    found = {}
+    launches = {}
     for path in dump.glob(f"*.jit_{program}.*thunk_sequence.txt"):
         for name, *sizes, shared in _THUNK.findall(path.read_text(encoding="utf-8")):
-            found[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
-    return found
+            launches[name] = int(shared), int(sizes[3]) * int(sizes[4]) * int(sizes[5])
+    return launches
 
 
 def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Iterator[KernelResources]:

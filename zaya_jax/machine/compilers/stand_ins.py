@@ -90,10 +90,10 @@ def _requirements(plugin: Path) -> tuple[list[str], dict[str, str], dict[str, st
     needed = [name for name in re.findall(r"NEEDED.*\[(.*?)\]", text) if not _SYSTEM.match(name)]
     owners, file = dict[str, str](), ""
     for line in _readelf(plugin, "--version-info"):
-        if found := re.search(r"File: (\S+)", line):
-            file = found[1]
-        if (found := re.search(r"Name: (\S+)", line)) and file:
-            owners[found[1]] = file
+        if match := re.search(r"File: (\S+)", line):
+            file = match[1]
+        if (match := re.search(r"Name: (\S+)", line)) and file:
+            owners[match[1]] = file
     symbols = dict[str, str]()
     for line in _readelf(plugin, "--dyn-syms"):
         fields = line.split()

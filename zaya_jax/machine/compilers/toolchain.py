@@ -1,6 +1,7 @@
 """Find the compilers of each vendor among the installed packages, and set the environment they need."""
 
 import importlib.util
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -51,6 +52,11 @@ def find_toolchain(name: str) -> Toolchain:
     if platform == "rocm":
         check_tools()
     return Toolchain(platform, plugin, assembler)
+
+
+def silence_plugins() -> None:
+    """Drop jax's log of the traceback of a compiler's plugin that finds no GPU."""
+    logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
 
 
 def environment(name: str, folder: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -12,10 +12,10 @@ from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.machine.compilers.compiled import FACTS, STEP
+from zaya_jax.machine.compilers.compiled import FACTS, STEP, program_memory
 from zaya_jax.machine.compilers.gpus import GPUS, target_config
 from zaya_jax.machine.compilers.stand_ins import load_stand_ins
-from zaya_jax.machine.compilers.toolchain import find_toolchain
+from zaya_jax.machine.compilers.toolchain import find_toolchain, silence_plugins
 
 
 def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
@@ -34,16 +34,9 @@ def main(path: str, phase: int, name: str, devices: int, folder: str) -> None:
     kernels = select_kernels(GPUS[name].target, config.model, config.train.compute_dtype)
     program = Programs(config, kernels, mesh_devices)[phase]
     compiled = compile_traced(lambda: program.trace(largest_stage(config, phase)), name, program.placement.mesh)
-    memory = compiled.memory_analysis()
     (Path(folder) / STEP).write_text(compiled.as_text(), encoding="utf-8")
-    facts = {
-        "arguments": memory.argument_size_in_bytes,
-        "temporaries": memory.temp_size_in_bytes,
-        "outputs": memory.output_size_in_bytes,
-        "donated": memory.alias_size_in_bytes,
-        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    (Path(folder) / FACTS).write_text(json.dumps(facts), encoding="utf-8")
+    facts = {"host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+    (Path(folder) / FACTS).write_text(json.dumps(program_memory(compiled) | facts), encoding="utf-8")
 
 
 def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
@@ -58,6 +51,7 @@ def compile_traced(trace: Callable[[], Any], name: str, mesh: Any) -> Any:
 def load_compiler(name: str) -> None:
     """Make the compiler for a GPU of `GPUS` usable in this process, which must have its `toolchain.environment`."""
     toolchain = find_toolchain(name)
+    silence_plugins()
     if toolchain.platform == "rocm":
         load_stand_ins(toolchain.plugin)
 

@@ -8,7 +8,7 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS, Assumptions
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
@@ -20,9 +20,9 @@ from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.train.program import Programs
 
 TARGET = Target("rocm", "gfx942", "gfx942")  # its kernels are traced, but not compiled
-LAUNCHES = 220  # of a layer in both passes, in XLA's program of the 8B for an H200
-# What XLA's programs of the 8B read and write outside of matmuls and kernels, relative to `_least_traffic`.
-TRAFFIC = 2.0
+
+
+DATA_SHEET_SPEED = ASSUMPTIONS._replace(matmul=1.0, kernel=1.0)
 
 
 class PhaseEstimate(NamedTuple):
@@ -42,6 +42,7 @@ class PhaseEstimate(NamedTuple):
         the rest of the model, and of Newton–Schulz.
       transfers: what a device sends in a step.
       bounds: lower bounds of the step time in seconds, by compute, memory and network; {} without hardware.
+      keys: keys of the configuration that set the phase's `batch`, `remat` and `parallel` layout.
       seconds: estimated time of a step by component, with `hardware.assumptions`; {} without hardware.
     """
 
@@ -57,6 +58,7 @@ class PhaseEstimate(NamedTuple):
     flops: dict[str, float]
     transfers: list[Transfer]
     bounds: dict[str, float]
+    keys: dict[str, str]
     seconds: dict[str, float]
 
     @property
@@ -107,28 +109,39 @@ def estimate_phase(
     if hardware is not None:
         traffic = _least_traffic(memory, micro_batches)
         bounds = {
-            "compute": sum(flops.values()) / devices / hardware.peak,
+            "compute": _compute_seconds(flops, "none", config, hardware, DATA_SHEET_SPEED) / devices,
             "memory": traffic / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
         exposed = [transfer for transfer in moved if not transfer.hidden]
         times = {
-            "matmuls and kernels": _compute_seconds(flops, program.remat) / devices / hardware.peak,
-            "other memory traffic": TRAFFIC * traffic / hardware.bandwidth / ASSUMPTIONS.memory,
-            "kernel launches": micro_batches * config.model.num_layers * LAUNCHES * ASSUMPTIONS.launch,
+            "matmuls and kernels": _compute_seconds(flops, program.remat, config, hardware, ASSUMPTIONS) / devices,
+            "other memory traffic": ASSUMPTIONS.traffic * traffic / hardware.bandwidth / ASSUMPTIONS.memory,
+            "kernel launches": micro_batches
+            * config.model.num_layers
+            * ASSUMPTIONS.layer_launches
+            * ASSUMPTIONS.launch,
             "exposed network": seconds(exposed, sizes, hardware, LINKS),
         }
+    remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
+    keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat",
+            "parallel": config.parallel_key(phase_config)}  # fmt: skip
     steps, reduce = math.ceil(phase_config.tokens / tokens), program.placement.config.gradient_reduction
     return PhaseEstimate(phase_config.name, dict(sizes), sequences, micro_batches, tokens, steps, program.remat, reduce,
-                         memory, flops, moved, bounds, times)  # fmt: skip
+                         memory, flops, moved, bounds, keys, times)  # fmt: skip
 
 
-def _compute_seconds(flops: Mapping[str, float], remat: Remat) -> float:
-    """Return the time of all matmuls and kernels on a device that does one FLOP/s at its peak."""
-    layers = flops["attention"] + flops["rest"]
-    recomputed = layers / 3 if remat == "full" else 0.0
-    vendors = flops["head"] + flops["newton_schulz"]
-    return (layers + recomputed) / ASSUMPTIONS.kernel + vendors / ASSUMPTIONS.matmul
+def _compute_seconds(
+    flops: Mapping[str, float], remat: Remat, config: Config, hardware: Hardware, reached: Assumptions
+) -> float:
+    """Return the time of all matmuls and kernels on one device."""
+    low = config.train.compute_dtype == "bfloat16"
+    peak = hardware.peak if low else hardware.fp32_peak
+    of_optimizer = hardware.peak if config.optimizer.muon.newton_schulz_dtype == "bfloat16" and low else peak
+    layers = (flops["attention"] + flops["rest"]) * (4 / 3 if remat == "full" else 1)
+    return (
+        layers / peak / reached.kernel + (flops["head"] / peak + flops["newton_schulz"] / of_optimizer) / reached.matmul
+    )
 
 
 def model_flops(config: ModelConfig, context: int, frozen_head: bool = False) -> dict[str, float]:
@@ -151,27 +164,30 @@ def _least_traffic(memory: Memory, micro_batches: int) -> float:
 
 def advice(estimate: PhaseEstimate, hardware: Hardware) -> list[str]:
     """Return changes that reduce the memory of a phase that does not fit, cheapest first."""
-    memory, changes = estimate.memory, []
+    memory, keys, changes = estimate.memory, estimate.keys, []
     available = hardware.allocatable - memory.frozen - memory.parameters - memory.optimizer
     if memory.update <= available:  # otherwise only sharding the state further helps
         if estimate.sequences > 1:
-            changes.append(f"batch.micro_batch below {estimate.sequences}")
+            changes.append(f"{keys['batch']}.micro_batch below {estimate.sequences}")
         if estimate.remat != "full":
-            changes.append("remat: full")
+            changes.append(f"{keys['remat']}=full")
         if estimate.reduce == "step" and math.prod(estimate.axes.values()) > 1:
-            changes.append("parallel.gradient_reduction: micro_batch")
+            changes.append(f"{keys['parallel']}.gradient_reduction=micro_batch")
         if estimate.axes["data"] > 1:
-            changes += ["parallel.fsdp instead of parallel.data", "parallel.context instead of parallel.data"]
+            changes += [f"a larger {keys['parallel']}.fsdp", f"a larger {keys['parallel']}.context"]
     return [*changes, "more devices"]
 
 
 def speedups(estimate: PhaseEstimate, memory: int, hardware: Hardware) -> list[str]:
     """Return changes that use the free memory of a phase that fits, or that lower its exposed network time."""
-    free, changes = hardware.allocatable - memory, []
+    free, keys, changes = hardware.allocatable - memory, estimate.keys, []
     if estimate.micro_batches > 1 and free > estimate.memory.activations:
-        changes.append(f"batch.micro_batch above {estimate.sequences}")
+        changes.append(f"{keys['batch']}.micro_batch above {estimate.sequences}")
     if estimate.remat == "full" and free > estimate.memory.activations:
-        changes.append("remat: dots")
+        changes.append(f"{keys['remat']}=dots")
     if estimate.seconds.get("exposed network", 0.0) > 0.2 * sum(estimate.seconds.values()):
-        changes.append("a larger batch per step" if estimate.axes["fsdp"] == 1 else "a smaller parallel.fsdp")
+        exposed = [transfer for transfer in estimate.transfers if not transfer.hidden]
+        axes = max(exposed, key=lambda transfer: transfer.bytes).axes
+        inner = [axis for axis in axes if axis != "data"]
+        changes.append(f"a smaller {keys['parallel']}.{inner[-1]}" if inner else f"a larger {keys['batch']}.tokens")
     return [*changes, "--suggest, which compares such settings"] if changes else []

@@ -214,14 +214,14 @@ def _temporaries(program: PhaseProgram, tokens: int, recomputed: int) -> int:
 
 
 def _gathered_layer(program: PhaseProgram) -> int:
-    """Return bytes of the next layer's gathered parameters and of one layer's gradient, before and in its exchange."""
+    """Return bytes of a period's gathered parameters, and of one layer's gradient before and in its exchange."""
     n, layers = program.placement.mesh.shape["fsdp"], len(program.model.config.period)
-    exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0
+    exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0.0
     for name, shape in local_shapes(program).items():
         if n > 1 and program.placement.leaves[name].by_layer:
-            gradient = 2 * exact if name in program.trained else 0
+            gradient = 2 * exact / layers if name in program.trained else 0
             total += math.prod(shape[1:]) * n * (program.placement.dtypes[name].itemsize + gradient)
-    return total // layers
+    return int(total)
 
 
 def _merging(program: PhaseProgram) -> int:

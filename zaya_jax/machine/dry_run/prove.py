@@ -14,6 +14,7 @@ from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.convert import end_with_parent
 from zaya_jax.errors import InputError
+from zaya_jax.machine.compilers.compiled import failure_reason
 
 # The program is compiled but never run, so optimisation would only cost time. The disabled pass would expand every
 # all-to-all into one slice per device, which takes minutes for a thousand devices.
@@ -44,9 +45,8 @@ def prove(config: Config, phase: int, devices: int) -> dict[str, Any]:
             text=True, check=False, env={**os.environ, **_SIMULATED, "JAX_NUM_CPU_DEVICES": str(devices)},
         )  # fmt: skip
     if process.returncode:
-        errors = process.stderr.strip().splitlines() or [f"signal {-process.returncode} killed the compiler"]
-        raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} "
-                         f"devices: {errors[-1][:300]}")  # fmt: skip
+        reason = failure_reason(process.returncode, process.stderr)
+        raise InputError(f"The step of {config.phase_key(phase)} cannot be compiled for {devices} devices: {reason}")
     return {**json.loads(process.stdout), "seconds": round(time.monotonic() - start, 1)}
 
 

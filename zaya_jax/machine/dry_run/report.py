@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.assumptions import ASSUMPTIONS
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware, get_hardware
 from zaya_jax.machine.compilers import report as compiler_report
 from zaya_jax.machine.compilers.compiled import CompiledStep, check_devices, compile_step
-from zaya_jax.machine.compilers.predict import Prediction, predict
+from zaya_jax.machine.compilers.predict import Prediction, phase_shares, predict
 from zaya_jax.machine.compilers.toolchain import find_toolchain
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, advice, estimate_phase, simulated_programs, speedups
 from zaya_jax.machine.dry_run.prove import prove
@@ -83,17 +83,18 @@ def dry_run(
             phases.append(_Phase(estimate, prove(config, index, devices), None, None))
         else:
             step = compile_step(config, index, gpu, devices)
-            phases.append(_Phase(estimate, None, step, predict(step.entry, device, 1 / estimate.axes["expert"])))
-    found = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
+            shares = phase_shares(config.model, config.context_for(config.phases[index]), estimate.axes)
+            phases.append(_Phase(estimate, None, step, predict(step.entry, device, shares)))
+    by_phase = [suggestions(config, index, devices, device, gpu) for index in range(len(phases)) if suggest and device]
     if as_json:
-        rows = [_json(phase) for phase in phases]
-        for row, suggested in zip(rows, found, strict=False):
+        rows = [_json(phase, device) for phase in phases]
+        for row, suggested in zip(rows, by_phase, strict=False):
             row["suggestions"] = suggested
         return json.dumps({"devices": devices, "hardware": hardware, "phases": rows}, indent=1)
     summary = [line for phase in phases for line in _answer(phase, device)]
     if device is not None and len(phases) > 1:
         summary.append(f"All phases: {_duration(sum(phase.seconds for phase in phases))} on {_count(devices)}")
-    for phase, suggested in zip(phases, found, strict=False):
+    for phase, suggested in zip(phases, by_phase, strict=False):
         summary += suggestion_lines(phase.estimate.phase, suggested)
     details = ["\n".join(_details(phase, device)) for phase in phases]
     return "\n\n".join([_heading(devices, hardware, device, gpu), "\n".join(summary), *details])
@@ -121,19 +122,22 @@ def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str |
                   f"{device.peak / 1e12:.0f} TFLOP/s in bf16; links {device.intra_node / _GB:.0f} GB/s within a node "
                   f"of {device.node_size}, {device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
     source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
-    lines = [first, f"Memory, FLOPs and network traffic are {source}."]
+    lines = [first, f"Memory and network traffic are {source}."]
     if device is not None:
+        within = f"NVLink at {LINKS.nvlink:.0%}" if device.link == device.intra_node else f"xGMI at {LINKS.xgmi:.0%}"
         lines.append(
             f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "
-            f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, at least "
-            f"{1e6 * ASSUMPTIONS.launch:.0f} µs per kernel launch. No GPU has confirmed them yet."
+            f"at {ASSUMPTIONS.kernel:.0%},\nmemory at {ASSUMPTIONS.memory:.0%} of its bandwidth, {within}, network "
+            f"adapters at {LINKS.adapter:.0%}, at least {1e6 * ASSUMPTIONS.launch:.0f} µs per kernel and\n"
+            f"{1e6 * ASSUMPTIONS.latency:.0f} µs per collective. No GPU has confirmed them yet."
         )
     return "\n".join(lines)
 
 
-def _json(phase: _Phase) -> dict[str, Any]:
+def _json(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     estimate = phase.estimate
     row = {
+        "summary": _summary(phase, hardware),
         **estimate._asdict(),
         "memory": {**estimate.memory._asdict(), "total": estimate.memory.total},
         "transfers": [transfer._asdict() for transfer in estimate.transfers],
@@ -144,26 +148,39 @@ def _json(phase: _Phase) -> dict[str, Any]:
     return row
 
 
-def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
+def _summary(phase: _Phase, hardware: Hardware | None) -> dict[str, Any]:
     """Whether a phase fits, its speed, and what to change; without hardware, its memory alone."""
-    estimate, needed = phase.estimate, f"{phase.memory / _GB:.1f}"
-    if hardware is None or phase.step_seconds is None:
-        return [f"Phase {estimate.phase}: {needed} GB per device"]
+    estimate, seconds = phase.estimate, phase.step_seconds
+    if hardware is None or seconds is None:
+        return {"bytes": phase.memory}
+    parts = estimate.seconds if phase.prediction is None else phase.prediction.components
     fits = phase.memory <= hardware.allocatable
-    speed = estimate.tokens / phase.step_seconds / math.prod(estimate.axes.values())
-    predicted = phase.estimate.seconds if phase.prediction is None else phase.prediction.components
-    largest = sorted(predicted.items(), key=lambda item: -item[1])[:3]
-    shares = ", ".join(f"{seconds / phase.step_seconds:.0%} {name}" for name, seconds in largest)
+    return {
+        "bytes": phase.memory,
+        "allocatable_bytes": hardware.allocatable,
+        "fits": fits,
+        "step_seconds": seconds,
+        "tokens_per_second_per_device": estimate.tokens / seconds / math.prod(estimate.axes.values()),
+        "phase_seconds": phase.seconds,
+        "shares": {name: part / seconds for name, part in sorted(parts.items(), key=lambda item: -item[1])},
+        "try": speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware),
+    }
+
+
+def _answer(phase: _Phase, hardware: Hardware | None) -> list[str]:
+    """Render the summary of a phase."""
+    summary, name = _summary(phase, hardware), phase.estimate.phase
+    needed = f"{summary['bytes'] / _GB:.1f}"
+    if hardware is None or "fits" not in summary:
+        return [f"Phase {name}: {needed} GB per device"]
+    shares = ", ".join(f"{share:.0%} {part}" for part, share in list(summary["shares"].items())[:3])
     lines = [
-        f"Phase {estimate.phase}: {'fits' if fits else 'DOES NOT FIT'}, {needed} of "
+        f"Phase {name}: {'fits' if summary['fits'] else 'DOES NOT FIT'}, {needed} of "
         f"{hardware.allocatable / _GB:.1f} GB per device that XLA may allocate",
-        f"  {_step(phase.step_seconds)}, {speed:,.0f} tokens/s per device, {_duration(phase.seconds)}; "
-        f"{'estimated' if phase.prediction is None else 'predicted'}: {shares}",
+        f"  {_step(summary['step_seconds'])}, {summary['tokens_per_second_per_device']:,.0f} tokens/s per device, "
+        f"{_duration(summary['phase_seconds'])}; {'estimated' if phase.prediction is None else 'predicted'}: {shares}",
     ]
-    changes = speedups(estimate, phase.memory, hardware) if fits else advice(estimate, hardware)
-    if changes:
-        lines.append(f"  try: {'; '.join(changes)}")
-    return lines
+    return [*lines, f"  try: {'; '.join(summary['try'])}"] if summary["try"] else lines
 
 
 def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
@@ -176,7 +193,10 @@ def _details(phase: _Phase, hardware: Hardware | None) -> list[str]:
         f"  step: {estimate.tokens:,} tokens; per device {estimate.micro_batches} × micro_batch {estimate.sequences}",
     ]
     if phase.compiled is not None and phase.prediction is not None and hardware is not None:
-        return lines + compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)
+        lines += compiler_report.details(phase.compiled, phase.prediction, hardware, estimate.axes)
+        seconds = _step(estimate.step_seconds or 0.0)
+        lines.append(f"  estimated without the compiler: {estimate.memory.total / _GB:.2f} GB, {seconds}")
+        return lines + _estimate_lines(estimate)
     if phase.proof is not None:
         lines.append(f"  {phase.proof['proof']} for this layout in {phase.proof['seconds']} s, with "
                      f"{phase.proof['host_bytes'] / _GB:.1f} GB of this machine's memory")  # fmt: skip

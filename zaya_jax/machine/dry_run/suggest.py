@@ -2,16 +2,18 @@
 
 import dataclasses
 import itertools
+import json
+import shlex
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args
 
-from zaya_jax.config import BatchConfig, Config, ParallelConfig, PhaseConfig
+from zaya_jax.config import BatchConfig, Config, ParallelConfig, PhaseConfig, to_dict
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.compilers.compiled import compile_step
-from zaya_jax.machine.compilers.predict import predict
+from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import TARGET, PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.memory import Activations, count_activations, residual_bytes
 from zaya_jax.ops.registry import KernelSelection, select_kernels
@@ -50,15 +52,15 @@ def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> lis
       hardware: data sheet.
     """
     table, kernels = _ActivationTable(), select_kernels(TARGET, config.model, config.train.compute_dtype)
-    for wide in (False, True):
-        layouts = list(_layouts(config, phase, devices, hardware.node_size, wide))
-        found = [
+    for across_nodes in (False, True):
+        layouts = list(_layouts(config, phase, devices, hardware.node_size, across_nodes))
+        fitting = [
             suggestion
             for parallel in track("trying", layouts, _describe)
             for suggestion in _fitting(config, phase, devices, hardware, parallel, table, kernels)
         ]
-        if found:
-            return sorted(found, key=lambda suggestion: sum(suggestion.estimate.seconds.values()))
+        if fitting:
+            return sorted(fitting, key=lambda suggestion: sum(suggestion.estimate.seconds.values()))
     return []
 
 
@@ -67,17 +69,17 @@ def _describe(parallel: ParallelConfig) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data"
 
 
-def _layouts(config: Config, phase: int, devices: int, node: int, wide: bool) -> Iterator[ParallelConfig]:
+def _layouts(config: Config, phase: int, devices: int, node: int, across_nodes: bool) -> Iterator[ParallelConfig]:
     now = config.parallel_for(config.phases[phase])
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     inside = [size for size in divisors if size <= node]
     experts = [size for size in inside if config.model.num_experts % size == 0]
-    contexts = inside if wide or config.context_for(config.phases[phase]) >= LONG else [1]
-    for fsdp, expert, context in itertools.product(divisors if wide else inside, experts, contexts):
+    contexts = inside if across_nodes or config.context_for(config.phases[phase]) >= LONG else [1]
+    for fsdp, expert, context in itertools.product(divisors if across_nodes else inside, experts, contexts):
         if devices % (fsdp * expert * context) == 0:
             yield dataclasses.replace(
                 now, data=None, fsdp=fsdp, expert=expert, context=context,
-                gradient_reduction="micro_batch" if wide else now.gradient_reduction,
+                gradient_reduction="micro_batch" if across_nodes else now.gradient_reduction,
                 expert_exchange="ragged" if expert > 1 else now.expert_exchange,
             )  # fmt: skip
 
@@ -120,18 +122,30 @@ def _alone(config: Config, phase: int) -> Config:
 
 
 def overrides(config: Config, before: PhaseConfig, after: PhaseConfig) -> tuple[str, ...]:
-    """Return the arguments of the command that change a phase's layout, remat and micro-batch."""
-    changes = _changes(config.parallel_key(before), config.parallel_for(before), after.parallel)
+    """Return the arguments of the command that change a phase's layout, remat and micro-batch, and no other phase's."""
+    where, alone = config.phase_key(config.phases.index(before)), len(config.phases) == 1
+    changes = list[str]()
+    for name, old, new in (("parallel", config.parallel_for(before), after.parallel),
+                           ("batch", config.batch_for(before), after.batch)):  # fmt: skip
+        changed = _differences(old, new)
+        if getattr(before, name) is not None or alone:
+            key = {"parallel": config.parallel_key, "batch": config.batch_key}[name](before)
+            changes += [f"{key}.{field}={_yaml(value)}" for field, value in changed.items()]
+        elif changed:  # a section of the phase's own, which names all that differs from the defaults
+            changes.append(f"{where}.{name}={_yaml(_differences(type(old)(), new))}")
     if config.remat_for(before) != after.remat:
-        where = "train" if before.remat is None else config.phase_key(config.phases.index(before))
-        changes.append(f"{where}.remat={after.remat}")
-    return *changes, *_changes(config.batch_key(before), config.batch_for(before), after.batch)
+        changes.append(f"{'train' if alone and before.remat is None else where}.remat={after.remat}")
+    return tuple(changes)
 
 
-def _changes(where: str, before: ParallelConfig | BatchConfig, after: Any) -> list[str]:
-    changed = {field.name: getattr(after, field.name) for field in dataclasses.fields(before)
-               if getattr(before, field.name) != getattr(after, field.name)}  # fmt: skip
-    return [f"{where}.{name}={'null' if value is None else value}" for name, value in changed.items()]
+def _differences(old: ParallelConfig | BatchConfig, new: Any) -> dict[str, Any]:
+    values = to_dict(new)
+    return {field.name: values[field.name] for field in dataclasses.fields(old)
+            if getattr(old, field.name) != getattr(new, field.name)}  # fmt: skip
+
+
+def _yaml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gpu: str | None) -> list[dict[str, Any]]:
@@ -139,20 +153,26 @@ def suggestions(config: Config, phase: int, devices: int, hardware: Hardware, gp
 
     Returns:
       The `overrides` of each, estimated `seconds` of a step and `bytes` of a device; what the compiler and its
-      prediction say instead if `compiled`. The fastest is first.
+      prediction say instead if `compiled`; whether it `fits`; and why the compiler `refused` it. Those that fit are
+      first, the fastest of them before all.
     """
     rows = []
-    found = suggest(config, phase, devices, hardware)
-    for index, suggestion in enumerate(track("comparing", found[:LISTED], lambda x: " ".join(x.overrides))):
-        estimate = suggestion.estimate
+    fastest = suggest(config, phase, devices, hardware)[:LISTED]
+    for index, suggestion in enumerate(track("comparing", fastest, lambda x: " ".join(x.overrides))):
+        estimate, compiled = suggestion.estimate, gpu is not None and index < COMPILED
         row = {"overrides": suggestion.overrides, "seconds": sum(estimate.seconds.values()),
-               "bytes": estimate.memory.total, "compiled": gpu is not None and index < COMPILED}  # fmt: skip
-        if gpu is not None and index < COMPILED:
-            step = compile_step(suggestion.config, phase, gpu, devices)
-            seconds = predict(step.entry, hardware, 1 / estimate.axes["expert"]).seconds
-            row |= {"seconds": seconds, "bytes": step.peak_memory}
+               "bytes": estimate.memory.total, "compiled": compiled, "refused": ""}  # fmt: skip
+        if gpu is not None and compiled:
+            try:
+                step = compile_step(suggestion.config, phase, gpu, devices)
+            except InputError as error:
+                row["refused"] = str(error)
+            else:
+                shares = phase_shares(config.model, config.context_for(config.phases[phase]), estimate.axes)
+                row |= {"seconds": predict(step.entry, hardware, shares).seconds, "bytes": step.peak_memory}
+        row["fits"] = not row["refused"] and row["bytes"] <= hardware.allocatable
         rows.append(row)
-    return sorted(rows, key=lambda row: (not row["compiled"], row["bytes"] > hardware.allocatable, row["seconds"]))
+    return sorted(rows, key=lambda row: (not row["fits"], not row["compiled"], row["seconds"]))
 
 
 def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -162,7 +182,9 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
     lines = [f"Fastest settings of phase {phase}", f"  {'s/step':>8} {'GB':>7}  source     change"]
     for row in rows:
         source = "compiled" if row["compiled"] else "estimated"
-        change = " ".join(row["overrides"]) or "none"
+        change = " ".join(map(shlex.quote, row["overrides"])) or "none"
+        if not row["fits"]:
+            change += f" ({row['refused'] or 'does not fit'})"
         lines.append(f"  {row['seconds']:8.3g} {row['bytes'] / 1e9:7.1f}  {source:<9}  {change}")
     return lines
 

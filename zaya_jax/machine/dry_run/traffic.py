@@ -64,8 +64,8 @@ def transfers(
     if sizes["context"] > 1:
         n, before = sizes["context"], cached_values(config.model, 0)
         kv = (cached_values(config.model, 1) - before) * tokens
-        if parallel.context_attention == "ring":
-            forward = kv * item * (n - 1) * passes
+        if parallel.context_attention == "ring":  # whose output `dots` keeps
+            forward = kv * item * (n - 1) * micro_batches * (3 if program.remat == "full" else 2)
             backward = kv * accumulation_dtype(config.train.compute_dtype).itemsize * n * micro_batches
             sent.append(Transfer("keys and values", "collective-permute", ("context",), forward + backward))
         else:
