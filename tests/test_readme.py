@@ -14,6 +14,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data
+from zaya_jax.generate.__main__ import _parser as generate_parser
 from zaya_jax.main import main
 from zaya_jax.parallel.mesh import axis_sizes
 
@@ -31,7 +32,7 @@ def blocks(language: str) -> list[str]:
 
 HEREDOC = re.compile(r"^([^\n]*)<<'END'\n(.*?)^END$\n", re.MULTILINE | re.DOTALL)
 COMMANDS = [line for block in blocks("bash") for line in HEREDOC.sub("", block).splitlines()]
-((_, WRITE_DATA), (_, MINE), (_, GENERATE)) = [found for block in blocks("bash") for found in HEREDOC.findall(block)]
+((_, WRITE_DATA), (_, MINE)) = [found for block in blocks("bash") for found in HEREDOC.findall(block)]
 (LAID_OUT,) = blocks("yaml")
 # Code in the text, outside of blocks.
 NAMED = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.MULTILINE | re.DOTALL))
@@ -46,6 +47,7 @@ def commands(start: str) -> list[list[str]]:
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
     kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "python -m zaya_jax.checkpoint ",
+             "python -m zaya_jax.generate ",
              "python -m json.tool ", "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/")  # fmt: skip
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
@@ -137,6 +139,11 @@ def test_the_benchmark_has_the_command_it_is_said_to_have(capsys):
 def test_checkpoint_commands_are_accepted():
     for arguments in commands("python -m zaya_jax.checkpoint"):
         assert checkpoint_parser().parse_args(arguments).verb == arguments[0]
+
+
+def test_generate_commands_are_accepted():
+    for arguments in commands("python -m zaya_jax.generate"):
+        assert generate_parser().parse_args(arguments).path.startswith("runs/")
 
 
 def test_make_targets_exist():

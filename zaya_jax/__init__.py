@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zaya_jax.config import Config as Config
     from zaya_jax.config import load_config as load_config
-    from zaya_jax.generate.decode import generate_text as generate_text
+    from zaya_jax.generate.decode import generate_tokens as generate_tokens
+    from zaya_jax.generate.sampling import Sampling as Sampling
+    from zaya_jax.generate.text import generate_text as generate_text
     from zaya_jax.hf.exporter import save_pretrained as save_pretrained
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
@@ -32,7 +34,9 @@ _HOMES = {
     "ModelOutput": "zaya_jax.model.zaya",
     "TrainResult": "zaya_jax.train.loop",
     "Zaya": "zaya_jax.model.zaya",
-    "generate_text": "zaya_jax.generate.decode",
+    "Sampling": "zaya_jax.generate.sampling",
+    "generate_text": "zaya_jax.generate.text",
+    "generate_tokens": "zaya_jax.generate.decode",
     "load_config": "zaya_jax.config",
     "load_model": "zaya_jax.weights.load",
     "logits": "zaya_jax.model.zaya",

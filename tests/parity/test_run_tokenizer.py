@@ -4,7 +4,7 @@ import pytest
 
 from tests.train_helpers import change, compile_once, small_run
 from zaya_jax.checkpoint.__main__ import main
-from zaya_jax.generate.decode import generate_text
+from zaya_jax.generate.decode import generate_tokens
 from zaya_jax.train.loop import run_training
 
 pytestmark = pytest.mark.parity
@@ -24,7 +24,7 @@ def test_transformers_continues_a_prompt_as_we_do(tmp_path, monkeypatch):
     ours, prompt = result.prepared.tokenizer, "the model reads"
     ids = tokenizer(tokenizer.bos_token + prompt, return_tensors="pt")
     assert ids["input_ids"].tolist() == [[ours.eot, *ours.encode(prompt)]]
-    (expected,) = generate_text(result.model, ids["input_ids"].tolist(), 12, stop_token=ours.eot)
+    (row,) = generate_tokens(result.model, ids["input_ids"].tolist(), 12, stop_tokens=[ours.eot])
     found = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
-    assert [token for token in found if token != tokenizer.eos_token_id] == expected
+    assert [token for token in found if token != tokenizer.eos_token_id] == row.tokens
     assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id == ours.eot

@@ -12,6 +12,7 @@ from tests.train_helpers import change, differing, make_program, restore, small_
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError, RunStopped
 from zaya_jax.evaluate.heldout import HeldoutEvaluator
+from zaya_jax.generate.decode import Continuation
 from zaya_jax.main import main
 from zaya_jax.model.tree import balancing_biases, parameters
 from zaya_jax.ops.registry import KernelSelection
@@ -121,7 +122,7 @@ def test_a_run_is_the_same_again_elsewhere(finished, tmp_path):
 
 
 def test_the_command_ends_with_the_report_of_its_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("zaya_jax.train.report.generate_text", lambda *_, **__: [[5, 6]])
+    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", lambda *_, **__: [Continuation([5, 6], [], False)])
     config = small_run(tmp_path)
     for _ in range(2):
         assert main(["--config", str(tmp_path / "run.yaml")]) == 0

@@ -4,16 +4,15 @@ import dataclasses
 import functools
 import json
 
-import jax
 import matplotlib.image
 import pytest
 
 from tests.train_helpers import change, fast_jit, make_program
 from zaya_jax.config.checks import counted
-from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import heldout_text
 from zaya_jax.generate import decode
-from zaya_jax.generate.decode import generate_text
+from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import parameters
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.report import continuation, report
@@ -26,7 +25,7 @@ def _fast_decode(monkeypatch):
 
 @functools.cache
 def _compiled(function):
-    return fast_jit(function, static_argnames=("steps", "greedy", "placement"))
+    return fast_jit(function, static_argnames=("size", "branches", "placement"), donate_argnums=1)
 
 
 def test_a_report_sets_the_model_beside_the_compressors_and_lets_it_speak(finished):
@@ -67,8 +66,7 @@ def test_a_continuation_is_drawn_from_the_run_repeats_and_ends_where_positions_d
     config, result = finished
     first = continuation(config, result)
     assert first == continuation(config, result)
-    other = dataclasses.replace(result, state=change(result.state, {"rng": jax.random.fold_in(result.state.rng, 1)}))
-    assert continuation(config, other) != first
+    assert continuation(change(config, {"seed": config.seed + 1}), result) != first
     assert len(continuation(change(config, {"sample.tokens": 1000}), result)) > len(first) > 0
 
 
@@ -80,9 +78,9 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
 
     def generate(model, *arguments, placement, **options):
         calls.append((parameters(model), placement))
-        return generate_text(model, *arguments, placement=placement, **options)
+        return generate_tokens(model, *arguments, placement=placement, **options)
 
-    monkeypatch.setattr("zaya_jax.train.report.generate_text", generate)
+    monkeypatch.setattr("zaya_jax.train.report.generate_tokens", generate)
     assert continuation(config, dataclasses.replace(result, program=program))
     ((params, placement),) = calls
     assert {name: x.dtype for name, x in params.items()} == program.placement.dtypes
@@ -94,11 +92,11 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
 def test_in_fp32_a_continuation_is_that_of_the_result(finished):
     config, result = finished
     tokenizer, sample = result.prepared.tokenizer, config.sample
-    key = jax.random.fold_in(result.state.rng, total_steps(config))
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)]
-    (tokens,) = generate_text(result.model, [prompt], min(sample.tokens, config.model.max_positions - len(prompt)),
-                              temperature=sample.temperature, stop_token=tokenizer.eot, key=key)  # fmt: skip
-    assert continuation(config, result) == tokenizer.decode(tokens)
+    steps = min(sample.tokens, config.model.max_positions - len(prompt))
+    (row,) = generate_tokens(result.model, [prompt], steps, Sampling(sample.temperature), seeds=[config.seed],
+                             stop_tokens=[tokenizer.eot])  # fmt: skip
+    assert continuation(config, result) == tokenizer.decode(row.tokens)
 
 
 def rows(count, layers=2):

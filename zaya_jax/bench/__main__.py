@@ -46,6 +46,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
                       help="configuration value to override, such as model.num_layers=4")  # fmt: skip
     step.set_defaults(run=_step)
 
+    decode = add_verb(
+        verbs, _PROGRAM, "decode", "time greedy decoding against generate of transformers in PyTorch",
+        "Generates 128 tokens after prompts of 512 with a model of 52.75M parameters; prints new tokens/s of both, the "
+        "time to the first token, and our compilation.", "--batch 1 8 --output decode.json",
+    )  # fmt: skip
+    add_flags(decode, repeats=5)
+    decode.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="N",
+                        help="numbers of prompts (default: 1 8)")  # fmt: skip
+    decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    decode.set_defaults(run=_decode)
+
     data = add_verb(
         verbs, _PROGRAM, "data", "time packing against Grain, and data preparation against datasets",
         "Uses generated documents and the Python standard library as input, with Grain's fastest settings.",
@@ -110,6 +121,14 @@ def _step(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.dtype:
         raise InputError("--dtype cannot be combined with --whole. Use --config FILE train.compute_dtype=bfloat16.")
     return bench_whole_step(config or default_whole_config(), parsed.repeats, parsed.output)
+
+
+def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.bench.decode import bench_decode
+
+    if min(parsed.batch) < 1:
+        raise InputError(f"--batch is {' '.join(map(str, parsed.batch))}, but every value must be at least 1.")
+    return bench_decode(parsed.batch, parsed.dtype, parsed.repeats)
 
 
 def _data(parsed: argparse.Namespace) -> dict[str, Any]:

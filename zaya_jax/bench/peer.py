@@ -150,3 +150,22 @@ def _set_checkpointing(model: Any, checkpointing: bool) -> None:
         model.activation_checkpointing_enable()
     else:
         model.activation_checkpointing_disable()
+
+
+def peer_decode(
+    config: ModelConfig, dtype: str, prompts: np.ndarray, new: int, device: str, threads: int
+) -> Callable[[], int]:
+    """Make a function that generates `new` tokens greedily after each prompt, and returns the last one."""
+    torch, model = _make_model(config, dtype, device, threads)
+    model.eval()
+    tokens = torch.tensor(prompts, device=device)
+
+    def step() -> int:
+        with torch.no_grad():
+            out = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new, do_sample=False,
+                pad_token_id=0,
+            )  # fmt: skip
+        return int(out[-1, -1])
+
+    return step

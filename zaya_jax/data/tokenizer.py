@@ -38,9 +38,15 @@ class Tokenizer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self._backend.encode_special_tokens = True
-        self.eot = self._backend.token_to_id(eot_text)
+        self.eot = self._known(eot_text)
         self.eot_text = eot_text
-        self.prefix = [] if bos_text is None else [self._backend.token_to_id(bos_text)]
+        self.prefix = [] if bos_text is None else [self._known(bos_text)]
+
+    def _known(self, text: str) -> int:
+        token = self._backend.token_to_id(text)
+        if token is None:
+            raise InputError(f"The tokenizer has no token {text!r}.")
+        return token
 
     def token_id(self, text: str) -> int | None:
         """Return the id of the token `text`; None if it is not in the vocabulary."""

@@ -1,8 +1,9 @@
-"""Generate text: prefill and the whole decode loop in one compiled function."""
+"""Generate token ids: prefill in chunks, then blocks of decode steps, each one compiled loop on the device."""
 
+import collections
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,68 +11,218 @@ import numpy as np
 
 from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.generate.sampling import Branches, Sampling, draw
+from zaya_jax.model.cache import Cache
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache
 from zaya_jax.ops.registry import validate_kernels
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 
+Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
+CHUNK = 512  # tokens of a row that one prefill call processes
+BLOCK = 16  # decode steps between two looks of the host
+LEAST = 64  # smallest class of lengths
 
-def generate_text(
-    model: Zaya,
-    prompt_tokens: Sequence[Sequence[int]] | np.ndarray | jax.Array,
-    max_new_tokens: int,
-    *,
-    temperature: float = 0.0,
-    stop_token: int | None = None,
-    key: jax.Array | None = None,
-    placement: Placement | None = None,
-) -> list[list[int]]:
-    """Generate a continuation of each prompt.
+
+class Continuation(NamedTuple):
+    """What was generated for a prompt.
+
+    Attributes:
+      tokens: the new tokens, without the stop token.
+      logprobs: log-probability of each under the model, in nats, before temperature and other settings.
+      stopped: whether a stop token, or `stopped` of `continuations`, ended it.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+class DecodeState(NamedTuple):
+    """What decoding carries from step to step; donated.
+
+    Attributes:
+      cache: of all tokens so far.
+      logits_bv: fp32, of the next token.
+      occurred_bv: bool, tokens that occurred; None without a repetition penalty.
+      done_b: bool, rows that ended.
+      step: int32, tokens generated so far.
+    """
+
+    cache: Cache
+    logits_bv: jax.Array
+    occurred_bv: jax.Array | None
+    done_b: jax.Array
+    step: jax.Array
+
+
+def generate_tokens(
+    model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
+    seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
+) -> list[Continuation]:  # fmt: skip
+    """Generate a continuation of each prompt; see `continuations` for the arguments."""
+    blocks = continuations(model, prompts, max_new_tokens, sampling, seeds=seeds, stop_tokens=stop_tokens,
+                           placement=placement)  # fmt: skip
+    return collections.deque(blocks, maxlen=1).pop()
+
+
+def continuations(
+    model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
+    seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
+    stopped: Callable[[int, list[int]], bool] | None = None, block: int = BLOCK,
+) -> Iterator[list[Continuation]]:  # fmt: skip
+    """Yield the continuations so far, after each block of steps, until all rows have ended.
+
+    Prompts of one class of lengths share a compilation: the cache has a power of two of slots, and prompts are
+    processed in chunks of one size.
 
     Args:
       model: the model.
-      prompt_tokens: token ids, one row for each prompt; rows may differ in length.
+      prompts: token ids, one row for each prompt; rows may differ in length.
       max_new_tokens: largest number of tokens to add to each prompt.
-      temperature: sampling temperature; 0 takes the most likely token.
-      stop_token: ends a row when it is sampled; not part of the result.
-      key: random key; required if `temperature` is above 0.
+      sampling: how to draw tokens; None takes the most likely one.
+      seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
+      stop_tokens: each ends a row when it is drawn; not part of the result.
       placement: replicated placement (`Placement.replicated`) in the model's dtypes. Several processes that hold the
         model together must pass the same one. None to use the first device, with kernels validated at the first call.
-
-    Returns:
-      The new tokens of each row.
+      stopped: called with a row's index and new tokens after each block; True ends the row.
+      block: steps between two looks at the tokens.
 
     Raises:
       InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
-        `config.max_positions`, or the key is missing.
+        `config.max_positions`, or a setting is out of range.
     """
-    rows = [[int(token) for token in row] for row in prompt_tokens]
-    config = model.config
+    sampling = Sampling() if sampling is None else sampling
+    rows, config = [list(map(int, row)) for row in prompts], model.config
+    seeds = range(len(rows)) if seeds is None else seeds
+    _check(rows, seeds, stop_tokens, max_new_tokens, sampling, config)
+    placement = _first_device(config, model.dtype.name) if placement is None else placement
+    branches = sampling.branches
+    values = jax.tree.map(np.float32, sampling)
+    keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in seeds], np.uint32))
+    stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
+    state = _prefilled(model, rows, max_new_tokens, branches, placement)
+    results = [Continuation([], [], stopped=False) for _ in rows]
+    for start in range(0, max_new_tokens, block):
+        steps = min(block, max_new_tokens - start)
+        state, tokens, logprobs = _decode(model, state, keys_b, values, stops, np.int32(steps), size=block,
+                                          branches=branches, placement=placement)  # fmt: skip
+        ended = np.array(state.done_b)
+        for index, (row, scores) in enumerate(zip(np.array(tokens).T, np.array(logprobs).T, strict=True)):
+            before = results[index]
+            if before.stopped:
+                continue
+            new = [int(token) for token in row[:steps] if token >= 0]  # -1 from the stop token on
+            results[index] = Continuation([*before.tokens, *new], [*before.logprobs, *scores[: len(new)].tolist()],
+                                          bool(ended[index]))  # fmt: skip
+            if stopped is not None and not ended[index] and stopped(index, results[index].tokens):
+                results[index] = results[index]._replace(stopped=True)
+                ended[index] = True
+        state = state._replace(done_b=jnp.asarray(ended))
+        yield list(results)
+        if ended.all():
+            return
+
+
+def _check(
+    rows: list[list[int]], seeds: Sequence[int], stop_tokens: Sequence[int], max_new_tokens: int, sampling: Sampling,
+    config: ModelConfig,
+) -> None:  # fmt: skip
+    sampling.check()
     if not rows or not all(rows):
         raise InputError("A prompt is empty, but must have at least one token.")
-    if unknown := [token for row in rows for token in row if not 0 <= token < config.vocab_size]:
-        raise InputError(f"A prompt contains token {unknown[0]}, but tokens must be from 0 to {config.vocab_size - 1}.")
+    if len(seeds) != len(rows):
+        raise InputError(f"There are {len(seeds)} seeds, but must be one for each of {len(rows)} prompts.")
+    for what, tokens in (("A prompt contains", [token for row in rows for token in row]),
+                         ("stop_tokens contains", stop_tokens)):  # fmt: skip
+        if unknown := [token for token in tokens if not 0 <= token < config.vocab_size]:
+            raise InputError(f"{what} token {unknown[0]}, but tokens must be from 0 to {config.vocab_size - 1}.")
     if max_new_tokens < 1:
         raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
-    if not (temperature >= 0 and math.isfinite(temperature)):
-        raise InputError(f"temperature is {temperature}, but must be finite and at least 0.")
-    if temperature > 0 and key is None:
-        raise InputError("A temperature above 0 needs a random key: pass key=jax.random.key(0), for example.")
     longest = max(map(len, rows))
-    capacity = longest + max_new_tokens
-    if capacity > config.max_positions:
+    if longest + max_new_tokens > config.max_positions:
         raise InputError(f"The longest prompt ({longest} tokens) and max_new_tokens={max_new_tokens} exceed "
                          f"model.max_positions={config.max_positions}. Shorten one of them.")  # fmt: skip
-    tokens, segments = np.zeros((2, len(rows), longest), np.int32)
-    for index, row in enumerate(rows):  # left padding, so that all rows continue at the same position
-        tokens[index, longest - len(row) :] = row
-        segments[index, longest - len(row) :] = 1
-    key = jax.random.key(0) if key is None else key
-    placement = _first_device(config, model.dtype.name) if placement is None else placement
-    drawn = np.asarray(_decode(model, tokens, segments, key, jnp.float32(max(temperature, 1e-6)),
-                               steps=max_new_tokens, greedy=temperature == 0, placement=placement))  # fmt: skip
-    return [row[: row.index(stop_token)] if stop_token in row else row for row in drawn.tolist()]
+
+
+def _length_class(length: int) -> int:
+    return max(LEAST, 1 << (length - 1).bit_length())
+
+
+def _prefilled(
+    model: Zaya, rows: list[list[int]], max_new_tokens: int, branches: Branches, placement: Placement
+) -> DecodeState:
+    """Process the prompts, padded on the left, so that all rows continue at the same position."""
+    config, count, longest = model.config, len(rows), max(map(len, rows))
+    chunk = min(CHUNK, _length_class(longest))
+    # The classes, unless the model has no positions for their padding.
+    padded = min(-(-longest // chunk) * chunk, config.max_positions - max_new_tokens)
+    capacity = min(_length_class(padded + max_new_tokens), config.max_positions)
+    tokens, segments = np.zeros((2, count, padded), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, padded - len(row) :] = row
+        segments[index, padded - len(row) :] = 1
+    cache = _empty_cache(config, count, capacity, model.dtype.name)
+    logits = jnp.zeros(0)
+    for start in range(0, padded, chunk):
+        piece = slice(start, min(start + chunk, padded))
+        cache, logits = _prefill(model, cache, tokens[:, piece], segments[:, piece], placement=placement)
+    occurred = None
+    if branches.penalizes:
+        occurred = np.zeros((count, config.vocab_size), bool)
+        for index, row in enumerate(rows):
+            occurred[index, row] = True
+        occurred = jnp.asarray(occurred)
+    return DecodeState(cache, logits, occurred, jnp.zeros(count, bool), jnp.zeros((), jnp.int32))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str) -> Cache:
+    return init_cache(config, rows, capacity, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="placement", donate_argnums=1)
+def _prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array, *,
+             placement: Placement) -> tuple[Cache, jax.Array]:  # fmt: skip
+    """Process one chunk; returns the cache and the fp32 logits [b, v] after its last token."""
+    out: Any = model(tokens_bs, segments_bs, cache=cache, ops=placement.ops)
+    return out.cache, head(model, out.hidden_bsd[:, -1])
+
+
+@functools.partial(jax.jit, static_argnames=("size", "branches", "placement"), donate_argnums=1)
+def _decode(
+    model: Zaya, state: DecodeState, keys_b: jax.Array, sampling: Sampling, stops: jax.Array, steps: jax.Array, *,
+    size: int, branches: Branches, placement: Placement,
+) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+    """Draw up to `steps` tokens, fewer if all rows end.
+
+    Returns:
+      The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
+    """
+    rows = jnp.arange(len(keys_b))
+
+    def unfinished(carry: tuple) -> jax.Array:
+        index, state, *_ = carry
+        return (index < steps) & ~state.done_b.all()
+
+    def step(carry: tuple) -> tuple:
+        index, (cache, logits, occurred, done, drawn), tokens, logprobs = carry
+        step_keys = jax.vmap(jax.random.fold_in, (0, None))(keys_b, drawn)
+        token, logprob = draw(logits, step_keys, sampling, branches, occurred)
+        done |= (token[:, None] == stops).any(-1)
+        tokens, logprobs = tokens.at[index].set(jnp.where(done, -1, token)), logprobs.at[index].set(logprob)
+        if occurred is not None:
+            occurred = occurred.at[rows, token].set(True)
+        # Rows that ended are padding from here on, which experts skip.
+        out: Any = model(token[:, None], (~done)[:, None].astype(jnp.int32), cache=cache, ops=placement.ops)
+        state = DecodeState(out.cache, head(model, out.hidden_bsd[:, 0]), occurred, done, drawn + 1)
+        return index + 1, state, tokens, logprobs
+
+    tokens = jnp.full((size, len(keys_b)), -1, jnp.int32)
+    start = jnp.zeros((), jnp.int32), state, tokens, jnp.zeros(tokens.shape, jnp.float32)
+    _, state, tokens, logprobs = jax.lax.while_loop(unfinished, step, start)
+    return state, tokens, logprobs
 
 
 def _first_device(config: ModelConfig, dtype: str) -> Placement:
@@ -79,28 +230,3 @@ def _first_device(config: ModelConfig, dtype: str) -> Placement:
     model, mesh = abstract_model(config), make_mesh(devices=jax.devices()[:1])
     kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
     return make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)
-
-
-@functools.partial(jax.jit, static_argnames=("steps", "greedy", "placement"))
-def _decode(model: Zaya, tokens_bs: jax.Array, segments_bs: jax.Array, key: jax.Array, temperature: jax.Array, *,
-            steps: int, greedy: bool, placement: Placement) -> jax.Array:  # fmt: skip
-    """Sample tokens one after another, int32 [b, steps]."""
-    (b, s), ops = tokens_bs.shape, placement.ops
-    out = model(tokens_bs, segments_bs, cache=init_cache(model.config, b, s + steps, model.dtype), ops=ops)
-
-    def draw(hidden_bd: jax.Array, key: jax.Array) -> jax.Array:
-        scores = head(model, hidden_bd)
-        if greedy:
-            return jnp.argmax(scores, -1).astype(jnp.int32)
-        return jax.random.categorical(key, scores / temperature).astype(jnp.int32)
-
-    def step(carry: tuple, key: jax.Array) -> tuple[tuple, jax.Array]:
-        token_b, cache = carry
-        out = model(token_b[:, None], jnp.ones((b, 1), jnp.int32), cache=cache, ops=ops)
-        token_b = draw(out.hidden_bsd[:, 0], key)
-        return (token_b, out.cache), token_b
-
-    keys = jax.random.split(key, steps)
-    first_b = draw(out.hidden_bsd[:, -1], keys[0])
-    _, rest = jax.lax.scan(step, (first_b, out.cache), keys[1:])
-    return jnp.concatenate([first_b[None], rest]).T

@@ -68,15 +68,31 @@ class Attention(nnx.Module):
         packed = checkpoint_name(h_bsd @ kernel_dx, MATMUL_OUTPUT)
         return packed + self.projection_bias[...].astype(dtype) if self.config.attention_bias else packed
 
-    def attend(self, q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, context: Context, ops: Ops) -> jax.Array:
-        """Apply attention and the output projection; returns [b, s, d] in the dtype of the queries."""
+    def attend(
+        self, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc: jax.Array, cache: KeyValues | None, context: Context,
+        ops: Ops,
+    ) -> tuple[jax.Array, KeyValues | None]:  # fmt: skip
+        """Apply attention and the output projection.
+
+        Returns:
+          [b, s, d] in the dtype of the queries, and the cache with the new keys and values (None without one).
+        """
         b, s, dtype = *q_bshc.shape[:2], q_bshc.dtype
-        out_bshc = ops.attention(
-            q_bshc, k_btkc, v_btkc, query_segments_bs=context.segments_bs, key_segments_bt=context.key_segments_bt,
-            query_offset=context.length, window=self.layer.window,
-        )  # fmt: skip
+        if cache is None or context.cached_segments_bt is None:
+            out_bshc = ops.attention(
+                q_bshc, k_bskc, v_bskc, query_segments_bs=context.segments_bs, key_segments_bt=context.key_segments_bt,
+                query_offset=context.length, window=self.layer.window,
+            )  # fmt: skip
+        else:
+            out_bshc, kv = ops.cached_attention(
+                ops.attention, q_bshc, (k_bskc, v_bskc), cache, segments_bs=context.segments_bs,
+                cached_segments_bt=context.cached_segments_bt, length=context.length, window=self.layer.window,
+            )  # fmt: skip
+            cache = KeyValues(*kv)
         out_bsd = checkpoint_name(out_bshc.reshape(b, s, -1) @ self.output[...].astype(dtype), MATMUL_OUTPUT)
-        return out_bsd + self.output_bias[...].astype(dtype) if self.config.attention_bias else out_bsd
+        if self.config.attention_bias:
+            out_bsd = out_bsd + self.output_bias[...].astype(dtype)
+        return out_bsd, cache
 
     @staticmethod
     def flops_per_token(config: ModelConfig, layer: LayerKind, context: int) -> float:
@@ -84,11 +100,14 @@ class Attention(nnx.Module):
         return 4 * config.query_size * visible_keys(context, layer.window)
 
     @staticmethod
-    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> Any:
+    def init_cache(
+        config: ModelConfig, layer: LayerKind, batch: int, capacity: int, dtype: jax.typing.DTypeLike
+    ) -> Any:
         """Make the decode state of one layer before the first token.
 
         Args:
           config: the architecture.
+          layer: kind of the layer; with a window it keeps no more tokens than the window.
           batch: number of rows.
           capacity: tokens of a row.
           dtype: dtype of keys and values.
@@ -97,7 +116,8 @@ class Attention(nnx.Module):
           A pytree of zeros, [batch, …] each. Leaves that do not grow with `capacity` are what context parallelism
           sends between neighbours, besides keys and values.
         """
-        shape = (batch, capacity, config.num_kv_heads, config.head_dim)
+        slots = capacity if layer.window is None else min(layer.window, capacity)
+        shape = (batch, slots, config.num_kv_heads, config.head_dim)
         return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 

@@ -33,12 +33,3 @@ class Cache:
     def capacity(self) -> int:
         """Number of tokens that the cache can hold."""
         return self.segments_bt.shape[1]
-
-
-def write(cache: KeyValues, k_bskc: jax.Array, v_bskc: jax.Array, length: jax.Array | int) -> KeyValues:
-    """Write the keys and values of new tokens to `cache`, from index `length` on."""
-
-    def written(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), length, 1)
-
-    return KeyValues(written(cache.k_btkc, k_bskc), written(cache.v_btkc, v_bskc))

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import KeyValues, write
+from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
@@ -66,7 +66,7 @@ class CCA(Attention):
         self, h_bsd: jax.Array, context: Context, cache: CCACache | None, ops: Ops
     ) -> tuple[jax.Array, CCACache | None]:
         """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
-        config, dtype = self.config, h_bsd.dtype
+        config = self.config
         # The packed projection: heads of queries and keys, then both halves of the value.
         qk, half = config.query_size + config.kv_size, config.kv_size // 2
         u_bsx, current_bsx, delayed_bsx = jnp.split(self.project(h_bsd), [qk, qk + half], axis=-1)
@@ -80,16 +80,18 @@ class CCA(Attention):
                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
         q, k, v = recomputed(ops.cca_mix)(u_bsnc, current_bsx, delayed_bsx, halo, context.segments_bs,
                               context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
-        if cache is not None:
-            cache = cache.advance(write(cache.kv, k, v, context.length), u_bsnc, delayed_bsx)
-            k, v = (x.astype(dtype) for x in cache.kv)
-        return self.attend(q, k, v, context, ops), cache
+        out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
+        if cache is not None and kv is not None:
+            cache = cache.advance(kv, u_bsnc, delayed_bsx)
+        return out_bsd, cache
 
     @staticmethod
-    def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: jax.typing.DTypeLike) -> CCACache:
+    def init_cache(
+        config: ModelConfig, layer: LayerKind, batch: int, capacity: int, dtype: jax.typing.DTypeLike
+    ) -> CCACache:
         """See `Attention.init_cache`."""
         exact, heads = accumulation_dtype(dtype), config.num_query_heads + config.num_kv_heads
-        return CCACache(Attention.init_cache(config, batch, capacity, dtype),
+        return CCACache(Attention.init_cache(config, layer, batch, capacity, dtype),
                         jnp.zeros((batch, config.convolution_reach, heads, config.head_dim), exact),
                         jnp.zeros((batch, 1, config.kv_size // 2), exact))  # fmt: skip
 

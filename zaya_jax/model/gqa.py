@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
-from zaya_jax.model.cache import KeyValues, write
+from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.layers import recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import rotate
@@ -29,15 +29,12 @@ class GQA(Attention):
         self, h_bsd: jax.Array, context: Context, cache: KeyValues | None, ops: Ops
     ) -> tuple[jax.Array, KeyValues | None]:
         """Apply attention; returns [b, s, d] in the dtype of `h_bsd`, and the new decode state (None without one)."""
-        config, dtype = self.config, h_bsd.dtype
+        config = self.config
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)
         turn, table = recomputed(_rotate), context.rotary[self.layer.rope_base]
         q, k = turn(q, *table), turn(k, *table)
-        if cache is not None:
-            cache = write(cache, k, v, context.length)
-            k, v = (x.astype(dtype) for x in cache)
-        return self.attend(q, k, v, context, ops), cache
+        return self.attend(q, k, v, cache, context, ops)
 
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

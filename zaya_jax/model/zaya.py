@@ -248,7 +248,7 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike 
     """Make an empty cache for `capacity` tokens in each of `batch` rows, with keys and values in `dtype`."""
 
     def stack(layer: LayerKind) -> Any:
-        empty = ATTENTION[layer.attention].init_cache(config, batch, capacity, dtype)
+        empty = ATTENTION[layer.attention].init_cache(config, layer, batch, capacity, dtype)
         # Separate buffers, so that a decode step can donate them.
         return jax.tree.map(lambda x: jnp.zeros((config.num_groups, *x.shape), x.dtype), empty)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from zaya_jax.ops.attention import PartialAttention, attention, partial_attention, partial_attention_gradient
+from zaya_jax.ops.cached_attention import cached_attention
 from zaya_jax.ops.cca_mix import Halo, cca_mix, no_halo
 from zaya_jax.ops.experts import dispatch_experts
 from zaya_jax.ops.momentum import step_momentum
@@ -31,6 +32,7 @@ class Ops:
       attention: `ops.attention.attention`.
       partial_attention: `ops.attention.partial_attention`.
       partial_attention_gradient: `ops.attention.partial_attention_gradient`.
+      cached_attention: `ops.cached_attention.cached_attention`.
       cca_mix: `ops.cca_mix.cca_mix`.
       rms_norm: `ops.norm.rms_norm`.
       residual_norm: `ops.residual_norm.residual_norm`.
@@ -45,6 +47,7 @@ class Ops:
     attention: Callable[..., jax.Array] = attention
     partial_attention: Callable[..., PartialAttention] = partial_attention
     partial_attention_gradient: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = partial_attention_gradient
+    cached_attention: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]] = cached_attention
     cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix
     rms_norm: Callable[..., jax.Array] = rms_norm
     residual_norm: Callable[..., tuple[jax.Array, jax.Array]] = residual_norm

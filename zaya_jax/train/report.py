@@ -3,14 +3,13 @@
 import json
 from typing import Any
 
-import jax
-
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.data.pipeline import HeldoutText, heldout_text
 from zaya_jax.evaluate.heldout import HeldoutLoss
-from zaya_jax.generate.decode import generate_text
+from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.generate.sampling import Sampling
 from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.run.files import write_atomically
 from zaya_jax.run.folder import SUMMARY
@@ -89,10 +88,9 @@ def continuation(config: Config, result: TrainResult) -> str:
     """Generate the continuation of the configured prompt."""
     tokenizer, sample = result.prepared.tokenizer, config.sample
     prompt = [*tokenizer.prefix, *tokenizer.encode(sample.prompt)] or [tokenizer.eot]
-    key = jax.random.fold_in(result.state.rng, total_steps(config))
     room = config.model.max_positions - len(prompt)
     # With the kernels that all processes agreed on, and so in the dtype in which they were validated.
-    (tokens,) = generate_text(result.compute_model(), [prompt], min(sample.tokens, room), key=key,
-                              temperature=sample.temperature, stop_token=tokenizer.eot,
-                              placement=result.program.placement.replicated)  # fmt: skip
-    return tokenizer.decode(tokens)
+    (row,) = generate_tokens(result.compute_model(), [prompt], min(sample.tokens, room), Sampling(sample.temperature),
+                             seeds=[config.seed], stop_tokens=[tokenizer.eot],
+                             placement=result.program.placement.replicated)  # fmt: skip
+    return tokenizer.decode(row.tokens)

@@ -1,0 +1,153 @@
+"""Text from text: what is shown while it grows, stop strings, and conversations."""
+
+import functools
+import itertools
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train_helpers import MODEL, change
+from zaya_jax.data.special_tokens import SpecialTokens
+from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.generate import text as module
+from zaya_jax.generate.chat import Chat
+from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.generate.source import TextModel
+from zaya_jax.generate.text import encode_prompt, generate_text, stream_text
+from zaya_jax.model.zaya import Zaya
+
+STEPS = 8
+
+
+@functools.cache
+def tokenizer():
+    return train_tokenizer(["the model reads the rows of a table, and writes them"] * 20, 300)
+
+
+@functools.cache
+def model():
+    return Zaya(change(MODEL, {"vocab_size": 300, "max_positions": 256}), jax.random.key(0))
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    """Replaces the model by texts that it is said to have drawn; their tokens arrive `block` at a time."""
+    prompts = []
+
+    def drawn(texts):
+        left = iter(texts)
+
+        def continuations(_model, rows, most, _sampling, *, stopped, block, **_options):
+            prompts.append([tokenizer().decode(row) for row in rows])
+            tokens = tokenizer().encode(next(left))[:most]
+            for end in range(block, len(tokens) + block, block):
+                now = tokens[:end]
+                ends = stopped is not None and stopped(0, now)
+                yield [Continuation(now, [0.0] * len(now), ends)]
+                if ends:
+                    return
+
+        monkeypatch.setattr(module, "continuations", continuations)
+        return prompts
+
+    return drawn
+
+
+def test_a_text_is_what_its_tokens_say_and_rows_have_their_own_seeds():
+    prompts = ["the model", "", "a table of rows"]
+    hot = Sampling(1.5)
+    texts = generate_text(model(), tokenizer(), prompts, STEPS, hot, seeds=[3, 4, 5])
+    assert generate_text(model(), tokenizer(), prompts[1:], STEPS, hot, seeds=[4, 5]) == texts[1:]
+    encoded = [encode_prompt(tokenizer(), prompt) for prompt in prompts]
+    assert all(row[0] == tokenizer().eot for row in encoded)
+    *_, rows = stream_text(model(), tokenizer(), encoded, STEPS, hot, seeds=[3, 4, 5])
+    assert [row.text for row in rows] == texts == [tokenizer().decode(row.tokens) for row in rows]
+
+
+@given(text=st.text("ab<|é€", max_size=12), stop=st.sampled_from(["<|a", "bé", "€"]), block=st.integers(1, 4))
+def test_what_is_shown_never_has_to_be_taken_back(text, stop, block):
+    with pytest.MonkeyPatch.context() as patch:
+
+        def continuations(*_, stopped, block, **__):
+            tokens = tokenizer().encode(text)
+            for end in range(block, len(tokens) + block, block):
+                ends = stopped(0, tokens[:end])
+                yield [Continuation(tokens[:end], [], ends or end >= len(tokens))]
+                if ends:
+                    return
+
+        patch.setattr(module, "continuations", continuations)
+        shown = [row.text for (row,) in stream_text(model(), tokenizer(), [[1]], 99, stop=[stop], block=block)]
+    for before, after in itertools.pairwise(shown):
+        assert after.startswith(before)
+    if shown:
+        assert shown[-1] == text.partition(stop)[0]
+
+
+def test_bad_stop_strings_are_refused():
+    with pytest.raises(InputError, match="A stop string is empty"):
+        generate_text(model(), tokenizer(), ["a"], 1, stop=[""])
+
+
+def opened(template=None):
+    from zaya_jax.data.chat import DEFAULT_TEMPLATE
+
+    special = SpecialTokens(EOT_TEXT, EOT_TEXT, EOT_TEXT)
+    return TextModel(model(), tokenizer(), special, [tokenizer().eot], Sampling(), template or DEFAULT_TEMPLATE)
+
+
+def ask(chat, message):
+    return [row.text for row in chat.ask(message)][-1]
+
+
+def test_a_conversation_goes_through_the_template_and_ends_at_its_end_of_turn(answers):
+    prompts = answers(["Rows.<|im_end|>\n<|im_start|>user", "A table<|im_end|> of", "New"])
+    chat = Chat(opened(), Sampling(), 99, system="Be brief.")
+    assert ask(chat, "What is read?") == "Rows."
+    assert ask(chat, "And written?") == "A table"
+    turn = "<|im_start|>{}\n{}<|im_end|>\n".format
+    first = EOT_TEXT + turn("system", "Be brief.") + turn("user", "What is read?")
+    second = first + turn("assistant", "Rows.") + turn("user", "And written?")
+    assert prompts == [[first + "<|im_start|>assistant\n"], [second + "<|im_start|>assistant\n"]]
+    chat.reset()
+    assert chat.conversation == [{"role": "system", "content": "Be brief."}]
+    ask(chat, "Hello")
+    assert prompts[2][0].count("<|im_start|>user") == 1
+
+
+def test_an_answer_that_is_cut_short_stays_in_the_conversation(answers):
+    answers(["the model reads the rows of a table"])
+    chat = Chat(opened(), Sampling(), 99)
+    answer = chat.ask("Say")
+    shown = next(answer).text
+    answer.close()  # as Ctrl-C does
+    assert chat.conversation[1] == {"role": "assistant", "content": shown}
+    assert 0 < len(shown) < 20
+
+
+def test_a_template_with_a_generation_prompt_uses_it(answers):
+    prompts = answers(["x"])
+    template = ("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}"
+                "{% if add_generation_prompt %}[assistant] <think>{% endif %}")  # fmt: skip
+    ask(Chat(opened(template), Sampling(), 5), "a")
+    assert prompts == [["[user] a [end][assistant] <think>"]]
+
+
+@pytest.mark.parametrize(("template", "said"), [
+    ("{{ messages[0].role }}", "leaves out the content of the assistant"), ("{% if %}", "cannot render"),
+    ("{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
+])  # fmt: skip
+def test_a_template_that_cannot_hold_a_conversation_is_an_error(template, said):
+    with pytest.raises(InputError, match=said):
+        Chat(opened(template), Sampling(), 5)
+
+
+def test_a_conversation_that_fills_the_positions_is_an_error(answers):
+    answers(["x"])
+    chat = Chat(opened(), Sampling(), 99)
+    with pytest.raises(InputError, match=r"has \d+ tokens, but model.max_positions is 256.*/reset"):
+        ask(chat, "the " * 400)

@@ -1,0 +1,59 @@
+"""Attention to a cache, whole or a ring, against attention to the whole sequence."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import assert_close
+from zaya_jax.ops.attention import attention
+from zaya_jax.ops.cached_attention import cached_attention
+
+B, T, H, K, C = 2, 24, 4, 2, 8
+whole = jax.jit(attention, static_argnames="window")
+step = jax.jit(cached_attention, static_argnames=("attention", "window"))
+
+
+def drawn(seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.normal(size=(B, T, heads, C)).astype(np.float32) for heads in (H, K, K))
+    starts = rng.integers(0, T // 2, B)  # padding on the left, then two documents
+    segments = (np.arange(T) >= starts[:, None]).astype(np.int32) * (1 + (np.arange(T) >= T - 5))
+    return q, k, v, segments
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1000), sizes=st.permutations([1, 1, 1, 2, 3, 4, 5, 7]), window=st.sampled_from([3, 6, 24]))
+def test_a_ring_gives_what_the_whole_sequence_gives(seed, sizes, window):
+    q, k, v, segments = drawn(seed)
+    expected = whole(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
+    cache = tuple(jnp.zeros((B, min(window, T), K, C)) for _ in range(2))
+    seen, parts, start = np.zeros((B, T), np.int32), [], 0
+    for size in sizes:
+        new = slice(start, start + size)
+        out, cache = step(attention, q[:, new], (k[:, new], v[:, new]), cache, segments_bs=segments[:, new],
+                          cached_segments_bt=seen, length=start, window=window)  # fmt: skip
+        parts.append(out)
+        seen[:, new] = segments[:, new]
+        start += size
+    assert start == T
+    assert cache[0].shape[1] == min(window, T)
+    assert_close(np.concatenate(parts, 1), expected, 1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_cache_holds_the_last_tokens_at_their_slots(window):
+    q, k, v, segments = drawn(0)
+    slots = T if window is None else window
+    cache = tuple(jnp.zeros((B, slots, K, C)) for _ in range(2))
+    seen = np.zeros((B, T), np.int32)
+    for start, size in ((0, 9), (9, 1), (10, 2)):
+        new = slice(start, start + size)
+        _, cache = step(attention, q[:, new], (k[:, new], v[:, new]), cache, segments_bs=segments[:, new],
+                        cached_segments_bt=seen, length=start, window=window)  # fmt: skip
+        seen[:, new] = segments[:, new]
+    for token in range(12 - slots if window else 0, 12):
+        np.testing.assert_array_equal(cache[0][:, token % slots], k[:, token])
+        np.testing.assert_array_equal(cache[1][:, token % slots], v[:, token])

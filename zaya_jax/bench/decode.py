@@ -1,0 +1,99 @@
+"""Time greedy decoding against `generate` of `transformers`, interleaved on the same machine."""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax.bench.peer import check_peer, peer_decode
+from zaya_jax.bench.step import default_config
+from zaya_jax.config import ModelConfig
+from zaya_jax.generate.decode import generate_tokens
+from zaya_jax.machine.result import describe_run, rounded
+from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
+from zaya_jax.model.arithmetic import total_parameters
+from zaya_jax.model.tree import map_variables
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.target import current_target
+
+PROMPT, NEW = 512, 128  # tokens
+
+
+def bench_decode(batches: Sequence[int], dtype: str, repeats: int) -> dict[str, Any]:
+    """Time `NEW` tokens after prompts of `PROMPT` tokens; prints a line for each batch size.
+
+    Args:
+      batches: numbers of prompts.
+      dtype: 'float32' or 'bfloat16', of both sides.
+      repeats: number of timed passes of each side.
+
+    Returns:
+      For each batch size: seconds of each pass, seconds of a pass of one new token (time to the first token), our
+      compilation, and the relative speed.
+
+    Raises:
+      InputError: PyTorch or `transformers` is not installed.
+    """
+    check_peer()
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    config, threads = default_config().model, len(os.sched_getaffinity(0))
+    device = "cpu" if current_target().platform == "cpu" else "cuda"
+    result = describe_run(
+        "greedy decoding", f"{total_parameters(config):,} parameters, {dtype}, {PROMPT} tokens of prompt, {NEW} new",
+        "transformers ZayaForCausalLM.generate (sdpa, default experts)", ("flax", "torch", "transformers"),
+    )  # fmt: skip
+    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, {}
+    for batch in batches:
+        prompts = np.random.default_rng(0).integers(0, config.vocab_size, (batch, PROMPT))
+        rows = {}
+        for new in (1, NEW):
+            sides = {
+                "ours": (our_decode, config, dtype, prompts, new),
+                "peer": (peer_decode, config, dtype, prompts, new, device, threads),
+            }
+            passes = interleave_subprocesses(sides, repeats)
+            rows[new] = {side: rounded(timed.seconds) for side, timed in passes.items()}
+        with run_in_subprocess(compile_seconds, config, dtype, prompts) as ask:
+            compilation = ask()
+        medians = {
+            new: {side: statistics.median(seconds) for side, seconds in row.items()} for new, row in rows.items()
+        }
+        speeds = {side: batch * NEW / medians[NEW][side] for side in ("ours", "peer")}
+        ratio = speeds["ours"] / speeds["peer"]
+        first = {side: round(1e3 * seconds) for side, seconds in medians[1].items()}
+        print(f"batch {batch}: zaya_jax {speeds['ours']:,.0f} new tokens/s, transformers {speeds['peer']:,.0f}; "
+              f"zaya_jax is {ratio:.2f}× as fast; first token after {first['ours']} and {first['peer']} ms; "
+              f"our compilation {compilation:.1f} s", flush=True)  # fmt: skip
+        result["results"][str(batch)] = {
+            "tokens_per_second": {side: round(speed, 1) for side, speed in speeds.items()}, "ratio": round(ratio, 3),
+            "seconds": rows[NEW], "first_token_seconds": rows[1], "compile_seconds": round(compilation, 1),
+        }  # fmt: skip
+    return result
+
+
+def our_decode(config: ModelConfig, dtype: str, prompts: np.ndarray, new: int) -> Callable[[], int]:
+    """Make a function that generates, and returns the last token."""
+    model = jax.jit(lambda: map_variables(Zaya(config, jax.random.key(0)), lambda _, x: x.astype(dtype)))()
+
+    def step() -> int:
+        return generate_tokens(model, prompts, new)[-1].tokens[-1]
+
+    return step
+
+
+def compile_seconds(config: ModelConfig, dtype: str, prompts: np.ndarray) -> Callable[[], float]:
+    """Make a function that returns the time of the first call less that of the second."""
+    step = our_decode(config, dtype, prompts, NEW)
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        step()
+        first = time.perf_counter() - start
+        step()
+        return 2 * first - (time.perf_counter() - start)
+
+    return seconds

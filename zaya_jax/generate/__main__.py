@@ -1,0 +1,199 @@
+"""`python -m zaya_jax.generate PATH`: print continuations of prompts, or chat with a model."""
+
+import argparse
+import collections
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import InputError, last_words
+
+_EXAMPLES = """examples:
+  python -m zaya_jax.generate runs/tiny --prompt "def main"
+  python -m zaya_jax.generate runs/tiny@train --prompt "import os" --samples 3 --max-new-tokens 64
+  echo "def main" | python -m zaya_jax.generate runs/tiny -
+  python -m zaya_jax.generate exported/ --message "Prove that 2 is prime." --rsa 16 4 2 4096 --max-new-tokens 8192
+  python -m zaya_jax.generate exported/ --chat --temperature 0.6 --top-p 0.95"""
+Encode = Callable[[str], list[int]]
+_CHAT_HELP = "Type a message. /reset starts a new conversation, Ctrl-C stops an answer, Ctrl-D leaves."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status, see `ExitCode`."""
+    options = _parser().parse_args(arguments)
+    try:
+        return _run(options)
+    except (InputError, KeyboardInterrupt) as error:
+        sentence, status = last_words(error)
+        print(sentence, file=sys.stderr)
+        return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.generate", description="Continue texts with a model, or chat with it.",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("path", metavar="PATH", help="RUN_DIR (its newest checkpoint), RUN_DIR@PHASE (the last one of a phase), "
+        "RUN_DIR/checkpoints/STEP, or a transformers folder; adapters are merged into their base")  # fmt: skip
+    add("stdin", nargs="?", choices=("-",), metavar="-", help="read one prompt from standard input")
+    add("--prompt", action="append", default=[], metavar="TEXT", help="text to continue; can be given several times")
+    add("--message", action="append", default=[], metavar="TEXT", help="message to answer, through the chat template; "
+        "can be given several times")  # fmt: skip
+    add("--file", metavar="FILE", help="file with one prompt")
+    add("--chat", action="store_true", help="hold a conversation in the terminal")
+    add("--system", metavar="TEXT", help="system message (with --chat or --message)")
+    add("--max-new-tokens", type=int, default=256, metavar="N", help="largest number of new tokens (default: 256)")
+    add("--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)")
+    for name, kind, what in (("temperature", float, "0 takes the most likely token"),
+                             ("top-k", int, "keep the K most likely tokens"),
+                             ("top-p", float, "keep the most likely tokens with this probability together"),
+                             ("min-p", float, "keep tokens at least this many times as likely as the most likely"),
+                             ("repetition-penalty", float, "divide logits of tokens that occurred")):  # fmt: skip
+        add(f"--{name}", type=kind, metavar="X", help=f"{what} (default: that of generation_config.json)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the first continuation (default: 0)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end a continuation before this text")
+    add("--rsa", nargs=4, type=int, metavar=("N", "C", "T", "TAIL"), help="Markovian RSA: N candidates, then T rounds "
+        "of N more, each written from the last TAIL tokens of C of them; prints the last round's first")  # fmt: skip
+    add("--logprobs", action="store_true", help="print each new token with its log-probability instead of text")
+    add("--dtype", choices=("float32", "bfloat16"), help="dtype to compute in (default: bfloat16 on GPUs, float32 on "
+        "CPUs)")  # fmt: skip
+    add("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+    prompts = _prompts(options)
+    if options.samples < 1:
+        raise InputError(f"--samples is {options.samples}, but must be at least 1.")
+    from zaya_jax.generate.source import open_text_model
+
+    opened = open_text_model(options.path, options.dtype, options.tokenizer)
+    given = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
+    sampling = opened.sampling._replace(**given)
+    sampling.check("--")
+    if options.chat:
+        return _chat(options, opened, sampling)
+    from zaya_jax.generate.chat import Chat
+    from zaya_jax.generate.text import encode_prompt
+
+    chat = Chat(opened, sampling, options.max_new_tokens, system=options.system) if options.message else None
+    encode = functools.partial(encode_prompt, opened.tokenizer) if chat is None else chat.prompt
+    stop = [*options.stop, *([] if chat is None else chat.stop)]
+    if options.rsa is not None:
+        return _rsa(options, opened, sampling, prompts, encode, stop)
+    rows = [prompt for prompt in prompts for _ in range(options.samples)]
+    return _continue(options, opened, sampling, rows, encode, stop)
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    sources = (options.prompt, options.message, options.file is not None, options.stdin, options.chat)
+    if sum(map(bool, sources)) != 1:
+        raise InputError("Name what to continue with --prompt TEXT, --file FILE or -, or what to answer with "
+                         "--message TEXT or --chat: exactly one of them.")  # fmt: skip
+    if options.system is not None and not (options.chat or options.message):
+        raise InputError("--system is only for --chat and --message: add one, or remove --system.")
+    if options.rsa is not None and (options.chat or options.samples > 1 or options.logprobs):
+        raise InputError("--rsa does not go with --chat, --samples or --logprobs: remove one.")
+    if options.file is not None:
+        try:
+            return [Path(options.file).expanduser().read_text(encoding="utf-8")]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--file {options.file} cannot be read: {error}.") from error
+    return [sys.stdin.read()] if options.stdin is not None else options.prompt or options.message
+
+
+def _continue(
+    options: argparse.Namespace, opened: Any, sampling: Any, prompts: list[str], encode: Encode, stop: list[str]
+) -> int:
+    from zaya_jax.generate.text import stream_text
+
+    tokenizer = opened.tokenizer
+    encoded, shown = [encode(prompt) for prompt in prompts], not options.message
+    alone, printed, rows = len(prompts) == 1 and not options.logprobs, 0, []
+    if alone and shown:
+        _print(prompts[0])
+    for rows in stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
+                            seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
+                            stop_tokens=opened.stop_tokens):  # fmt: skip
+        if alone:
+            _print(rows[0].text[printed:])
+            printed = len(rows[0].text)
+    if alone:
+        print()
+        return 0
+    for prompt, row in zip(prompts, rows, strict=True):
+        print(f"=== {prompt!r}")
+        if options.logprobs:
+            print("\n".join(f"{logprob:9.4f}  {tokenizer.decode([token])!r}"
+                            for token, logprob in zip(row.tokens, row.logprobs, strict=True)))  # fmt: skip
+        else:
+            print(prompt + row.text if shown else row.text)
+    return 0
+
+
+def _rsa(
+    options: argparse.Namespace, opened: Any, sampling: Any, prompts: list[str], encode: Encode, stop: list[str]
+) -> int:
+    from zaya_jax.generate.rsa import MarkovianRSA, aggregate_recursively
+    from zaya_jax.generate.text import stream_text
+
+    settings = MarkovianRSA(*options.rsa)
+    settings.check("--rsa ")
+    finished: list[str] = []
+
+    def write(texts: Sequence[str], seeds: Sequence[int]) -> list[list[int]]:
+        encoded = [encode(text) for text in texts]
+        blocks = stream_text(opened.model, opened.tokenizer, encoded, options.max_new_tokens, sampling, seeds=seeds,
+                             stop=stop, stop_tokens=opened.stop_tokens)  # fmt: skip
+        rows = collections.deque(blocks, maxlen=1).pop()
+        finished.extend(row.text for row in rows)
+        print(f"{len(finished)} candidates", file=sys.stderr)
+        return [row.tokens for row in rows]
+
+    for prompt in prompts:
+        aggregate_recursively(write, opened.tokenizer, prompt, settings, options.seed)
+        print(finished[-settings.candidates])
+    return 0
+
+
+def _chat(options: argparse.Namespace, opened: Any, sampling: Any) -> int:
+    from zaya_jax.generate.chat import Chat
+
+    chat = Chat(opened, sampling, options.max_new_tokens, options.seed, options.system)
+    print(_CHAT_HELP)
+    while True:
+        try:
+            message = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return 0
+        if message == "/reset":
+            chat.reset()
+            print("A new conversation.")
+        elif message:
+            _answer(chat, message)
+
+
+def _answer(chat: Any, message: str) -> None:
+    printed = 0
+    try:
+        for row in chat.ask(message):
+            _print(row.text[printed:])
+            printed = len(row.text)
+    except KeyboardInterrupt:
+        _print(" …")
+    except InputError as error:
+        _print(f"Error: {error}")
+    print()
+
+
+def _print(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""Hold a conversation: render it with the model's chat template up to the assistant's next turn."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from zaya_jax.data.chat import Conversation, parse_conversation
+from zaya_jax.data.template_runner import run_template
+from zaya_jax.errors import InputError
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.generate.source import TextModel
+from zaya_jax.generate.text import TextContinuation, stream_text
+
+_ANSWER = "\u241e answer \u241e"  # stands for the assistant's answer; no template has it
+_BLOCK = 4  # tokens between two pieces of an answer that is printed as it grows
+
+
+class Chat:
+    """A conversation with a model.
+
+    Attributes:
+      conversation: the messages so far.
+      stop: texts that end an answer.
+    """
+
+    def __init__(self, opened: TextModel, sampling: Sampling, max_new_tokens: int, seed: int = 0,
+                 system: str | None = None) -> None:  # fmt: skip
+        """Start a conversation.
+
+        Args:
+          opened: the model with its tokenizer and template.
+          sampling: how to draw tokens.
+          max_new_tokens: largest number of tokens of an answer.
+          seed: seed of the first answer; each later answer has the next one.
+          system: system message; None for none.
+
+        Raises:
+          InputError: the template does not render a conversation.
+        """
+        self._opened, self._sampling, self._max_new_tokens, self._seed = opened, sampling, max_new_tokens, seed
+        self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
+        self.conversation: Conversation = list(self._system)
+        _, after = self._around_answer([{"role": "user", "content": "a"}])
+        self.stop = [end] if (end := after.strip()) else []
+
+    def reset(self) -> None:
+        """Forget all messages but the system message."""
+        self.conversation = list(self._system)
+
+    def prompt(self, message: str) -> list[int]:
+        """Return the tokens that the model continues after a message of the user."""
+        text, _ = self._around_answer([*self.conversation, {"role": "user", "content": message}])
+        return self._opened.tokenizer.encode_template(text)
+
+    def ask(self, message: str) -> Iterator[TextContinuation]:
+        """Yield the answer to a message as it grows; what was yielded last becomes part of the conversation.
+
+        Raises:
+          InputError: conversation and answer exceed the model's positions.
+        """
+        opened = self._opened
+        tokens = self.prompt(message)
+        room = opened.model.config.max_positions - len(tokens)
+        if room < 1:
+            raise InputError(f"The conversation has {len(tokens)} tokens, but model.max_positions is "
+                             f"{opened.model.config.max_positions}. Start a new one with /reset.")  # fmt: skip
+        answer = ""
+        try:
+            for (row,) in stream_text(opened.model, opened.tokenizer, [tokens], min(self._max_new_tokens, room),
+                                      self._sampling, seeds=[self._seed], stop=self.stop,
+                                      stop_tokens=opened.stop_tokens, block=_BLOCK):  # fmt: skip
+                answer = row.text
+                yield row
+        finally:  # an answer that is cut short stays as far as it came
+            messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+            self.conversation += parse_conversation(messages)
+            self._seed += 1
+
+    def _around_answer(self, conversation: Conversation) -> tuple[str, str]:
+        """Render a conversation; returns what stands before and after the assistant's answer."""
+        whole = self._render([*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        before, found, after = whole.partition(_ANSWER)
+        if not found:
+            raise InputError("The chat template leaves out the content of the assistant's messages.")
+        if "add_generation_prompt" in self._opened.template:
+            before = self._render(conversation, generation_prompt=True)
+        return before, after
+
+    def _render(self, conversation: Conversation, *, generation_prompt: bool) -> str:
+        special = self._opened.special
+        names: dict[str, Any] = {"messages": conversation, "add_generation_prompt": generation_prompt}
+        names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
+        answer = run_template(self._opened.template, [{"marks": ["", ""], "names": names}])
+        if "texts" not in answer:
+            reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
+            raise InputError(f"The chat template cannot render the conversation: {reason}.")
+        return answer["texts"][0]

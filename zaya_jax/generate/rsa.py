@@ -1,0 +1,81 @@
+"""Markovian recursive self-aggregation: rounds of candidates, each written from the ends of some of the last round's.
+
+The method of ZAYA1-8B's best scores (docs/reference.md §13). Only the last `tail` tokens of a candidate are carried
+over, so prompts never have more than the question and `aggregated` · `tail` tokens, however long the candidates are.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from zaya_jax.config.checks import require
+from zaya_jax.data.tokenizer import Tokenizer
+
+# Question, and the tails of candidates → prompt. The published prompt is unknown; this one is ours.
+_PROMPT = """{question}
+
+Below are the ends of {count} attempts at this task. They may be wrong, and they may disagree. Compare them, keep what
+is right, correct what is not, and write one complete, improved solution.
+
+{attempts}"""
+
+
+class MarkovianRSA(NamedTuple):
+    """Settings of the method; the defaults are those recommended for ZAYA1-8B.
+
+    Attributes:
+      candidates: N, candidates of each round.
+      aggregated: C, candidates of the last round that a new one is written from.
+      rounds: T, rounds after the first; 0 writes independent candidates.
+      tail: τ, tokens of a candidate that are carried over.
+    """
+
+    candidates: int = 16
+    aggregated: int = 4
+    rounds: int = 2
+    tail: int = 4096
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` if a value is out of range; `where` precedes the names in messages."""
+        for name, value in self._asdict().items():
+            least = 0 if name == "rounds" else 1
+            require(value >= least, f"{where}{name}", value, f"at least {least}")
+        require(self.aggregated <= self.candidates, f"{where}aggregated", self.aggregated,
+                f"at most the number of candidates ({self.candidates})")  # fmt: skip
+
+
+# Prompts and seeds of a round → the tokens of its candidates.
+WriteCandidates = Callable[[Sequence[str], Sequence[int]], list[list[int]]]
+
+
+def aggregate_recursively(
+    write: WriteCandidates, tokenizer: Tokenizer, question: str, settings: MarkovianRSA, seed: int = 0
+) -> list[list[int]]:
+    """Return the tokens of the last round's candidates.
+
+    Args:
+      write: generates a round of candidates.
+      tokenizer: decodes tails.
+      question: text of the first round's prompts.
+      settings: numbers of candidates and rounds.
+      seed: of the choice of candidates, and of the first candidate; each further candidate has the next seed.
+
+    Raises:
+      InputError: a setting is out of range.
+    """
+    settings.check("")
+    count, draw = settings.candidates, np.random.default_rng(seed)
+    candidates = write([question] * count, range(seed, seed + count))
+    for round_index in range(1, settings.rounds + 1):
+        tails = [tokenizer.decode(candidate[-settings.tail :]) for candidate in candidates]
+        chosen = [draw.choice(count, settings.aggregated, replace=False) for _ in range(count)]
+        prompts = [_prompt(question, [tails[index] for index in indices]) for indices in chosen]
+        first = seed + round_index * count
+        candidates = write(prompts, range(first, first + count))
+    return candidates
+
+
+def _prompt(question: str, tails: Sequence[str]) -> str:
+    attempts = "\n\n".join(f"Attempt {number}:\n{tail}" for number, tail in enumerate(tails, 1))
+    return _PROMPT.format(question=question, count=len(tails), attempts=attempts)

@@ -1,0 +1,103 @@
+"""Open what the command generates from: a model, its tokenizer, where its texts end, and its default sampling."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from zaya_jax.config.weight_source import HF
+from zaya_jax.data.chat import DEFAULT_TEMPLATE
+from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
+from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.ops.target import current_target
+from zaya_jax.run.files import read_object
+from zaya_jax.run.tokenizer import GENERATION, special_ids
+from zaya_jax.weights.load import open_weights
+from zaya_jax.weights.sources import Weights
+
+TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class TextModel(NamedTuple):
+    """A model and what belongs to its texts.
+
+    Attributes:
+      model: in the dtype to compute in.
+      tokenizer: its tokenizer.
+      special: texts of its special tokens.
+      stop_tokens: tokens that end a text.
+      sampling: that of `generation_config.json`, or the default.
+      template: source of the chat template; the built-in one if the model has none.
+    """
+
+    model: Zaya
+    tokenizer: Tokenizer
+    special: SpecialTokens
+    stop_tokens: list[int]
+    sampling: Sampling
+    template: str
+
+
+def open_text_model(source: str, dtype: str | None = None, tokenizer: str | None = None) -> TextModel:
+    """Open a model with its tokenizer.
+
+    Args:
+      source: as for `weights.load.open_weights`; a `transformers` folder may also be named without hf:.
+      dtype: 'float32' or 'bfloat16'; None for bfloat16 on GPUs and float32 on CPUs.
+      tokenizer: folder or `tokenizer.json` to use in place of the model's own.
+
+    Raises:
+      InputError: there is no such model, it is damaged, or it has no tokenizer of its vocabulary.
+    """
+    folder = Path(source).expanduser()
+    if not source.startswith(HF) and (folder / "config.json").is_file():
+        source = f"{HF}{source}"
+    weights = open_weights(source, "PATH")
+    path = _tokenizer_file(weights, source, tokenizer)
+    special = find_special_tokens(path, chat=True, eot=None, bos=None)
+    text = load_tokenizer(path, special.eot, special.bos)
+    check_vocabulary(text, weights.config.vocab_size, path)
+    settings = special_ids(path.parent)
+    stops = settings.get("eos_token_id") or []
+    stops = [*(stops if isinstance(stops, list) else [stops]), text.eot]
+    if dtype is None:
+        dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
+    return TextModel(weights.load_model(jnp.dtype(dtype)), text, special, sorted(set(stops)),
+                     _sampling(path.parent / GENERATION), _template(path.parent))  # fmt: skip
+
+
+def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
+    if named is not None:
+        path = Path(named).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if not path.is_file():
+            raise InputError(f"--tokenizer is {named!r}, but must be a tokenizer.json or a folder that has one.")
+        return path
+    path = None if weights.tokenizer is None else weights.tokenizer / "tokenizer.json"
+    if path is None or not path.is_file():
+        raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
+    return path
+
+
+def _sampling(path: Path) -> Sampling:
+    """Read the settings of `generation_config.json` that are set."""
+    tree: dict[str, Any] = read_object(path) if path.is_file() else {}
+    values = {name: tree[name] for name in _SAMPLED if isinstance(tree.get(name), int | float)}
+    if tree.get("do_sample") is False:
+        values["temperature"] = 0.0
+    sampling = Sampling(TEMPERATURE)._replace(**values)
+    sampling.check(f"{path}: ")
+    return sampling
+
+
+def _template(folder: Path) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    template = read_object(config).get("chat_template") if config.is_file() else None
+    return template if isinstance(template, str) else DEFAULT_TEMPLATE

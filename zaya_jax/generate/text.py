@@ -1,0 +1,99 @@
+"""Generate text from text: prompts are encoded, and continuations decoded as they grow, up to a stop string."""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from zaya_jax.data.tokenizer import Tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.generate.decode import BLOCK, Continuation, continuations
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.parallel.placement import Placement
+
+_UNKNOWN = "\ufffd"  # of bytes that are not UTF-8, such as the first bytes of a character
+
+
+class TextContinuation(NamedTuple):
+    """The continuation of a prompt.
+
+    Attributes:
+      text: without stop strings and stop tokens. While it grows, what may become a stop string or a character is held
+        back.
+      tokens: the generated tokens, with those of a stop string.
+      logprobs: log-probability of each in nats, see `decode.Continuation`.
+      stopped: whether a stop token or stop string ended it.
+    """
+
+    text: str
+    tokens: list[int]
+    logprobs: list[float]
+    stopped: bool
+
+
+def generate_text(
+    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 256,
+    sampling: Sampling | None = None, *, seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] | None = None, placement: Placement | None = None,
+) -> list[str]:  # fmt: skip
+    """Generate a continuation of each prompt; see `stream_text` for the arguments."""
+    encoded = [encode_prompt(tokenizer, prompt) for prompt in prompts]
+    texts = stream_text(model, tokenizer, encoded, max_new_tokens, sampling, seeds=seeds, stop=stop,
+                        stop_tokens=stop_tokens, placement=placement)  # fmt: skip
+    return [row.text for row in deque(texts, maxlen=1).pop()]
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Encode a prompt as the beginning of a document; an empty one is the end of the document before."""
+    return [*tokenizer.prefix, *tokenizer.encode(prompt)] or [tokenizer.eot]
+
+
+def stream_text(
+    model: Zaya, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], max_new_tokens: int,
+    sampling: Sampling | None = None, *, seeds: Sequence[int] | None = None, stop: Sequence[str] = (),
+    stop_tokens: Sequence[int] | None = None, placement: Placement | None = None, block: int = BLOCK,
+) -> Iterator[list[TextContinuation]]:  # fmt: skip
+    """Yield the continuations so far, after each block of tokens, until all have ended.
+
+    Args:
+      model: the model.
+      tokenizer: its tokenizer.
+      prompts: token ids of each prompt, see `encode_prompt`.
+      max_new_tokens: largest number of tokens of a continuation.
+      sampling: how to draw tokens; None takes the most likely one.
+      seeds: seed of each prompt; None for 0, 1, ….
+      stop: texts that end a continuation before them.
+      stop_tokens: tokens that end a continuation; None for the tokenizer's end of a document.
+      placement: see `decode.continuations`.
+      block: tokens between two results.
+
+    Raises:
+      InputError: a stop string is empty, or see `decode.continuations`.
+    """
+    if not all(stop):
+        raise InputError("A stop string is empty, but must have at least one character.")
+
+    def holds_stop(_: int, tokens: list[int]) -> bool:
+        text = tokenizer.decode(tokens)
+        return any(end in text for end in stop)
+
+    ends = [tokenizer.eot] if stop_tokens is None else stop_tokens
+    for rows in continuations(model, prompts, max_new_tokens, sampling, seeds=seeds, stop_tokens=ends,
+                              placement=placement, stopped=holds_stop if stop else None, block=block):  # fmt: skip
+        yield [_text(tokenizer, row, stop, row.stopped or len(row.tokens) == max_new_tokens) for row in rows]
+
+
+def _text(tokenizer: Tokenizer, row: Continuation, stop: Sequence[str], ended: bool) -> TextContinuation:
+    text = tokenizer.decode(row.tokens)
+    places = [place for end in stop if (place := text.find(end)) >= 0]
+    if places:
+        text = text[: min(places)]
+    elif not ended:
+        text = text.rstrip(_UNKNOWN)
+        text = text[: len(text) - max((_overlap(text, end) for end in stop), default=0)]
+    return TextContinuation(text, row.tokens, row.logprobs, row.stopped)
+
+
+def _overlap(text: str, end: str) -> int:
+    """Return the length of the longest beginning of `end` that `text` ends with."""
+    return next((size for size in range(min(len(end), len(text)), 0, -1) if text.endswith(end[:size])), 0)
