@@ -204,6 +204,7 @@ def test_each_device_gets_the_batch_of_one(layout, devices):
     assert (estimate.axes[layout], estimate.sequences, estimate.micro_batches) == (devices, 2, 2)
 
 
+@pytest.mark.soak
 def test_the_8b_s_step_fits_the_gpus_that_have_a_data_sheet():
     full = module.load_config(module.EIGHT_B)
     depths = {}

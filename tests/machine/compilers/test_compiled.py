@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -42,9 +43,15 @@ def need_stand_ins(gpu):
 
 
 @functools.cache
+def compiling():
+    """Compile for all GPUs of `LAYOUTS` at once: each compiler alone leaves cores idle."""
+    pool = ThreadPoolExecutor(len(LAYOUTS))
+    return {gpu: pool.submit(compile_step, config(gpu), 0, gpu, 4) for gpu in LAYOUTS}
+
+
 def compiled(gpu):
     need_stand_ins(gpu)
-    return compile_step(config(gpu), 0, gpu, 4)
+    return compiling()[gpu].result()
 
 
 # Collectives of 64 KiB and more in a step: those of a layer run four times, forward and backward.

@@ -50,6 +50,7 @@ def test_the_overrides_make_the_configuration_whose_estimate_is_shown(found):
         assert estimate.step_seconds == pytest.approx(suggestion.estimate.step_seconds, rel=0.02)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("counted_once")
 def test_only_what_fits_is_suggested_with_wider_layouts_if_nothing_else_does():
     config = load_config(ROOT / "configs/tiny.yaml", OVERRIDES)
