@@ -74,8 +74,8 @@ def continuations(
 ) -> Iterator[list[Continuation]]:  # fmt: skip
     """Yield the continuations so far, after each block of steps, until all rows have ended.
 
-    Prompts of one class of lengths share a compilation: the cache has a power of two of slots, and prompts are
-    processed in chunks of one size.
+    Prompts of one class of lengths share a compilation: caches have a quarter, half, three quarters or all of a power
+    of two of slots, and prompts are processed in chunks of one size.
 
     Args:
       model: the model.
@@ -158,7 +158,9 @@ def _prefilled(
     chunk = min(CHUNK, _length_class(longest))
     # The classes, unless the model has no positions for their padding.
     padded = min(-(-longest // chunk) * chunk, config.max_positions - max_new_tokens)
-    capacity = min(_length_class(padded + max_new_tokens), config.max_positions)
+    # A step reads the whole cache, so classes of capacities are finer: four for each power of two.
+    step = _length_class(padded + max_new_tokens) // 4
+    capacity = min(-(-(padded + max_new_tokens) // step) * step, config.max_positions)
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
