@@ -105,7 +105,7 @@ def test_a_message_goes_through_the_template_and_rsa_through_rounds(run, capsys)
         (["RUN", "--prompt", "a", "--system", "b"], "--system is only for --chat and --message"),
         (["RUN", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
         (["RUN", "--prompt", "a", "--samples", "0"], "--samples is 0"),
-        (["RUN", "--prompt", "a", "--top-p", "1.5"], "--top_p is 1.5"),
+        (["RUN", "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["RUN", "--prompt", "a", "--stop", ""], "A stop string is empty"),
         (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "--tokenizer is 'nowhere'"),
         (["RUN", "--prompt", "a " * 500], "exceed model.max_positions"),

@@ -117,7 +117,7 @@ def test_all_parts_run_with_the_preset_of_training(two_parts, tmp_path, monkeypa
 
 @pytest.mark.soak
 @pytest.mark.parametrize("devices", ["1", "2"])
-def test_all_parts_are_well_on_a_cpu(tmp_path, monkeypatch, devices):
+def test_all_parts_pass_on_a_cpu(tmp_path, monkeypatch, devices):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
     result = smoke(str(tmp_path / "smoke.json"), bench_kernels)
     assert result["failed"] == [], result["parts"]

@@ -11,7 +11,7 @@ from zaya_jax.generate.source import TextModel
 from zaya_jax.generate.text import TextContinuation, stream_text
 
 _ANSWER = "\u241e answer \u241e"  # stands for the assistant's answer; no template has it
-_BLOCK = 4  # tokens between two pieces of an answer that is printed as it grows
+_BLOCK = 4  # tokens per update of a streamed answer
 
 
 class Chat:
@@ -70,13 +70,13 @@ class Chat:
                                       stop_tokens=opened.stop_tokens, block=_BLOCK):  # fmt: skip
                 answer = row.text
                 yield row
-        finally:  # an answer that is cut short stays as far as it came
+        finally:  # keep the part of an interrupted answer that was yielded
             messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
             self.conversation += parse_conversation(messages)
             self._seed += 1
 
     def _around_answer(self, conversation: Conversation) -> tuple[str, str]:
-        """Render a conversation; returns what stands before and after the assistant's answer."""
+        """Render a conversation; returns the text before and after the assistant's answer."""
         whole = self._render([*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
         before, found, after = whole.partition(_ANSWER)
         if not found:

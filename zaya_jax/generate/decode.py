@@ -21,7 +21,7 @@ from zaya_jax.parallel.placement import Placement, device_kernels, make_placemen
 
 Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
 CHUNK = 512  # tokens of a row that one prefill call processes
-BLOCK = 16  # decode steps between two looks of the host
+BLOCK = 16  # decode steps per compiled call
 LEAST = 64  # smallest class of lengths
 
 
@@ -87,7 +87,7 @@ def continuations(
       placement: replicated placement (`Placement.replicated`) in the model's dtypes. Several processes that hold the
         model together must pass the same one. None to use the first device, with kernels validated at the first call.
       stopped: called with a row's index and new tokens after each block; True ends the row.
-      block: steps between two looks at the tokens.
+      block: decode steps per compiled call.
 
     Raises:
       InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed

@@ -85,7 +85,7 @@ def compile_optimizer(gpu, folder):
 
 
 def test_around_its_kernels_an_optimizer_step_reads_directions_twice_and_moves_parameters(tmp_path):
-    """Neither clipping nor skipping is a pass of its own; bytes of an element outside of the loop over iterations."""
+    """Clipping and skipping add no separate pass. Counts bytes per element, without the Newton–Schulz iterations."""
     done = run("h200", tmp_path, f"from {__name__} import *\ncompile_optimizer('h200', {str(tmp_path)!r})")
     assert done.returncode == 0, done.stderr
     for form in ("sum", "ema"):

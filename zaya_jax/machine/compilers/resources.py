@@ -83,7 +83,7 @@ def _nvidia(dump: Path, program: str, assembler: Path, architecture: str) -> Ite
             raise InputError(f"{assembler} rejects a kernel: {done.stderr.strip()[:300]}")
         return done.stderr
 
-    # If XLA adds no kernels of its own, their file is empty.
+    # The PTX file of XLA's generated kernels is empty if there are none.
     files = [path for path in sorted(dump.glob(f"*.jit_{program}.*ptx")) if path.stat().st_size]
     with ThreadPoolExecutor(2) as pool:
         for text in pool.map(assemble, files):
