@@ -14,7 +14,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Branches, Sampling, draw
 from zaya_jax.model.cache import Cache
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache
+from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache, unrolled
 from zaya_jax.ops.registry import validate_kernels
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
@@ -102,6 +102,7 @@ def continuations(
     values = jax.tree.map(np.float32, sampling)
     keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in seeds], np.uint32))
     stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
+    model = unrolled(model)
     state = _prefilled(model, rows, max_new_tokens, branches, placement)
     results = [Continuation([], [], stopped=False) for _ in rows]
     for start in range(0, max_new_tokens, block):

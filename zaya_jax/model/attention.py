@@ -117,7 +117,7 @@ class Attention(nnx.Module):
           sends between neighbours, besides keys and values.
         """
         slots = capacity if layer.window is None else min(layer.window, capacity)
-        shape = (batch, slots, config.num_kv_heads, config.head_dim)
+        shape = (batch, slots, config.kv_size)
         return KeyValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
 

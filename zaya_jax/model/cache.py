@@ -7,10 +7,13 @@ import jax
 
 
 class KeyValues(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer, heads side by side: x = k·c.
 
-    k_btkc: jax.Array
-    v_btkc: jax.Array
+    With the heads on an axis of their own, XLA would copy the whole cache at each decode step.
+    """
+
+    k_btx: jax.Array
+    v_btx: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -19,8 +22,7 @@ class Cache:
     """Decode state of the whole model after `length` tokens.
 
     Attributes:
-      layers: for each position in the period of the layer pattern, the state of `Attention.init_cache`, with leaves
-        [groups, …].
+      layers: for each layer, the state of `Attention.init_cache`.
       segments_bt: int32 document of each cached token; 0 where empty.
       length: int32, number of tokens in the cache, the same for every row.
     """

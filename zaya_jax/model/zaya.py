@@ -178,26 +178,27 @@ class Zaya(nnx.Module):
         if remat != "none":
             apply_block = jax.checkpoint(apply_block, policy=POLICIES[remat], prevent_cse=False)
 
-        def group(carry: tuple, scanned: tuple) -> tuple[tuple, jax.Array]:
-            x, state, layers = carry
-            blocks, index = scanned
+        def group(carry: tuple, blocks: tuple[Block, ...]) -> tuple[tuple, jax.Array]:
+            x, state = carry
             counts = []
-            for position, block in enumerate(blocks):
-                # The cache is part of the carry, updated in place; as a scanned output it would be copied each step.
-                layer = None if layers is None else jax.tree.map(lambda a: a[index], layers[position])
-                x, state, count, layer = apply_block(block, x, state, layer)
+            for block in blocks:
+                x, state, count, _ = apply_block(block, x, state, None)
                 counts.append(count)
-                if layers is not None:
-                    stack = jax.tree.map(lambda a, new: a.at[index].set(new), layers[position], layer)
-                    layers = (*layers[:position], stack, *layers[position + 1 :])
-            return (x, state, layers), jnp.stack(counts)
+            return (x, state), jnp.stack(counts)
 
-        layers = None if cache is None else cache.layers
-        scanned = (tuple(self.blocks), jnp.arange(config.num_groups))
+        blocks, layers = tuple(self.blocks), []
         with jax.named_scope(LAYERS):
-            (x_bsd, _, layers), counts = jax.lax.scan(group, (x_bsd, state_bsr, layers), scanned)
+            if cache is None:
+                (x_bsd, _), counts = jax.lax.scan(group, (x_bsd, state_bsr), blocks)
+            else:  # unrolled: in a scan, each step would copy the layer's parameters, and its cache twice
+                counts = []
+                for block, layer in zip(layer_blocks(self), cache.layers, strict=True):
+                    x_bsd, state_bsr, count, layer = apply_block(block, x_bsd, state_bsr, layer)
+                    counts.append(count)
+                    layers.append(layer)
+                counts = jnp.stack(counts)
         if new_cache is not None:
-            new_cache = dataclasses.replace(new_cache, layers=layers)
+            new_cache = dataclasses.replace(new_cache, layers=tuple(layers))
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
         return ModelOutput(self.norm(x_bsd, dtype, ops), stats, new_cache)
 
@@ -247,13 +248,22 @@ def _abstract_model(config: ModelConfig, x64: bool) -> Zaya:  # whose dtypes dep
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> Cache:
     """Make an empty cache for `capacity` tokens in each of `batch` rows, with keys and values in `dtype`."""
 
-    def stack(layer: LayerKind) -> Any:
-        empty = ATTENTION[layer.attention].init_cache(config, layer, batch, capacity, dtype)
-        # Separate buffers, so that a decode step can donate them.
-        return jax.tree.map(lambda x: jnp.zeros((config.num_groups, *x.shape), x.dtype), empty)
-
-    layers = tuple(stack(layer) for layer in config.layer_kinds)
+    kinds = config.layer_kinds * config.num_groups
+    layers = tuple(ATTENTION[kind.attention].init_cache(config, kind, batch, capacity, dtype) for kind in kinds)
     return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((), jnp.int32))
+
+
+def layer_blocks(model: Zaya) -> list[Block]:
+    """Return the blocks of all layers in their order, each with leaves [1, …] or without a leading axis."""
+    groups = jax.tree.leaves(model.blocks)[0].shape[0]
+    return [jax.tree.map(lambda x, group=group: x[group], block) for group in range(groups) for block in model.blocks]
+
+
+@jax.jit
+def unrolled(model: Zaya) -> Zaya:
+    out = jax.tree.map(lambda x: x, model)
+    out.blocks = nnx.List([jax.tree.map(lambda x: x[None], block) for block in layer_blocks(model)])
+    return out
 
 
 def logits(

@@ -129,11 +129,12 @@ def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: Mi
     for tap in range(taps1):
         same = own[:, tap : tap + s] == segments_bs
         rows.append(jnp.where(same[:, None, :, None], y[:, :, tap : tap + s], bias_n1c).astype(dtype))
-    # One matmul over taps and channels together, with inner dimension taps1 · c instead of c. The kernel is repeated
-    # along the batch, so that both operands have the same batch dimensions and nothing is transposed.
-    kernel_nxc = jnp.concatenate(list(weights.grouped_wncc.astype(dtype)), axis=1)
-    kernel_bnxc = jnp.broadcast_to(kernel_nxc, (b, *kernel_nxc.shape))
-    z = jnp.einsum("bnsx,bnxc->bnsc", jnp.concatenate(rows, -1), kernel_bnxc)
+    # One matmul over taps and channels together, with inner dimension taps1 · c instead of c.
+    x_bnsx, kernel_nxc = jnp.concatenate(rows, -1), jnp.concatenate(list(weights.grouped_wncc.astype(dtype)), axis=1)
+    if s == 1:  # the kernel is larger than the tokens, which are transposed
+        z = jnp.einsum("nbx,nxc->nbc", x_bnsx[:, :, 0].transpose(1, 0, 2), kernel_nxc).transpose(1, 0, 2)[:, :, None]
+    else:  # The kernel is repeated along the batch, so that both have the same batch dimensions and none is transposed.
+        z = jnp.einsum("bnsx,bnxc->bnsc", x_bnsx, jnp.broadcast_to(kernel_nxc, (b, *kernel_nxc.shape)))
     return z + weights.grouped_bias_nc.astype(dtype)[:, None]
 
 

@@ -78,9 +78,12 @@ _grouped_matmul.defvjp(_forward, _backward)
 def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, transpose: bool = False) -> jax.Array:
     equation = "tq,pq->tp" if transpose else "tp,pq->tq"
     width = w_epq.shape[1] if transpose else w_epq.shape[2]
+    starts_e = jnp.cumsum(sizes_e) - sizes_e
+    (group_e,) = jnp.nonzero(sizes_e, size=len(sizes_e), fill_value=0)
 
-    def one_group(out: jax.Array, group: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-        w, start, size = group
+    def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
+        group = group_e[index]
+        w = w_epq[group]
 
         def one_block(out: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
@@ -88,10 +91,10 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
             old = jax.lax.dynamic_slice_in_dim(out, first, inside.shape[0])
             return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(inside[:, None], part, old), first, 0)
 
-        return _over_blocks(one_block, out, start, size, x_tp.shape[0]), None
+        return _over_blocks(one_block, out, starts_e[group], sizes_e[group], x_tp.shape[0])
 
     out = jnp.zeros((x_tp.shape[0], width), x_tp.dtype)
-    return jax.lax.scan(one_group, out, (w_epq, jnp.cumsum(sizes_e) - sizes_e, sizes_e))[0]
+    return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, out)
 
 
 @jax.jit
@@ -117,6 +120,9 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
     It uses blocks of the largest size, then the smallest block that holds the rest: each matmul has a fixed cost, and
     each superfluous row, too.
     """
+    if rows <= ROW_BLOCKS[0]:
+        row = jnp.arange(rows)
+        return body(carry, jnp.zeros((), jnp.int32), (row >= start) & (row < start + size))
     blocks = [block for block in ROW_BLOCKS if block <= rows] or [rows]
     whole = size // blocks[-1]
     left = size - whole * blocks[-1]
