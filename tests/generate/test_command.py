@@ -1,12 +1,14 @@
 """`python -m zaya_jax.generate` on a run, a phase, an export and bad input."""
 
+import contextlib
 import io
 import re
 
 import pytest
 
-from tests.train_helpers import compile_once, small_run
+from tests.train_helpers import compile_once, on_devices, small_run
 from zaya_jax.checkpoint.__main__ import main as checkpoint
+from zaya_jax.generate import text
 from zaya_jax.generate.__main__ import main
 from zaya_jax.train.loop import run_training
 
@@ -36,6 +38,29 @@ def test_every_kind_of_path_gives_the_same_text(run, capsys):
     assert printed[0].startswith("the model")
     assert len(printed[0]) > len("the model\n")
     assert len(set(printed)) == 1
+
+
+def printed(*arguments):
+    """What the command prints, and the sizes of the mesh that it generates on."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        meshes, compute = [], text.continuations
+
+        def record(*arguments, placement, **options):
+            meshes.append(dict(placement.mesh.shape))
+            return compute(*arguments, placement=placement, **options)
+
+        patch.setattr(text, "continuations", record)
+        assert main(arguments) == 0
+    return out.getvalue(), meshes
+
+
+def test_several_devices_give_the_same_text(run, capsys):
+    folder, _ = run
+    main([folder, *ARGUMENTS])
+    over = ["--data", "2", "--context", "2"]
+    there, (mesh,) = on_devices(8, "tests.generate.test_command:printed", folder, *ARGUMENTS, *over)
+    assert there == capsys.readouterr().out
+    assert mesh == {"data": 2, "fsdp": 1, "expert": 1, "context": 2}
 
 
 def test_prompts_come_from_flags_files_and_standard_input(run, tmp_path, capsys, monkeypatch):
@@ -105,6 +130,8 @@ def test_a_message_goes_through_the_template_and_rsa_through_rounds(run, capsys)
         (["RUN", "--prompt", "a", "--system", "b"], "--system is only for --chat and --message"),
         (["RUN", "--file", "nowhere.txt"], "--file nowhere.txt cannot be read"),
         (["RUN", "--prompt", "a", "--samples", "0"], "--samples is 0"),
+        (["RUN", "--prompt", "a", "--context", "999"], "--data 1 × --context 999 is 999, but must be at most"),
+        (["RUN", "--prompt", "a", "--data", "0"], "--data is 0, but must be at least 1"),
         (["RUN", "--prompt", "a", "--top-p", "1.5"], "--top-p is 1.5"),
         (["RUN", "--prompt", "a", "--stop", ""], "A stop string is empty"),
         (["RUN", "--prompt", "a", "--tokenizer", "nowhere"], "--tokenizer is 'nowhere'"),

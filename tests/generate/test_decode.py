@@ -10,6 +10,7 @@ from tests.train_helpers import MODEL, fast_jit
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.generate import decode
+from zaya_jax.generate import placement as generate_placement
 from zaya_jax.generate.decode import continuations, generate_tokens
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.tree import roles, shapes
@@ -146,7 +147,7 @@ def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(mo
     target, used, compute = current_target(), [], decode._decode
     selections = [KernelSelection(target), KernelSelection(target, reasons={("attention", "pallas"): "it fails."})]
     left = iter(selections)
-    monkeypatch.setattr(decode, "validate_kernels", lambda *_, **__: next(left))
+    monkeypatch.setattr(generate_placement, "validate_kernels", lambda *_, **__: next(left))
 
     def record(*arguments, placement, **options):
         used.append(placement.kernels)

@@ -1,12 +1,16 @@
 """The decode state's shapes and bookkeeping; that decoding equals the whole sequence stands in test_zaya.py."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.devices_helpers import ROOT
 from tests.helpers import ABLATIONS, VARIANTS, tiny_config
+from zaya_jax.config import load_config
 from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.cca import CCACache
 from zaya_jax.model.zaya import init_cache
@@ -77,3 +81,19 @@ def test_the_halo_holds_the_documents_of_its_rows(rows):
         np.testing.assert_array_equal(halo.segments_bw, expected)
         np.testing.assert_array_equal(halo.u_bwnc, layer.u_bwnc)
         np.testing.assert_array_equal(halo.delayed_b1x, layer.delayed_b1x)
+
+
+def test_the_cache_of_the_8b_takes_an_eighth_of_full_attention():
+    config = load_config(ROOT / "configs/zaya1_8b.yaml").model
+
+    def layer_bytes(config, capacity):
+        cache = jax.eval_shape(lambda: init_cache(config, 1, capacity, jnp.bfloat16))
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache.layers))
+
+    def per_token(config):
+        return (layer_bytes(config, 1024) - layer_bytes(config, 512)) / 512
+
+    assert per_token(config) == 40_960
+    heads = config.hidden_size // config.head_dim  # with keys and values of the model's width
+    full = dataclasses.replace(config, num_query_heads=heads, num_kv_heads=heads)
+    assert per_token(full) == 8 * per_token(config)

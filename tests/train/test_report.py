@@ -74,7 +74,7 @@ def test_a_continuation_is_drawn_by_the_kernels_of_the_run_in_its_compute_dtype(
     """Others would be tried by each process alone, and two that differ would wait for each other for ever."""
     config, result = finished
     program, calls = make_program(change(config, {"train.compute_dtype": "bfloat16"})), []
-    monkeypatch.setattr(decode, "validate_kernels", None)
+    monkeypatch.setattr("zaya_jax.generate.placement.validate_kernels", None)
 
     def generate(model, *arguments, placement, **options):
         calls.append((parameters(model), placement))

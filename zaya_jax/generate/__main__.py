@@ -15,7 +15,8 @@ _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny@train --prompt "import os" --samples 3 --max-new-tokens 64
   echo "def main" | python -m zaya_jax.generate runs/tiny -
   python -m zaya_jax.generate exported/ --message "Prove that 2 is prime." --rsa 16 4 2 4096 --max-new-tokens 8192
-  python -m zaya_jax.generate exported/ --chat --temperature 0.6 --top-p 0.95"""
+  python -m zaya_jax.generate exported/ --chat --temperature 0.6 --top-p 0.95
+  python -m zaya_jax.generate exported/ --file book.txt --samples 4 --data 4 --context 2   # on eight devices"""
 Encode = Callable[[str], list[int]]
 _CHAT_HELP = "Type a message. /reset starts a new conversation, Ctrl-C stops an answer, Ctrl-D leaves."
 
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("float32", "bfloat16"), help="dtype to compute in (default: bfloat16 on GPUs, float32 on "
         "CPUs)")  # fmt: skip
     add("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
+    add("--data", type=int, default=1, metavar="N", help="devices to split the continuations over (default: 1)")
+    add("--context", type=int, default=1, metavar="N", help="devices to split the cache of each continuation over "
+        "(default: 1)")  # fmt: skip
     return parser
 
 
@@ -69,9 +73,11 @@ def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     if options.samples < 1:
         raise InputError(f"--samples is {options.samples}, but must be at least 1.")
+    from zaya_jax.config import ParallelConfig
     from zaya_jax.generate.source import open_text_model
 
-    opened = open_text_model(options.path, options.dtype, options.tokenizer)
+    layout = ParallelConfig(data=options.data, context=options.context)
+    opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
     given = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
     sampling = opened.sampling._replace(**given)
     sampling.check("--")
@@ -118,7 +124,7 @@ def _continue(
         _print(prompts[0])
     for rows in stream_text(opened.model, tokenizer, encoded, options.max_new_tokens, sampling,
                             seeds=range(options.seed, options.seed + len(prompts)), stop=stop,
-                            stop_tokens=opened.stop_tokens):  # fmt: skip
+                            stop_tokens=opened.stop_tokens, placement=opened.placement):  # fmt: skip
         if alone:
             _print(rows[0].text[printed:])
             printed = len(rows[0].text)
@@ -148,7 +154,7 @@ def _rsa(
     def write(texts: Sequence[str], seeds: Sequence[int]) -> list[list[int]]:
         encoded = [encode(text) for text in texts]
         blocks = stream_text(opened.model, opened.tokenizer, encoded, options.max_new_tokens, sampling, seeds=seeds,
-                             stop=stop, stop_tokens=opened.stop_tokens)  # fmt: skip
+                             stop=stop, stop_tokens=opened.stop_tokens, placement=opened.placement)  # fmt: skip
         rows = collections.deque(blocks, maxlen=1).pop()
         finished.extend(row.text for row in rows)
         print(f"{len(finished)} candidates", file=sys.stderr)

@@ -67,7 +67,8 @@ class Chat:
         try:
             for (row,) in stream_text(opened.model, opened.tokenizer, [tokens], min(self._max_new_tokens, room),
                                       self._sampling, seeds=[self._seed], stop=self.stop,
-                                      stop_tokens=opened.stop_tokens, block=_BLOCK):  # fmt: skip
+                                      stop_tokens=opened.stop_tokens, placement=opened.placement,
+                                      block=_BLOCK):  # fmt: skip
                 answer = row.text
                 yield row
         finally:  # keep the part of an interrupted answer that was yielded

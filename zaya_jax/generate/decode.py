@@ -1,6 +1,7 @@
 """Generate token ids: prefill in chunks, then blocks of decode steps, each one compiled loop on the device."""
 
 import collections
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -9,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ModelConfig, ParallelConfig
+from zaya_jax.config import ModelConfig
 from zaya_jax.errors import InputError
+from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Branches, Sampling, draw
 from zaya_jax.model.cache import Cache
-from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache, unrolled
-from zaya_jax.ops.registry import validate_kernels
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+from zaya_jax.model.zaya import Zaya, head, unrolled
+from zaya_jax.ops import Ops
+from zaya_jax.parallel.decode import REPLICATED, ROWS, STEP_ROWS, cache_specs, empty_cache, on_shards, place
+from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.parallel.placement import Placement
 
 Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
 CHUNK = 512  # tokens of a row that one prefill call processes
@@ -84,8 +86,9 @@ def continuations(
       sampling: how to draw tokens; None takes the most likely one.
       seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
       stop_tokens: each ends a row when it is drawn; not part of the result.
-      placement: replicated placement (`Placement.replicated`) in the model's dtypes. Several processes that hold the
-        model together must pass the same one. None to use the first device, with kernels validated at the first call.
+      placement: the devices, `placement.decode_placement` or, after training, `Placement.replicated`; in the model's
+        dtypes. Several processes that hold the model together must pass the same one. None to use the first device,
+        with kernels validated at the first call.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: decode steps per compiled call.
 
@@ -97,21 +100,23 @@ def continuations(
     rows, config = [list(map(int, row)) for row in prompts], model.config
     seeds = range(len(rows)) if seeds is None else seeds
     _check(rows, seeds, stop_tokens, max_new_tokens, sampling, config)
-    placement = _first_device(config, model.dtype.name) if placement is None else placement
+    placement = decode_placement(model, FIRST_DEVICE) if placement is None else placement
+    mesh = placement.mesh
+    model, padding = unrolled(place(mesh, model, REPLICATED)), -len(rows) % batch_shards(mesh)
     branches = sampling.branches
     values = jax.tree.map(np.float32, sampling)
-    keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in seeds], np.uint32))
+    keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in (*seeds, *[0] * padding)], np.uint32))
     stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
-    model = unrolled(model)
-    state = _prefilled(model, rows, max_new_tokens, branches, placement)
+    state = _prefilled(model, [*rows, *[[]] * padding], max_new_tokens, branches, placement)
     results = [Continuation([], [], stopped=False) for _ in rows]
     for start in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - start)
         state, tokens, logprobs = _decode(model, state, keys_b, values, stops, np.int32(steps), size=block,
                                           branches=branches, placement=placement)  # fmt: skip
         ended = np.array(state.done_b)
-        for index, (row, scores) in enumerate(zip(np.array(tokens).T, np.array(logprobs).T, strict=True)):
-            before = results[index]
+        new_tokens, new_logprobs = np.array(tokens).T, np.array(logprobs).T
+        for index, before in enumerate(results):
+            row, scores = new_tokens[index], new_logprobs[index]
             if before.stopped:
                 continue
             new = [int(token) for token in row[:steps] if token >= 0]  # -1 from the stop token on
@@ -120,7 +125,7 @@ def continuations(
             if stopped is not None and not ended[index] and stopped(index, results[index].tokens):
                 results[index] = results[index]._replace(stopped=True)
                 ended[index] = True
-        state = state._replace(done_b=jnp.asarray(ended))
+        state = state._replace(done_b=place(mesh, jnp.asarray(ended), ROWS))
         yield list(results)
         if ended.all():
             return
@@ -154,7 +159,10 @@ def _length_class(length: int) -> int:
 def _prefilled(
     model: Zaya, rows: list[list[int]], max_new_tokens: int, branches: Branches, placement: Placement
 ) -> DecodeState:
-    """Process the prompts, padded on the left, so that all rows continue at the same position."""
+    """Process the prompts, padded on the left, so that all rows continue at the same position.
+
+    An empty prompt is a row that has ended, which makes the rows a multiple of the shards.
+    """
     config, count, longest = model.config, len(rows), max(map(len, rows))
     chunk = min(CHUNK, _length_class(longest))
     # The classes, unless the model has no positions for their padding.
@@ -166,7 +174,7 @@ def _prefilled(
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
-    cache = _empty_cache(config, count, capacity, model.dtype.name)
+    cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -177,20 +185,34 @@ def _prefilled(
         for index, row in enumerate(rows):
             occurred[index, row] = True
         occurred = jnp.asarray(occurred)
-    return DecodeState(cache, logits, occurred, jnp.zeros(count, bool), jnp.zeros((), jnp.int32))
+    state = DecodeState(cache, logits, occurred, jnp.array([not row for row in rows]), jnp.zeros((), jnp.int32))
+    return place(placement.mesh, state, _state_specs(config, state))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str) -> Cache:
-    return init_cache(config, rows, capacity, dtype)
+def _state_specs(config: ModelConfig, state: DecodeState) -> DecodeState:
+    """Return the partition of every array of a state."""
+    occurred = None if state.occurred_bv is None else ROWS
+    return state._replace(cache=cache_specs(config, state.cache), logits_bv=ROWS, occurred_bv=occurred, done_b=ROWS,
+                          step=REPLICATED)  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str, placement: Placement) -> Cache:
+    return empty_cache(config, rows, capacity, dtype, placement.mesh)
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=1)
 def _prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array, *,
              placement: Placement) -> tuple[Cache, jax.Array]:  # fmt: skip
     """Process one chunk; returns the cache and the fp32 logits [b, v] after its last token."""
-    out: Any = model(tokens_bs, segments_bs, cache=cache, ops=placement.ops)
-    return out.cache, head(model, out.hidden_bsd[:, -1])
+
+    def shard(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array) -> tuple[Cache, jax.Array]:
+        out: Any = model(tokens_bs, segments_bs, cache=cache, ops=placement.decode_ops)
+        return out.cache, head(model, out.hidden_bsd[:, -1])
+
+    specs = cache_specs(model.config, cache)
+    run = on_shards(placement.mesh, shard, (REPLICATED, specs, ROWS, ROWS), (specs, ROWS))
+    return run(model, cache, tokens_bs, segments_bs)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "branches", "placement"), donate_argnums=1)
@@ -203,7 +225,20 @@ def _decode(
     Returns:
       The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
     """
+    shard = functools.partial(_decode_shard, size=size, branches=branches, ops=placement.decode_ops)
+    specs = _state_specs(model.config, state)
+    run = on_shards(placement.mesh, shard, (REPLICATED, specs, ROWS, REPLICATED, REPLICATED, REPLICATED),
+                    (specs, STEP_ROWS, STEP_ROWS))  # fmt: skip
+    return run(model, state, keys_b, sampling, stops, steps)
+
+
+def _decode_shard(
+    model: Zaya, state: DecodeState, keys_b: jax.Array, sampling: Sampling, stops: jax.Array, steps: jax.Array, *,
+    size: int, branches: Branches, ops: Ops,
+) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+    """Compute `_decode` for the rows of a device, whose loop ends when these have ended."""
     rows = jnp.arange(len(keys_b))
+    length, count = state.cache.length + steps, state.step + steps
 
     def unfinished(carry: tuple) -> jax.Array:
         index, state, *_ = carry
@@ -218,18 +253,13 @@ def _decode(
         if occurred is not None:
             occurred = occurred.at[rows, token].set(True)
         # Rows that ended are padding from here on, which experts skip.
-        out: Any = model(token[:, None], (~done)[:, None].astype(jnp.int32), cache=cache, ops=placement.ops)
+        out: Any = model(token[:, None], (~done)[:, None].astype(jnp.int32), cache=cache, ops=ops)
         state = DecodeState(out.cache, head(model, out.hidden_bsd[:, 0]), occurred, done, drawn + 1)
         return index + 1, state, tokens, logprobs
 
     tokens = jnp.full((size, len(keys_b)), -1, jnp.int32)
     start = jnp.zeros((), jnp.int32), state, tokens, jnp.zeros(tokens.shape, jnp.float32)
     _, state, tokens, logprobs = jax.lax.while_loop(unfinished, step, start)
+    # Where all rows ended early, the slots of the remaining steps stay padding, so that all devices count alike.
+    state = state._replace(cache=dataclasses.replace(state.cache, length=length), step=count)
     return state, tokens, logprobs
-
-
-def _first_device(config: ModelConfig, dtype: str) -> Placement:
-    """Return the placement of a model on the first device, with kernels validated there."""
-    model, mesh = abstract_model(config), make_mesh(devices=jax.devices()[:1])
-    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
-    return make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)

@@ -5,14 +5,18 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from zaya_jax.config import ParallelConfig
 from zaya_jax.config.weight_source import HF
 from zaya_jax.data.chat import DEFAULT_TEMPLATE
 from zaya_jax.data.special_tokens import SpecialTokens, find_special_tokens
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.errors import InputError
+from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import current_target
+from zaya_jax.parallel.decode import REPLICATED, place
+from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.files import read_object
 from zaya_jax.run.tokenizer import GENERATION, special_ids
 from zaya_jax.weights.load import open_weights
@@ -32,6 +36,7 @@ class TextModel(NamedTuple):
       stop_tokens: tokens that end a text.
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
+      placement: the devices to generate on, which all have the model; None for the first one.
     """
 
     model: Zaya
@@ -40,19 +45,25 @@ class TextModel(NamedTuple):
     stop_tokens: list[int]
     sampling: Sampling
     template: str
+    placement: Placement | None = None
 
 
-def open_text_model(source: str, dtype: str | None = None, tokenizer: str | None = None) -> TextModel:
+def open_text_model(
+    source: str, dtype: str | None = None, tokenizer: str | None = None, parallel: ParallelConfig = FIRST_DEVICE
+) -> TextModel:
     """Open a model with its tokenizer.
 
     Args:
       source: as for `weights.load.open_weights`; a `transformers` folder may also be named without hf:.
       dtype: 'float32' or 'bfloat16'; None for bfloat16 on GPUs and float32 on CPUs.
       tokenizer: folder or `tokenizer.json` to use in place of the model's own.
+      parallel: layout of the devices, see `decode_placement`; the flags --data and --context.
 
     Raises:
-      InputError: there is no such model, it is damaged, or it has no tokenizer of its vocabulary.
+      InputError: there is no such model, it is damaged, it has no tokenizer of its vocabulary, or there are not as many
+        devices.
     """
+    decode_mesh(parallel, "--")  # before the weights are read
     folder = Path(source).expanduser()
     if not source.startswith(HF) and (folder / "config.json").is_file():
         source = f"{HF}{source}"
@@ -66,8 +77,11 @@ def open_text_model(source: str, dtype: str | None = None, tokenizer: str | None
     stops = [*(stops if isinstance(stops, list) else [stops]), text.eot]
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
-    return TextModel(weights.load_model(jnp.dtype(dtype)), text, special, sorted(set(stops)),
-                     _sampling(path.parent / GENERATION), _template(path.parent))  # fmt: skip
+    sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
+    model = weights.load_model(jnp.dtype(dtype))
+    placement = decode_placement(model, parallel)
+    return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
+                     placement)  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:

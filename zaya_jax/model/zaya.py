@@ -254,16 +254,24 @@ def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike 
 
 
 def layer_blocks(model: Zaya) -> list[Block]:
-    """Return the blocks of all layers in their order, each with leaves [1, …] or without a leading axis."""
+    """Return the blocks of all layers in their order."""
     groups = jax.tree.leaves(model.blocks)[0].shape[0]
     return [jax.tree.map(lambda x, group=group: x[group], block) for group in range(groups) for block in model.blocks]
 
 
-@jax.jit
 def unrolled(model: Zaya) -> Zaya:
-    out = jax.tree.map(lambda x: x, model)
-    out.blocks = nnx.List([jax.tree.map(lambda x: x[None], block) for block in layer_blocks(model)])
-    return out
+    """Return the model with a stack of one layer for each layer, as a copy unless it is so already.
+
+    Decoding uses each layer's parameters where they are. With stacks, every call would copy the layers first.
+    """
+    return model if len(model.blocks) == model.config.num_layers else _unrolled(model)
+
+
+@jax.jit
+def _unrolled(model: Zaya) -> Zaya:
+    model = jax.tree.map(lambda x: x, model)  # another module with the same arrays
+    model.blocks = nnx.List([jax.tree.map(lambda x: x[None], block) for block in layer_blocks(model)])
+    return model
 
 
 def logits(

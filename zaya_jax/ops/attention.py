@@ -235,11 +235,19 @@ def _heads(model: ModelConfig) -> tuple[Input, Input]:
 
 def _partial_checks(model: ModelConfig, training: bool) -> dict[str, Check]:
     def run(partial_attention: Callable[..., PartialAttention], *qkv: jax.Array) -> tuple[jax.Array, ...]:
-        o, lse = partial_attention(*qkv, *(documents(qkv[0].shape[0]),) * 2, 0, None)
+        segments = documents(qkv[0].shape[0])
+        o, lse = partial_attention(*qkv, segments, segments, 0, None)
         return o, jnp.where(lse > FLOOR / 2, lse, 0)
 
+    def decode(partial_attention: Callable[..., PartialAttention], *qkv: jax.Array) -> tuple[jax.Array, ...]:
+        segments, place = documents(qkv[0].shape[0]), 349
+        return partial_attention(*qkv, segments[:, [place]], segments, place, None)
+
     queries, keys = _heads(model)
-    return {"partial_attention": Check(run, (queries, keys, keys), 3, gradient=False)} if training else {}
+    if training:
+        return {"partial_attention": Check(run, (queries, keys, keys), 3, gradient=False)}
+    token = Input((2, 1, *queries.shape[2:]))
+    return {"partial_attention, decode": Check(decode, (token, keys, keys), 3, gradient=False)}
 
 
 def _partial_gradient_checks(model: ModelConfig, training: bool) -> dict[str, Check]:

@@ -39,23 +39,25 @@ def cached_attention(
     seen_bt = jax.lax.dynamic_update_slice_in_dim(cached_segments_bt, segments_bs, length, 1)
     if ring:  # one query sees every slot, whatever their order
         seen_bt = jnp.take(seen_bt, length - (length - jnp.arange(slots)) % slots, axis=1, mode="fill", fill_value=0)
-    k, v = (_heads(x, new[0], dtype) for x in cache)
+    k, v = (split_heads(x, new[0], dtype) for x in cache)
     out = attention(q_bshc, k, v, query_segments_bs=segments_bs, key_segments_bt=seen_bt,
                     query_offset=slots - 1 if ring else length, window=None if ring else window)  # fmt: skip
     return out, cache
 
 
-def _merged(x_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def merge_heads(x_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Return keys or values as caches have them, [b, s, k·c] in `dtype`."""
     return x_bskc.reshape(*x_bskc.shape[:2], -1).astype(dtype)
 
 
-def _heads(x_btx: jax.Array, like_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def split_heads(x_btx: jax.Array, like_bskc: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Undo `merge_heads`, with the heads of `like_bskc`."""
     return x_btx.reshape(*x_btx.shape[:2], *like_bskc.shape[2:]).astype(dtype)
 
 
 def _write(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array | int) -> KeysAndValues:
     k, v = (
-        jax.lax.dynamic_update_slice_in_dim(old, _merged(x, old.dtype), slot, 1)
+        jax.lax.dynamic_update_slice_in_dim(old, merge_heads(x, old.dtype), slot, 1)
         for old, x in zip(cache, new, strict=True)
     )
     return k, v
@@ -68,11 +70,11 @@ def _through_ring(
     """Attend from several tokens: the ring in the order of its tokens, then the new ones."""
     slots, s = cache[0].shape[1], q.shape[1]
     ordered = [
-        jnp.concatenate([jnp.roll(old, -(length % slots), 1), _merged(x, old.dtype)], 1)
+        jnp.concatenate([jnp.roll(old, -(length % slots), 1), merge_heads(x, old.dtype)], 1)
         for old, x in zip(cache, new, strict=True)
     ]
     before = jax.lax.dynamic_slice_in_dim(jnp.pad(cached_segments, ((0, 0), (slots, 0))), length, slots, 1)
-    k, v = (_heads(x, new[0], q.dtype) for x in ordered)
+    k, v = (split_heads(x, new[0], q.dtype) for x in ordered)
     out = attention(q, k, v, query_segments_bs=segments, key_segments_bt=jnp.concatenate([before, segments], 1),
                     query_offset=slots, window=window)  # fmt: skip
     k, v = (jnp.roll(x[:, s:], (length + s) % slots, 1) for x in ordered)

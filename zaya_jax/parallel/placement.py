@@ -20,6 +20,7 @@ from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.batch import WHOLE, ProcessShare, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
+from zaya_jax.parallel.decode import tree_cached_attention
 from zaya_jax.parallel.experts import gathered_experts, ragged_experts
 from zaya_jax.parallel.gradient import LocalLoss, Sums, summed, summed_gradient
 from zaya_jax.parallel.layers import gather_layer
@@ -69,6 +70,15 @@ class Placement:
             else:
                 changes["attention"] = gathered_attention(self.config, base.attention)
                 changes["key_segments"] = functools.partial(gather_sequence, self.config)
+        return dataclasses.replace(base, **changes)
+
+    @functools.cached_property
+    def decode_ops(self) -> Ops:
+        """The operations of `kernels` for a model that every device has, with caches split over `context`."""
+        base, changes = self.kernels.ops, {}
+        changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
+        if self.mesh.shape["context"] > 1:
+            changes["cached_attention"] = tree_cached_attention(base.partial_attention, base.cached_attention)
         return dataclasses.replace(base, **changes)
 
     def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:

@@ -1,0 +1,184 @@
+"""Rows split over `data`, caches split over `context`: the tokens, logits and caches of one device."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+from tests.helpers import assert_close, random_model, tiny_config
+from tests.hlo_helpers import collectives
+from tests.train_helpers import fast_jit, on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.generate import decode
+from zaya_jax.generate.placement import decode_mesh, decode_placement
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.machine.compilers.hlo import arrays
+from zaya_jax.model.cache import KeyValues
+
+STEPS, BLOCK, CHUNK = 9, 4, 4
+PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them
+SEEDS = [4, 11, 7]
+HOT = Sampling(temperature=2.0, repetition_penalty=1.3)
+CONFIG = tiny_config("sliding")  # two groups of a full-attention layer and one with a window
+LAYOUTS = {"one": (1, 1), "data2": (2, 1), "context4": (1, 4), "data4_context2": (4, 2)}  # data, context
+SHARDED = list(LAYOUTS)[1:]
+_STATIC = {"_prefill": ("placement",), "_decode": ("size", "branches", "placement")}
+
+
+class Generated(NamedTuple):
+    """What was generated, and the states of the devices.
+
+    Attributes:
+      rows: the continuations.
+      logits: fp32 [1 + blocks, rows, v], after the prompts and after each block.
+      steps: the number of tokens that each device counts, after each block.
+      kv: keys and values [groups, rows, slots, k, c] at the end: of the full-attention layers, then of the others.
+      kv_bytes: the bytes of each on each device.
+      hlo: the compiled `_decode`.
+    """
+
+    rows: list[decode.Continuation]
+    logits: np.ndarray
+    steps: list[list[int]]
+    kv: list[np.ndarray]
+    kv_bytes: list[list[int]]
+    hlo: str
+
+    @property
+    def tokens(self):
+        return [row.tokens for row in self.rows]
+
+
+class Recorder:
+    """`_prefill` or `_decode`, whose program and states are kept; each program is compiled once."""
+
+    def __init__(self, name: str) -> None:
+        self.function = fast_jit(getattr(decode, name).__wrapped__, static_argnames=_STATIC[name], donate_argnums=1)
+        self.programs: dict[Any, Any] = {}
+        self.hlo, self.logits = "", []
+
+    def __call__(self, model: Any, state: Any, *arguments: Any, **static: Any) -> Any:
+        key = tuple(static.values())
+        if key not in self.programs:
+            self.programs[key] = self.function.lower(model, state, *arguments, **static).compile()
+        self.hlo = self.programs[key].as_text()
+        if not self.logits and isinstance(state, decode.DecodeState):
+            self.logits.append(np.array(state.logits_bv))  # after the prompts
+        self.state, *rest = self.programs[key](model, state, *arguments)
+        self.logits.append(np.array(getattr(self.state, "logits_bv", 0)))
+        return self.state, *rest
+
+
+def generate_everywhere():
+    """`Generated` by layout and kind: greedy, with a stop token, and for two layouts sampled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "CHUNK", CHUNK)
+        for name in _STATIC:
+            patch.setattr(decode, name, Recorder(name))
+        model, out = random_model(CONFIG), {}
+        for layout, (data, context) in LAYOUTS.items():
+            run = functools.partial(_generated, decode_placement(model, ParallelConfig(data=data, context=context)))
+            out[layout, "greedy"] = run(model)
+            first, second, _ = out["one", "greedy"].tokens
+            stop = next(token for token in first if token not in second)
+            out[layout, "stopped"] = run(model, stop_tokens=[stop])
+            if layout in ("one", SHARDED[-1]):
+                out[layout, "sampled"] = run(model, sampling=HOT)
+        return out
+
+
+def _generated(placement, model, **options):
+    recorder, steps, last = decode._decode, [], []
+    recorder.logits = []
+    for rows in decode.continuations(model, PROMPTS, STEPS, seeds=SEEDS, placement=placement, block=BLOCK, **options):
+        last = rows
+        steps.append([int(shard.data) for shard in recorder.state.step.addressable_shards])
+    layers = jax.tree.leaves(recorder.state.cache.layers, is_leaf=lambda x: isinstance(x, KeyValues))
+    kv = [x for layer in layers if isinstance(layer, KeyValues) for x in layer]
+    count = len(PROMPTS)
+    return Generated(last, np.stack([x[:count] for x in recorder.logits]), steps, [np.array(x)[:, :count] for x in kv],
+                     [[shard.data.nbytes for shard in x.addressable_shards] for x in kv], recorder.hlo)  # fmt: skip
+
+
+@functools.cache
+def everywhere():
+    return on_devices(8, "tests.generate.test_sharded_decode:generate_everywhere")
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_ragged_prompts_in_chunks_continue_as_on_one_device(layout):
+    ours, one = (everywhere()[name, "greedy"] for name in (layout, "one"))
+    assert ours.tokens == one.tokens
+    assert len({token for row in ours.tokens for token in row}) > 4
+    assert len(ours.logits) == 1 + math.ceil(STEPS / BLOCK)
+    assert_close(ours.logits, one.logits, 1e-5)
+    assert_close([np.array(row.logprobs) for row in ours.rows], [np.array(row.logprobs) for row in one.rows], 1e-5)
+
+
+def test_sampled_tokens_are_those_of_one_device():
+    ours, one, greedy = (everywhere()[key] for key in ((SHARDED[-1], "sampled"), ("one", "sampled"), ("one", "greedy")))
+    assert ours.tokens == one.tokens != greedy.tokens
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_the_loop_of_a_shard_ends_with_its_rows(layout):
+    ours, one = (everywhere()[name, "stopped"] for name in (layout, "one"))
+    assert [(row.tokens, row.stopped) for row in ours.rows] == [(row.tokens, row.stopped) for row in one.rows]
+    assert [row.stopped for row in one.rows[:2]] == [True, False]
+    devices = math.prod(LAYOUTS[layout])
+    assert ours.steps == [[min(end, STEPS)] * devices for end in range(BLOCK, STEPS + BLOCK, BLOCK)]
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_a_layer_of_a_decode_step_has_three_reductions_and_nothing_else_is_sent(layout):
+    data, context = LAYOUTS[layout]
+    found = collectives(everywhere()[layout, "greedy"].hlo, {"data": data, "fsdp": 1, "expert": 1, "context": context})
+    if context == 1:
+        assert not found
+        return
+    # Maximum, sum of weights, weighted sum of values; the compiler sends the sums, which are independent, together.
+    assert {(call.kind, call.over, call.loops) for call in found} == {
+        ("all-reduce", ("context",), (math.inf, CONFIG.num_groups))
+    }
+    assert sum(len(arrays(call.shape)) for call in found) == 3
+    rows = -(-len(PROMPTS) // data)
+    heads = rows * CONFIG.num_query_heads
+    assert sum(call.bytes for call in found) == 4 * heads * (CONFIG.head_dim + 2)  # whatever the cache's length
+
+
+@pytest.mark.parametrize("layout", SHARDED)
+def test_each_device_holds_its_slots_of_its_rows(layout):
+    data, context = LAYOUTS[layout]
+    ours, one = (everywhere()[name, "greedy"] for name in (layout, "one"))
+    rows, full = -(-len(PROMPTS) // data), 2  # keys and values
+    for index, (kv, expected) in enumerate(zip(ours.kv, one.kv, strict=True)):
+        assert_close(kv, expected, 1e-5)
+        (whole,) = one.kv_bytes[index]
+        share = whole // len(PROMPTS) * rows // (context if index < full else 1)
+        assert ours.kv_bytes[index] == [share] * (data * context)
+    slots = [kv.shape[2] for kv in one.kv]
+    assert slots == [32, 32, CONFIG.sliding_window, CONFIG.sliding_window]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "where", "match"),
+    [
+        (ParallelConfig(context=3), "parallel.", r"parallel\.context is 3, but must be a divisor of \d, the number"),
+        (ParallelConfig(data=4, context=3), "--", r"--data 4 × --context 3 is 12, but must be at most \d, the number"),
+        (ParallelConfig(data=0), "--", "--data is 0, but must be at least 1"),
+        (ParallelConfig(context=-1), "--", "--context is -1, but must be at least 1"),
+        (ParallelConfig(fsdp=2), "parallel.", r"parallel\.fsdp is 2, but must be 1 to generate"),
+        (ParallelConfig(expert=2), "parallel.", r"parallel\.expert is 2, but must be 1 to generate"),
+    ],
+)
+def test_a_layout_without_devices_is_refused_in_a_sentence(parallel, where, match):
+    with pytest.raises(InputError, match=rf"{match}.*\.$"):
+        decode_mesh(parallel, where)
+
+
+def test_devices_that_context_leaves_split_the_rows():
+    assert decode_mesh(ParallelConfig()).size == jax.local_device_count()

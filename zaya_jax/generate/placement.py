@@ -1,0 +1,53 @@
+"""Which devices generate: rows of a batch are split over some, the cache of each row over others."""
+
+import dataclasses
+
+import jax
+from jax.sharding import Mesh
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.config.checks import require
+from zaya_jax.model.tree import compute_dtypes, roles
+from zaya_jax.model.zaya import Zaya, abstract_model
+from zaya_jax.ops.registry import validate_kernels
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.placement import Placement, device_kernels
+
+FIRST_DEVICE = ParallelConfig(data=1)
+
+
+def decode_placement(model: Zaya, parallel: ParallelConfig) -> Placement:
+    """Make the placement of generation on devices of this process, with kernels validated there.
+
+    Every device has all parameters. The rows of a batch are split over `data`. The cache of each row is split over
+    `context`, except for layers with a window.
+
+    Args:
+      model: the model to generate with.
+      parallel: sizes of `data` (None for all devices that `context` leaves) and `context`; the others must be 1.
+
+    Raises:
+      InputError: there are not as many devices, or another axis is not 1.
+    """
+    config, dtype = model.config, model.dtype.name
+    mesh = decode_mesh(parallel)
+    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
+    return Placement(dataclasses.replace(parallel, data=mesh.shape["data"]), mesh, {},
+                     compute_dtypes(roles(abstract_model(config)), dtype), kernels)  # fmt: skip
+
+
+def decode_mesh(parallel: ParallelConfig, where: str = "parallel.") -> Mesh:
+    """Make the mesh of `decode_placement`; `where` precedes the names of the axes in messages."""
+    devices, data, context = jax.local_devices(), parallel.data, parallel.context
+    for axis, size in (("data", data), ("context", context)):
+        require(size is None or size >= 1, f"{where}{axis}", size, "at least 1")
+    for axis in ("fsdp", "expert"):
+        require(getattr(parallel, axis) == 1, f"{where}{axis}", getattr(parallel, axis),
+                "1 to generate, since every device has all parameters")  # fmt: skip
+    available = f"{len(devices)}, the number of devices"
+    if data is None:
+        require(len(devices) % context == 0, f"{where}context", context, f"a divisor of {available}")
+        data = len(devices) // context
+    count = data * context
+    require(count <= len(devices), f"{where}data {data} × {where}context {context}", count, f"at most {available}")
+    return make_mesh(dataclasses.replace(parallel, data=data), devices[:count])

@@ -1,0 +1,132 @@
+"""Decoding over devices: rows are split over the batch axes, and the slots of caches over `context`.
+
+Every device has all parameters. Each full-attention layer's keys and values are split by slot: device i of the context
+axis holds the i-th of equal contiguous parts. Everything else that a row carries, such as the ring of a layer with a
+window, the tail of the convolutions and the logits, is the same on all devices of the context axis.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.config.model import LayerKind
+from zaya_jax.model.cache import Cache, KeyValues
+from zaya_jax.model.zaya import init_cache
+from zaya_jax.ops.attention import PartialAttention
+from zaya_jax.ops.cached_attention import KeysAndValues, merge_heads, split_heads
+from zaya_jax.parallel.context import tree_attention
+from zaya_jax.parallel.mesh import BATCH_AXES, SEQUENCE_AXIS, AnyMesh
+
+REPLICATED = PartitionSpec()
+ROWS = PartitionSpec(BATCH_AXES)
+STEP_ROWS = PartitionSpec(None, BATCH_AXES)  # of arrays [steps, rows, …]
+_SLOTS = PartitionSpec(BATCH_AXES, SEQUENCE_AXIS)  # of keys and values [rows, slots, …]
+
+
+def cache_specs(config: ModelConfig, cache: Cache) -> Cache:
+    """Return the partition of every array of a cache."""
+
+    def keys_and_values(layer: LayerKind, kv: KeyValues) -> KeyValues:
+        spec = _SLOTS if layer.window is None else ROWS
+        return kv._replace(k_btx=spec, v_btx=spec)
+
+    layers = _map_layers(config, cache, keys_and_values, lambda _: ROWS)
+    return dataclasses.replace(cache, layers=layers, segments_bt=ROWS, length=REPLICATED)
+
+
+def empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: jax.typing.DTypeLike, mesh: AnyMesh) -> Cache:
+    """Make `init_cache` on the devices of `mesh`, with slots for at least `capacity` tokens in equal parts."""
+
+    def padded(layer: LayerKind, kv: KeyValues) -> KeyValues:
+        missing = -kv.k_btx.shape[1] % mesh.shape[SEQUENCE_AXIS] if layer.window is None else 0
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, missing), (0, 0))), kv)
+
+    cache = init_cache(config, rows, capacity, dtype)
+    if mesh.size == 1:
+        return cache
+    cache = dataclasses.replace(cache, layers=_map_layers(config, cache, padded, lambda x: x))
+    return jax.lax.with_sharding_constraint(cache, _shardings(mesh, cache_specs(config, cache)))
+
+
+def _map_layers(
+    config: ModelConfig, cache: Cache, keys_and_values: Callable[[LayerKind, KeyValues], KeyValues],
+    other: Callable[[jax.Array], Any],
+) -> tuple[Any, ...]:  # fmt: skip
+    """Map the keys and values of each layer, and whatever else its decode state has."""
+
+    def state(layer: LayerKind, tree: Any) -> Any:
+        return jax.tree.map(lambda x: keys_and_values(layer, x) if isinstance(x, KeyValues) else other(x), tree,
+                            is_leaf=lambda x: isinstance(x, KeyValues))  # fmt: skip
+
+    return tuple(map(state, config.layer_kinds * config.num_groups, cache.layers))
+
+
+def _shardings(mesh: AnyMesh, specs: Any) -> Any:
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def place(mesh: AnyMesh, tree: Any, specs: Any) -> Any:
+    """Put arrays on the devices of `mesh`; on one device, leave them where they are."""
+    return tree if mesh.size == 1 else jax.device_put(tree, _shardings(mesh, specs))
+
+
+def on_shards(mesh: AnyMesh, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """Make `function` run on each device's part of its arguments; on one device, return it as it is."""
+    if mesh.size == 1:
+        return function
+    # check_vma rejects kernels, whose outputs have no varying axes.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def tree_cached_attention(
+    partial: Callable[..., PartialAttention], local: Callable[..., tuple[jax.Array, KeysAndValues]]
+) -> Callable[..., tuple[jax.Array, KeysAndValues]]:
+    """Make `Ops.cached_attention` for caches whose slots are split over `context`.
+
+    New keys and values are written by the device that holds their slot. Attention is `context.tree_attention`, with
+    three collectives. A layer with a window has its whole ring on every device, and no collective.
+
+    Args:
+      partial: `ops.attention.partial_attention`.
+      local: `ops.cached_attention.cached_attention`, for layers with a window.
+    """
+
+    def cached_attention(
+        attention: Callable[..., jax.Array], q_bshc: jax.Array, new: KeysAndValues, cache: KeysAndValues, *,
+        segments_bs: jax.Array, cached_segments_bt: jax.Array, length: jax.Array | int, window: int | None,
+    ) -> tuple[jax.Array, KeysAndValues]:  # fmt: skip
+        if window is not None:
+            return local(attention, q_bshc, new, cache, segments_bs=segments_bs, cached_segments_bt=cached_segments_bt,
+                         length=length, window=window)  # fmt: skip
+        slots, dtype = cache[0].shape[1], q_bshc.dtype
+        first = jax.lax.axis_index(SEQUENCE_AXIS) * slots
+        cache = _write_own(cache, new, length - first)
+        seen_bt = jax.lax.dynamic_update_slice_in_dim(cached_segments_bt, segments_bs, length, 1)
+        missing = slots * jax.lax.axis_size(SEQUENCE_AXIS) - seen_bt.shape[1]
+        own_bt = jax.lax.dynamic_slice_in_dim(jnp.pad(seen_bt, ((0, 0), (0, missing))), first, slots, 1)
+        k, v = (split_heads(x, new[0], dtype) for x in cache)
+        return tree_attention(partial, q_bshc, k, v, segments_bs, own_bt, length - first), cache
+
+    return cached_attention
+
+
+def _write_own(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array) -> KeysAndValues:
+    """Write those new tokens whose slots, from `slot` on, are on this device; `slot` may be outside of them."""
+    slots, s = cache[0].shape[1], new[0].shape[1]
+    size = min(s, slots)
+    start = jnp.clip(slot, 0, slots - size)  # of a range that has all slots to write
+    token = start - slot + jnp.arange(size)
+    own = ((token >= 0) & (token < s))[:, None]
+
+    def write(old: jax.Array, x: jax.Array) -> jax.Array:
+        x = jnp.take(merge_heads(x, old.dtype), token, axis=1, mode="clip")
+        kept = jax.lax.dynamic_slice_in_dim(old, start, size, 1)
+        return jax.lax.dynamic_update_slice_in_dim(old, jnp.where(own, x, kept), start, 1)
+
+    k, v = map(write, cache, new)
+    return k, v
