@@ -23,7 +23,8 @@ STEPS, BLOCK, CHUNK = 9, 4, 4
 PROMPTS = [[5, 17, 25], [9], [3, 3, 8, 12, 30, 7, 29]]  # no layout divides them
 SEEDS = [4, 11, 7]
 HOT = Sampling(temperature=2.0, repetition_penalty=1.3)
-CONFIG = tiny_config("sliding")  # two groups of a full-attention layer and one with a window
+CONFIG = tiny_config("sliding")  # full-attention layers and layers with a window in turn
+FULL = [kind.window is None for kind in CONFIG.layer_kinds * CONFIG.num_groups]
 LAYOUTS = {"one": (1, 1), "data2": (2, 1), "context4": (1, 4), "data4_context2": (4, 2)}  # data, context
 SHARDED = list(LAYOUTS)[1:]
 _STATIC = {"_prefill": ("placement",), "_decode": ("size", "branches", "placement")}
@@ -36,7 +37,7 @@ class Generated(NamedTuple):
       rows: the continuations.
       logits: fp32 [1 + blocks, rows, v], after the prompts and after each block.
       steps: the number of tokens that each device counts, after each block.
-      kv: keys and values [groups, rows, slots, k, c] at the end: of the full-attention layers, then of the others.
+      kv: keys and values [rows, slots, k·c] of each layer at the end.
       kv_bytes: the bytes of each on each device.
       hlo: the compiled `_decode`.
     """
@@ -100,7 +101,7 @@ def _generated(placement, model, **options):
     layers = jax.tree.leaves(recorder.state.cache.layers, is_leaf=lambda x: isinstance(x, KeyValues))
     kv = [x for layer in layers if isinstance(layer, KeyValues) for x in layer]
     count = len(PROMPTS)
-    return Generated(last, np.stack([x[:count] for x in recorder.logits]), steps, [np.array(x)[:, :count] for x in kv],
+    return Generated(last, np.stack([x[:count] for x in recorder.logits]), steps, [np.array(x)[:count] for x in kv],
                      [[shard.data.nbytes for shard in x.addressable_shards] for x in kv], recorder.hlo)  # fmt: skip
 
 
@@ -141,27 +142,24 @@ def test_a_layer_of_a_decode_step_has_three_reductions_and_nothing_else_is_sent(
         assert not found
         return
     # Maximum, sum of weights, weighted sum of values; the compiler sends the sums, which are independent, together.
-    assert {(call.kind, call.over, call.loops) for call in found} == {
-        ("all-reduce", ("context",), (math.inf, CONFIG.num_groups))
-    }
-    assert sum(len(arrays(call.shape)) for call in found) == 3
+    assert {(call.kind, call.over, call.loops) for call in found} == {("all-reduce", ("context",), (math.inf,))}
+    assert sum(len(arrays(call.shape)) for call in found) == 3 * sum(FULL)
     rows = -(-len(PROMPTS) // data)
     heads = rows * CONFIG.num_query_heads
-    assert sum(call.bytes for call in found) == 4 * heads * (CONFIG.head_dim + 2)  # whatever the cache's length
+    assert sum(call.bytes for call in found) == 4 * heads * (CONFIG.head_dim + 2) * sum(FULL)  # whatever the cache's length
 
 
 @pytest.mark.parametrize("layout", SHARDED)
 def test_each_device_holds_its_slots_of_its_rows(layout):
     data, context = LAYOUTS[layout]
     ours, one = (everywhere()[name, "greedy"] for name in (layout, "one"))
-    rows, full = -(-len(PROMPTS) // data), 2  # keys and values
+    rows = -(-len(PROMPTS) // data)
     for index, (kv, expected) in enumerate(zip(ours.kv, one.kv, strict=True)):
         assert_close(kv, expected, 1e-5)
         (whole,) = one.kv_bytes[index]
-        share = whole // len(PROMPTS) * rows // (context if index < full else 1)
+        share = whole // len(PROMPTS) * rows // (context if FULL[index // 2] else 1)  # keys, then values
         assert ours.kv_bytes[index] == [share] * (data * context)
-    slots = [kv.shape[2] for kv in one.kv]
-    assert slots == [32, 32, CONFIG.sliding_window, CONFIG.sliding_window]
+    assert [kv.shape[1] for kv in one.kv[::2]] == [32 if full else CONFIG.sliding_window for full in FULL]
 
 
 @pytest.mark.parametrize(

@@ -22,18 +22,18 @@ def test_an_empty_cache_is_zeros_of_the_right_shapes(variant, dtype):
     config = tiny_config(variant)
     cache = init_cache(config, 3, 16, dtype)
     assert cache.capacity == 16
-    assert len(cache.layers) == len(config.period)
+    assert len(cache.layers) == config.num_layers
     chex.assert_trees_all_equal(cache, jax.tree.map(jnp.zeros_like, cache))
-    groups, heads, c = config.num_groups, config.num_kv_heads, config.head_dim
-    for layer, kind in zip(cache.layers, config.layer_kinds, strict=True):
+    heads, c = config.num_kv_heads, config.head_dim
+    for layer, kind in zip(cache.layers, config.layer_kinds * config.num_groups, strict=True):
         slots = 16 if kind.window is None else min(16, kind.window)
         kv = layer.kv if config.attention == "cca" else layer  # other attention keeps nothing else
-        chex.assert_shape(list(kv), (groups, 3, slots, heads, c))
+        chex.assert_shape(list(kv), (3, slots, heads * c))
         chex.assert_type(list(kv), dtype)
         if config.attention == "cca":
             rows = config.depthwise_kernel + config.grouped_kernel - 2
-            chex.assert_shape(layer.u_bwnc, (groups, 3, rows, config.num_query_heads + heads, c))
-            chex.assert_shape(layer.delayed_b1x, (groups, 3, 1, config.kv_size // 2))
+            chex.assert_shape(layer.u_bwnc, (3, rows, config.num_query_heads + heads, c))
+            chex.assert_shape(layer.delayed_b1x, (3, 1, config.kv_size // 2))
             chex.assert_type([layer.u_bwnc, layer.delayed_b1x], float)
 
 
@@ -46,7 +46,7 @@ def test_layers_have_buffers_of_their_own():
 def filled(rows):
     rng = np.random.default_rng(0)
     k, v, u, delayed = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in
-                        ((2, 9, 1, 4), (2, 9, 1, 4), (2, rows, 3, 4), (2, 1, 2)))  # fmt: skip
+                        ((2, 9, 4), (2, 9, 4), (2, rows, 3, 4), (2, 1, 2)))  # fmt: skip
     return CCACache(KeyValues(k, v), u, delayed)
 
 

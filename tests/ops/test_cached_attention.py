@@ -29,7 +29,7 @@ def drawn(seed):
 def test_a_ring_gives_what_the_whole_sequence_gives(seed, sizes, window):
     q, k, v, segments = drawn(seed)
     expected = whole(q, k, v, query_segments_bs=segments, key_segments_bt=segments, window=window)
-    cache = tuple(jnp.zeros((B, min(window, T), K, C)) for _ in range(2))
+    cache = tuple(jnp.zeros((B, min(window, T), K * C)) for _ in range(2))
     seen, parts, start = np.zeros((B, T), np.int32), [], 0
     for size in sizes:
         new = slice(start, start + size)
@@ -47,7 +47,7 @@ def test_a_ring_gives_what_the_whole_sequence_gives(seed, sizes, window):
 def test_a_cache_holds_the_last_tokens_at_their_slots(window):
     q, k, v, segments = drawn(0)
     slots = T if window is None else window
-    cache = tuple(jnp.zeros((B, slots, K, C)) for _ in range(2))
+    cache = tuple(jnp.zeros((B, slots, K * C)) for _ in range(2))
     seen = np.zeros((B, T), np.int32)
     for start, size in ((0, 9), (9, 1), (10, 2)):
         new = slice(start, start + size)
@@ -55,5 +55,5 @@ def test_a_cache_holds_the_last_tokens_at_their_slots(window):
                         cached_segments_bt=seen, length=start, window=window)  # fmt: skip
         seen[:, new] = segments[:, new]
     for token in range(12 - slots if window else 0, 12):
-        np.testing.assert_array_equal(cache[0][:, token % slots], k[:, token])
-        np.testing.assert_array_equal(cache[1][:, token % slots], v[:, token])
+        np.testing.assert_array_equal(cache[0][:, token % slots], k[:, token].reshape(B, -1))
+        np.testing.assert_array_equal(cache[1][:, token % slots], v[:, token].reshape(B, -1))

@@ -41,7 +41,7 @@ def step_by_step(sizes):
                     window=None)  # fmt: skip
 
     outs, seen = [], np.zeros((B, T), np.int32)
-    cache = tuple(np.zeros((B, DEVICES * SLOTS, K, C), np.float32) for _ in range(2))
+    cache = tuple(np.zeros((B, DEVICES * SLOTS, K * C), np.float32) for _ in range(2))
     for start, end in itertools.pairwise(itertools.accumulate(sizes, initial=0)):
         new = slice(start, end)
         out, cache = step(q[:, new], k[:, new], v[:, new], cache, segments[:, new], seen, start)
@@ -60,5 +60,5 @@ def test_new_tokens_join_the_slots_of_their_owners_and_see_those_of_all():
     for out, cache in on_devices(8, "tests.parallel.test_decode:both"):
         assert_close(out, expected, 1e-5)
         for ours, theirs in zip(cache, (k, v), strict=True):
-            np.testing.assert_array_equal(ours[:, :T], theirs)
+            np.testing.assert_array_equal(ours[:, :T], theirs.reshape(B, T, -1))
             assert not ours[:, T:].any()

@@ -56,11 +56,15 @@ def split_heads(x_btx: jax.Array, like_bskc: jax.Array, dtype: jax.typing.DTypeL
 
 
 def _write(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array | int) -> KeysAndValues:
-    k, v = (
-        jax.lax.dynamic_update_slice_in_dim(old, merge_heads(x, old.dtype), slot, 1)
-        for old, x in zip(cache, new, strict=True)
-    )
-    return k, v
+    def write(k: jax.Array, v: jax.Array) -> KeysAndValues:
+        update = jax.lax.dynamic_update_slice_in_dim
+        return (update(k, merge_heads(new[0], k.dtype), slot, 1), update(v, merge_heads(new[1], v.dtype), slot, 1))
+
+    # XLA:CPU fuses the updates with what reads them, and copies the caches for it, unless a branch separates the two.
+    def write_apart(k: jax.Array, v: jax.Array) -> KeysAndValues:
+        return jax.lax.cond(jnp.asarray(slot) >= 0, write, lambda *unchanged: unchanged, k, v)
+
+    return jax.lax.platform_dependent(*cache, cpu=write_apart, default=write)
 
 
 def _through_ring(
