@@ -145,8 +145,8 @@ def test_a_layer_of_a_decode_step_has_three_reductions_and_nothing_else_is_sent(
     assert {(call.kind, call.over, call.loops) for call in found} == {("all-reduce", ("context",), (math.inf,))}
     assert sum(len(arrays(call.shape)) for call in found) == 3 * sum(FULL)
     rows = -(-len(PROMPTS) // data)
-    heads = rows * CONFIG.num_query_heads
-    assert sum(call.bytes for call in found) == 4 * heads * (CONFIG.head_dim + 2) * sum(FULL)  # whatever the cache's length
+    values = rows * CONFIG.num_query_heads * (CONFIG.head_dim + 2)  # whatever the cache's length
+    assert sum(call.bytes for call in found) == 4 * values * sum(FULL)
 
 
 @pytest.mark.parametrize("layout", SHARDED)

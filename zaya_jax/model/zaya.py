@@ -186,19 +186,17 @@ class Zaya(nnx.Module):
                 counts.append(count)
             return (x, state), jnp.stack(counts)
 
-        blocks, layers = tuple(self.blocks), []
         with jax.named_scope(LAYERS):
-            if cache is None:
-                (x_bsd, _), counts = jax.lax.scan(group, (x_bsd, state_bsr), blocks)
-            else:  # unrolled: in a scan, each step would copy the layer's parameters, and its cache twice
-                counts = []
-                for block, layer in zip(layer_blocks(self), cache.layers, strict=True):
-                    x_bsd, state_bsr, count, layer = apply_block(block, x_bsd, state_bsr, layer)
+            if new_cache is None:
+                (x_bsd, _), counts = jax.lax.scan(group, (x_bsd, state_bsr), tuple(self.blocks))
+            else:  # unrolled: a scan would copy each layer's parameters and cache at each step
+                counts, layers = [], []
+                for block, before in zip(layer_blocks(self), new_cache.layers, strict=True):
+                    x_bsd, state_bsr, count, after = apply_block(block, x_bsd, state_bsr, before)
                     counts.append(count)
-                    layers.append(layer)
+                    layers.append(after)
                 counts = jnp.stack(counts)
-        if new_cache is not None:
-            new_cache = dataclasses.replace(new_cache, layers=tuple(layers))
+                new_cache = dataclasses.replace(new_cache, layers=tuple(layers))
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
         return ModelOutput(self.norm(x_bsd, dtype, ops), stats, new_cache)
 
@@ -247,7 +245,6 @@ def _abstract_model(config: ModelConfig, x64: bool) -> Zaya:  # whose dtypes dep
 
 def init_cache(config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = jnp.float32) -> Cache:
     """Make an empty cache for `capacity` tokens in each of `batch` rows, with keys and values in `dtype`."""
-
     kinds = config.layer_kinds * config.num_groups
     layers = tuple(ATTENTION[kind.attention].init_cache(config, kind, batch, capacity, dtype) for kind in kinds)
     return Cache(layers, jnp.zeros((batch, capacity), jnp.int32), jnp.zeros((), jnp.int32))
