@@ -1,7 +1,6 @@
 """Write a `transformers` folder in either layout, one layer at a time."""
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,20 +16,19 @@ from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
+from zaya_jax.hf.output import json_text, output_folder
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.run.files import sync_folder
 from zaya_jax.run.progress import WorkProgress
-from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
 
 Layout = Literal["hf", "legacy"]
 LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
     "hf": (to_hf, tensors),
     "legacy": (to_legacy, legacy_tensors),
 }
-_WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *TOKENIZER_FILES)
 _BLOCK = 2**26  # bytes of a tensor cast at once
 
 Read = Callable[[str, int | None], np.ndarray]
@@ -63,21 +61,9 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
                          f"{', '.join(known.name for known in DTYPES.values())}.")  # fmt: skip
     describe, names = LAYOUTS[layout]
     described = describe(config, kind.name)
-    carried = _carried(carry, described)
-    _check_free(folder)
-    partial = folder.with_name(f"{folder.name}.partial")
-    _remove_remains(partial)
-    partial.mkdir(parents=True)
-    try:
+    files, ids = complete_tokenizer_files(carry)
+    with output_folder(folder, files | {"config.json": json_text(described | ids)}) as partial:
         _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
-        for path in carried:
-            shutil.copyfile(path, partial / path.name)
-        (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        sync_folder(partial)
-        partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
 
 
 def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
@@ -150,28 +136,3 @@ def _latest(read: Read) -> Read:
         return last[1]
 
     return read_once
-
-
-def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
-
-
-def _remove_remains(partial: Path) -> None:
-    """Remove leftovers of a killed export, and nothing else."""
-    if not partial.exists():
-        return
-    if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
-        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")
-    shutil.rmtree(partial)
-
-
-def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
-    """Return the files to copy; add the special tokens to `described`."""
-    if carry is None:
-        return []
-    carry = Path(carry).expanduser()
-    if not carry.is_dir():
-        raise InputError(f"--carry is {str(carry)!r}, but must be an existing folder.")
-    described.update(special_ids(carry))
-    return tokenizer_files(carry)

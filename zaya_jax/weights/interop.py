@@ -14,7 +14,7 @@ from zaya_jax.hf.exporter import Layout, Read, write_folder
 from zaya_jax.model.tree import abstract_weights, is_balancing_bias
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
-from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
+from zaya_jax.run.tokenizer import TOKENIZER, copy_tokenizer, special_ids
 from zaya_jax.weights.load import open_folder_weights, open_weights
 from zaya_jax.weights.sources import PARAMETERS_ONLY, saved_name, stack_groups
 
@@ -71,7 +71,7 @@ def export_hf(
     weights.verify()
     carry = carry or weights.tokenizer
     write_folder(folder, weights.config, weights.read, dtype, layout, carry)
-    hint = "" if carry is not None else " It has no tokenizer; add one with --carry FOLDER."
+    hint = "" if (folder / TOKENIZER).exists() else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
 
 
