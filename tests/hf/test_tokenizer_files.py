@@ -22,7 +22,7 @@ def source(tmp_path):
     return tmp_path / "source"
 
 
-def put(folder, name, **content):
+def put(folder, name, content):
     (folder / name).write_text(json.dumps(content))
 
 
@@ -50,27 +50,27 @@ def test_without_a_tokenizer_the_ids_are_null_and_not_those_of_gemma(tmp_path):
 
 
 def test_values_that_are_present_stay(source):
-    put(source, "tokenizer_config.json", tokenizer_class="Mine", bos_token=None, pad_token="a", extra=1)
-    put(source, "generation_config.json", temperature=0.6, eos_token_id=[7], pad_token_id=None)
+    put(source, "tokenizer_config.json", {"tokenizer_class": "Mine", "bos_token": None, "pad_token": "a", "extra": 1})
+    put(source, "generation_config.json", {"temperature": 0.6, "eos_token_id": [7], "pad_token_id": None})
     files, ids = complete_tokenizer_files(source)
     assert ids == {"bos_token_id": None, "eos_token_id": [7], "pad_token_id": None}
     assert files["tokenizer_config.json"] == source / "tokenizer_config.json"  # nothing was missing
     assert files["generation_config.json"] == source / "generation_config.json"
-    put(source, "config.json", pad_token_id=3, eos_token_id=8)
+    put(source, "config.json", {"pad_token_id": 3, "eos_token_id": 8})
     files, ids = complete_tokenizer_files(source)
     assert ids == {"bos_token_id": None, "eos_token_id": 8, "pad_token_id": 3}
     assert read(files, "generation_config.json") == {"temperature": 0.6, "eos_token_id": [7], "pad_token_id": 3}
 
 
 def test_a_class_is_added_and_the_tokens_of_a_special_tokens_map_are_left_to_it(source):
-    put(source, "config.json", eos_token_id=9)
-    put(source, "tokenizer_config.json", pad_token={"content": "a"}, extra=1)
+    put(source, "config.json", {"eos_token_id": 9})
+    put(source, "tokenizer_config.json", {"pad_token": {"content": "a"}, "extra": 1})
     files, ids = complete_tokenizer_files(source)
     settings = read(files, "tokenizer_config.json")
     assert (settings["tokenizer_class"], settings["extra"]) == ("PreTrainedTokenizerFast", 1)
     assert (settings["eos_token"], settings["pad_token"]) == ("<|endoftext|>", {"content": "a"})
     assert ids == {"bos_token_id": 0, "eos_token_id": 9, "pad_token_id": small_tokenizer().token_id("a")}
-    put(source, "special_tokens_map.json", eos_token="a")
+    put(source, "special_tokens_map.json", {"eos_token": "a"})
     assert "eos_token" not in read(complete_tokenizer_files(source)[0], "tokenizer_config.json")
 
 
@@ -79,13 +79,13 @@ def test_a_tokenizer_that_does_not_tell_its_end_is_refused(source):
     path.write_text(path.read_text().replace("<|endoftext|>", "<|fin|>"))
     with pytest.raises(InputError, match=r"tokenizer\.json has none of .* eos_token of a tokenizer_config\.json"):
         complete_tokenizer_files(source)
-    put(source, "tokenizer_config.json", eos_token="<|fin|>")
+    put(source, "tokenizer_config.json", {"eos_token": "<|fin|>"})
     assert complete_tokenizer_files(source)[1]["eos_token_id"] == 0
 
 
 def test_an_import_keeps_the_ids_of_either_file(source, tmp_path):
-    put(source, "config.json", eos_token_id=106, pad_token_id=0)
-    put(source, "generation_config.json", temperature=0.6, eos_token_id=[1, 106])
+    put(source, "config.json", {"eos_token_id": 106, "pad_token_id": 0})
+    put(source, "generation_config.json", {"temperature": 0.6, "eos_token_id": [1, 106]})
     copy_tokenizer(source, tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "tokenizer" / "generation_config.json").read_text())
     assert kept == {"temperature": 0.6, "eos_token_id": [1, 106], "pad_token_id": 0}
