@@ -56,15 +56,16 @@ def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     name_a, name_b = (tuple(name.split(".")) for name in adapter_names(matrix.leaf))
     *stack, out, width = matrix.shape
     if not stack:
-        prefix = f"base_model.model.{module}"
-        return (Tensor(f"{prefix}.lora_A.weight", name_a, matrix.group, (rank, width), transposed, transposed),
-                Tensor(f"{prefix}.lora_B.weight", name_b, matrix.group, (out, rank), transposed, transposed))  # fmt: skip
+        name = f"base_model.model.{module}.lora_{{}}.weight"
+        return (Tensor(name.format("A"), name_a, matrix.group, (rank, width), transposed, transposed),
+                Tensor(name.format("B"), name_b, matrix.group, (out, rank), transposed, transposed))  # fmt: skip
     (e,) = stack
-    prefix = f"base_model.model.{module}{'.base_layer' if HF_EXPERTS[0].endswith(parameter) else ''}"
+    inner = ".base_layer" if HF_EXPERTS[0].endswith(parameter) else ""
+    name = f"base_model.model.{module}{inner}.lora_{{}}.weight"
     return (
-        Tensor(f"{prefix}.lora_A.weight", name_a, matrix.group, (e * rank, width),
+        Tensor(name.format("A"), name_a, matrix.group, (e * rank, width),
                lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)),
-        Tensor(f"{prefix}.lora_B.weight", name_b, matrix.group, (out, rank * e),
+        Tensor(name.format("B"), name_b, matrix.group, (out, rank * e),
                lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
                lambda b: b.transpose(2, 1, 0).reshape(out, rank * e)),
     )  # fmt: skip
