@@ -195,7 +195,7 @@ class Zaya(nnx.Module):
         layers = None if cache is None else cache.layers
         scanned = (tuple(self.blocks), jnp.arange(config.num_groups))
         with jax.named_scope(LAYERS):
-            (x_bsd, _, layers), counts = jax.lax.scan(group, (x_bsd, state_bsr, layers), scanned)
+            (x_bsd, _, layers), counts = ops.scan_layers(group, (x_bsd, state_bsr, layers), scanned)
         if new_cache is not None:
             new_cache = dataclasses.replace(new_cache, layers=layers)
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
