@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from zaya_jax.hf.exporter import save_pretrained as save_pretrained
     from zaya_jax.model.capture import capture as capture
     from zaya_jax.model.capture import capture_shapes as capture_shapes
+    from zaya_jax.model.redundancy import expert_redundancy as expert_redundancy
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
@@ -39,6 +40,7 @@ _HOMES = {
     "Sampling": "zaya_jax.generate.sampling",
     "capture": "zaya_jax.model.capture",
     "capture_shapes": "zaya_jax.model.capture",
+    "expert_redundancy": "zaya_jax.model.redundancy",
     "generate_text": "zaya_jax.generate.text",
     "generate_tokens": "zaya_jax.generate.decode",
     "load_config": "zaya_jax.config",
