@@ -148,7 +148,7 @@ def test_the_end_of_a_document_is_known_where_there_is_one(tokenizer, tmp_path, 
 def test_of_several_ends_one_is_asked_for(tokenizer, tmp_path, names):
     path = renamed(tokenizer, tmp_path / "t.json", *names)
     has = f"The tokenizer file {path} has {' and '.join(names)}; name the token that ends a document as eos_token"
-    with pytest.raises(InputError, match=f"^{re.escape(has)}$"):
+    with pytest.raises(InputError, match=f"^{re.escape(has)}"):
         load_tokenizer(path)
     for name in names:
         loaded = load_tokenizer(path, name)
