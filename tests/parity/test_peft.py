@@ -28,8 +28,8 @@ def test_peft_computes_what_the_merged_export_does(tmp_path):
     with torch.no_grad():
         expected, before = whole(tokens).logits.numpy(), base(tokens).logits.numpy()
         adapted = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "peft", **options)  # finds the base itself
-        assert_close(adapted(tokens).logits.numpy(), expected, 1e-5)
-        assert_close(adapted.merge_and_unload()(tokens).logits.numpy(), expected, 1e-5)
+        assert_close(adapted(tokens).logits.numpy(), expected, 5e-5)
+        assert_close(adapted.merge_and_unload()(tokens).logits.numpy(), expected, 5e-5)
     assert np.abs(before - expected).max() > 0.1 * np.abs(expected).max()  # the adapters matter
     again = peft.PeftConfig.from_pretrained(tmp_path / "peft")
     assert again.base_model_name_or_path == str(tmp_path / "model")
