@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from zaya_jax.generate.sampling import Sampling as Sampling
     from zaya_jax.generate.text import generate_text as generate_text
     from zaya_jax.hf.exporter import save_pretrained as save_pretrained
+    from zaya_jax.model.capture import capture as capture
+    from zaya_jax.model.capture import capture_shapes as capture_shapes
+    from zaya_jax.model.redundancy import expert_redundancy as expert_redundancy
     from zaya_jax.model.zaya import ModelOutput as ModelOutput
     from zaya_jax.model.zaya import Zaya as Zaya
     from zaya_jax.model.zaya import logits as logits
@@ -35,6 +38,9 @@ _HOMES = {
     "TrainResult": "zaya_jax.train.loop",
     "Zaya": "zaya_jax.model.zaya",
     "Sampling": "zaya_jax.generate.sampling",
+    "capture": "zaya_jax.model.capture",
+    "capture_shapes": "zaya_jax.model.capture",
+    "expert_redundancy": "zaya_jax.model.redundancy",
     "generate_text": "zaya_jax.generate.text",
     "generate_tokens": "zaya_jax.generate.decode",
     "load_config": "zaya_jax.config",

@@ -73,11 +73,11 @@ def test_conversations_are_kept_with_their_roles(tmp_path, tokenizer):
 
 def test_conversations_in_the_form_of_sharegpt_are_read_and_what_would_be_lost_is_refused(tmp_path, tokenizer):
     said = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    others = [{"tools": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
+    others = [{"functions": [{"name": "f"}]}, {"system": "Be brief."}, {"tools": "[]", "system": ""}]
     records = [{"conversations": said}, *({"conversations": said, **siblings} for siblings in others)]
     path = write_lines(tmp_path / "in.jsonl", records)
     with pytest.raises(
-        InputError, match=rf"^2 documents .*\n  {path}:2: unread field: 'tools' next to 'conversations' is"
+        InputError, match=rf"^2 documents .*\n  {path}:2: unread field: 'functions' next to 'conversations' is"
     ):
         prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1)
     manifest = prepare([str(path)], tokenizer, tmp_path / "out", CHAT, workers=1, max_bad=2)

@@ -85,6 +85,7 @@ def test_tokenizer_and_special_tokens_are_carried_along(values, tmp_path):
             "chat_template.jinja", "generation_config.json", "vocab.json", "merges.txt"]  # fmt: skip
     for name in [*kept, "model.safetensors", "README.md", "modeling_zaya.py"]:
         (source / name).write_text(name)
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "Mine"}')
     (source / "generation_config.json").write_text('{"eos_token_id": 9, "bos_token_id": 2}')
     (source / "config.json").write_text(json.dumps({"eos_token_id": [1, 106], "pad_token_id": 0, "hidden_size": 7}))
     (source / "linked.json").write_text("linked")

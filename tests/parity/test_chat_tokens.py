@@ -7,6 +7,9 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.data.test_tool_calls import OPENAI, TOOLS
+from zaya_jax.data.chat import DEFAULT_TEMPLATE, encode_pieces, load_template
+from zaya_jax.data.conversation import parse_conversation
 from zaya_jax.data.prepare import PrepareSettings, prepare
 from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import open_documents
@@ -170,3 +173,21 @@ def test_prepared_conversations_have_the_tokens_of_transformers(tmp_path, name):
             mask = theirs.apply_chat_template(one, chat_template=marked, return_assistant_tokens_mask=True,
                                               return_dict=True)["assistant_masks"]  # fmt: skip
             np.testing.assert_array_equal(ours.loss_mask, mask)
+
+
+def test_tools_and_calls_are_written_and_masked_as_by_transformers():
+    backend, specials, *_, config = FORMS["chatml"]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=backend(specials), bos_token=None,
+                                                  eos_token=config["eos_token"])  # fmt: skip
+    pieces = load_template(None).render(parse_conversation(OPENAI), bos=None, eos=config["eos_token"], tools=TOOLS)
+    said = theirs.apply_chat_template(parse_conversation(OPENAI), tools=TOOLS, chat_template=DEFAULT_TEMPLATE,
+                                      return_assistant_tokens_mask=True, return_dict=True)  # fmt: skip
+    text = "".join(piece.text for piece in pieces)
+    assert said["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
+    spans = encode_pieces(pieces, lambda text: rendering(theirs, text))
+    assert said["assistant_masks"] == [int(span.generated) for span in spans for _ in span.tokens]
+
+
+def rendering(tokenizer, text):
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return encoded["input_ids"], encoded["offset_mapping"]

@@ -1,5 +1,3 @@
-import dataclasses
-import json
 import shutil
 
 import chex
@@ -7,49 +5,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.data_helpers import small_tokenizer
 from tests.helpers import assert_close, random_model
-from tests.train_helpers import CONFIG, MODEL
+from tests.train_helpers import MODEL
+from tests.weights.adapter_helpers import write_adapter_run
 from zaya_jax import load_model, save_pretrained
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.reader import verify_checkpoint
-from zaya_jax.checkpoint.store import CheckpointStore
-from zaya_jax.config import CheckpointConfig, LoraConfig, to_dict
 from zaya_jax.model import tree
-from zaya_jax.model.fingerprint import fingerprint
-from zaya_jax.model.lora import adapter_shapes, merged
-from zaya_jax.model.tree import roles, shapes
+from zaya_jax.model.tree import roles
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.weights.adapters import BASE
-
-LORA = LoraConfig(2, 3.0)
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
-    """A folder, a run of adapters of it as training leaves it, and the merged parameters of its steps 4 and 3."""
+    """The folder of `write_adapter_run`, and the merged parameters of its steps 4 and 3."""
     folder = tmp_path_factory.mktemp("tuned")
-    save_pretrained(random_model(MODEL, 1), folder / "model")
-    small_tokenizer().save(folder / "model" / "tokenizer.json")
-    base = load_model(f"hf:{folder / 'model'}")[0]
-    params, balance = tree.parameters(base), tree.balancing_biases(base)
-    config = dataclasses.replace(CONFIG, init_from=f"hf:{folder / 'model'}", lora=LORA)
-    note = {"init_from": config.init_from, "fingerprint": fingerprint({**params, **balance})}
-    drawn = {step: draw(base, step) for step in (3, 4)}
-    with CheckpointStore(folder / "run" / CHECKPOINTS, CheckpointConfig()) as store:
-        for step, adapters in drawn.items():
-            store.save(step, {"params": adapters, "balance": balance},
-                       {"phase": config.phases[0].name, "config": to_dict(config)})  # fmt: skip
-    (folder / "run" / BASE).write_text(json.dumps(note))
-    (folder / "run" / "tokenizer").mkdir()
-    shutil.copy(folder / "model" / "tokenizer.json", folder / "run" / "tokenizer" / "tokenizer.json")
-    return folder, *({**merged(params, drawn[step], LORA.scale), **balance} for step in (4, 3))
-
-
-def draw(base, seed):
-    """Adapters of a model at random."""
-    wanted, rng = adapter_shapes(shapes(base), roles(base), LORA.rank), np.random.default_rng(seed)
-    return {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in sorted(wanted.items())}
+    return folder, *write_adapter_run(folder)
 
 
 def test_an_export_holds_the_merged_matrices(tuned, tmp_path):
@@ -120,3 +92,13 @@ def test_a_model_with_its_adapters_is_loaded_without_an_export(tuned):
     assert tokenizer.decode(tokenizer.encode("the model")) == "the model"
     assert load_model(folder / "run", jnp.bfloat16)[0].dtype == jnp.bfloat16
     assert load_model(folder / "run", None)[0].dtype == jnp.float32  # which the run computed in
+
+
+def test_adapters_without_a_tokenizer_are_exported_with_that_of_their_base(tuned, tmp_path):
+    folder, *_ = tuned
+    shutil.copytree(folder / "run", tmp_path / "run", ignore=shutil.ignore_patterns("tokenizer"))
+    for flags in ([], ["--peft"]):
+        out = tmp_path / f"out{len(flags)}"
+        assert main(["export-hf", str(tmp_path / "run"), str(out), *flags]) == 0
+        assert (out / "tokenizer.json").read_text() == (folder / "model" / "tokenizer.json").read_text()
+        assert (out / "generation_config.json").exists()

@@ -82,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
                      help="folder whose tokenizer and generation files are copied (default: the run's)")  # fmt: skip
     add.add_argument("--base", metavar="SOURCE",
                      help="base model of the adapters (default: init_from of their run)")  # fmt: skip
+    add.add_argument("--peft", action="store_true",
+                     help="write adapters as a folder of the peft library instead of merging them")  # fmt: skip
 
     add = add_verb("verify-hf", "compare logits of the released 8B with those of transformers", "models/ZAYA1-8B")
     add.add_argument("folder", metavar="FOLDER", help="transformers folder: FOLDER or hf:FOLDER")
@@ -128,8 +130,14 @@ def _run(options: argparse.Namespace) -> ExitCode:
 
             print(import_hf(options.folder, options.output, options.allow_nonfinite))
         case "export-hf":
-            from zaya_jax.weights.interop import export_hf
+            from zaya_jax.weights.interop import export_hf, export_peft
 
+            if options.peft and options.layout != "hf":
+                raise InputError("--layout legacy cannot be combined with --peft: transformers loads adapters onto the "
+                                 "hf layout.")  # fmt: skip
+            if options.peft:
+                print(export_peft(options.checkpoint, options.folder, options.dtype, options.carry, options.base))
+                return ExitCode.OK
             print(export_hf(options.checkpoint, options.folder, options.dtype, options.layout, options.carry,
                             options.base))  # fmt: skip
         case "verify-hf":

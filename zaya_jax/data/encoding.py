@@ -5,10 +5,11 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.chat import Conversation, find_special, parse_conversation
+from zaya_jax.data.conversation import Conversation, check_pairs, find_special, parse_conversation
 from zaya_jax.data.convert import Record, Skipped
 from zaya_jax.data.corpus import Split, content_hash
 from zaya_jax.data.manifest import Kind
@@ -17,6 +18,7 @@ from zaya_jax.data.readers.unit import BadDocument, Document, Entry, Unit
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zaya_jax.data.tool_calls import parse_tools, split_tools, with_tools
 
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 256, 2**20  # limits of a batch that is encoded together
 
@@ -92,15 +94,14 @@ class PrepareWork:
             yield Record(self._split(text), data.tobytes(), len(data), len(text), _bytes(document))
 
     def _conversations(self, tokenizer: Tokenizer, documents: list[Entry]) -> Iterator[Record | Skipped]:
-        """Serialize each conversation as JSON; counts the tokens of contents and reasoning, without the template's."""
+        """Serialize each conversation as JSON; counts tokens of contents, reasoning and calls, not the template's."""
         for document in documents:
-            conversation = _check_conversation(tokenizer, document)
-            if isinstance(conversation, Skipped):
-                yield conversation
+            record = _check_conversation(tokenizer, document)
+            if isinstance(record, Skipped):
+                yield record
                 continue
-            texts = [text for message in conversation
-                     for text in (message.get("reasoning"), message.get("content")) if text]  # fmt: skip
-            data = _to_json(conversation)
+            texts = [text for message in split_tools(record)[0] for text in _texts(message) if text]
+            data = _to_json(record)
             tokens = sum(map(len, tokenizer.encode_all(texts)))
             yield Record(self._split(data), data, tokens, sum(len(text.encode()) for text in texts), _bytes(document))
 
@@ -123,26 +124,37 @@ def _check_ids(tokenizer: Tokenizer, document: Document, ids: np.ndarray) -> np.
     return ids
 
 
-def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | Skipped:
-    """Return a conversation, or why the document cannot be used as one."""
+def _check_conversation(tokenizer: Tokenizer, document: Entry) -> Conversation | dict[str, Any] | Skipped:
+    """Return the record of a conversation (`with_tools`), or why the document cannot be used as one."""
     if isinstance(document, BadDocument):
         return _skipped(document, document.reason, document.detail)
+    messages, tools = split_tools(document.value)
     try:
-        conversation = parse_conversation(document.value)
+        conversation, tools = parse_conversation(messages), parse_tools(tools)
+        check_pairs(tools, "tools")
     except ValueError as error:
         return _skipped(document, "not a conversation", str(error))
-    special = find_special(conversation, tokenizer.specials)
+    record = with_tools(conversation, tools)
+    special = find_special([*conversation, *(tools or [])], tokenizer.specials)
     if special is not None:
         return _skipped(document, "special token", f"it contains the text {special!r}, which would end a turn")
     try:
-        _to_json(conversation)
+        _to_json(record)
     except (TypeError, ValueError) as error:  # a date of a table, half of a surrogate pair
         return _skipped(document, "not a conversation", f"it contains a value that JSON cannot represent: {error}")
-    return conversation
+    return record
 
 
-def _to_json(conversation: Conversation) -> bytes:
-    return json.dumps(conversation, ensure_ascii=False, sort_keys=True, allow_nan=False).encode()
+def _texts(message: dict[str, Any]) -> list[str | None]:
+    calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.get("tool_calls") or ()]
+    return [message.get("reasoning"), message.get("content"), *calls]
+
+
+def _to_json(record: Conversation | dict[str, Any]) -> bytes:
+    """Serialize a record. The order of a message's keys does not matter, that of tools and arguments is kept."""
+    messages, tools = split_tools(record)
+    ordered = with_tools([dict(sorted(message.items())) for message in messages], tools)
+    return json.dumps(ordered, ensure_ascii=False, allow_nan=False).encode()
 
 
 def _bytes(document: Entry) -> int:

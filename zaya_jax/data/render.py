@@ -5,10 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from zaya_jax.data.chat import Conversation, Span, Template, encode_pieces, load_template
+from zaya_jax.data.chat import Span, Template, encode_pieces, load_template
+from zaya_jax.data.conversation import Conversation
 from zaya_jax.data.convert import Conversion, Record, Skipped, default_workers, refuse_in_worker, remove_notes
 from zaya_jax.data.corpus import Split
 from zaya_jax.data.manifest import FORMAT, MANIFEST, Manifest, ShardEntry, json_digest, read_manifest
@@ -16,6 +18,7 @@ from zaya_jax.data.prepare import TOKENIZER, write_merged
 from zaya_jax.data.shards import Records, pack_text, token_dtype
 from zaya_jax.data.special_tokens import SpecialTokens
 from zaya_jax.data.tokenizer import Tokenizer, load_tokenizer
+from zaya_jax.data.tool_calls import split_tools
 from zaya_jax.data.trimming import trim
 from zaya_jax.data.verify import verify_files
 from zaya_jax.run.files import locked, write_atomically
@@ -41,18 +44,18 @@ class RenderWork:
         dtype = token_dtype(tokenizer.vocab_size)
         records = Records(self.folder, (shard,))
 
-        def render(conversation: Conversation) -> list[Span]:
-            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos)
+        def render(conversation: Conversation, tools: list[dict[str, Any]] | None) -> list[Span]:
+            pieces = self.template.render(conversation, bos=self.special.bos, eos=self.special.eos, tools=tools)
             return encode_pieces(pieces, tokenizer.encode_rendering)
 
         for number in range(len(records)):
             data = records[number]
-            conversation = json.loads(data)
+            conversation, tools = split_tools(json.loads(data))
             try:
                 if self.limit is None:
-                    spans, outcome = render(conversation), None
+                    spans, outcome = render(conversation, tools), None
                 else:
-                    spans, outcome = trim(conversation, self.limit, render)
+                    spans, outcome = trim(conversation, self.limit, functools.partial(render, tools=tools))
             except ValueError as error:
                 yield Skipped(f"{self.folder / shard.file}:{number}", "template", str(error))
                 continue

@@ -38,12 +38,12 @@ def find_special_tokens(tokenizer: Path, *, chat: bool, eot: str | None, bos: st
     """
     path = tokenizer.with_name(TOKENIZER_CONFIG)
     config = _read_config(path)
-    eos = _text(config, "eos_token", path)
+    eos = token_text(config, "eos_token", path)
     loaded = load_tokenizer(tokenizer, eot, default_eot=eos)
     if bos is not None:
         begin = None if bos == "none" else bos
     elif "bos_token" in config:
-        begin = _text(config, "bos_token", path)
+        begin = token_text(config, "bos_token", path)
         if not chat and config.get("add_bos_token") is False:
             begin = None
     else:
@@ -69,7 +69,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _text(config: dict[str, Any], key: str, path: Path) -> str | None:
+def token_text(config: dict[str, Any], key: str, path: Path) -> str | None:
     """Return a token's text, given as a string or an object with a `content`; None if it is null or absent."""
     token = config.get(key)
     text = token.get("content") if isinstance(token, dict) else token

@@ -166,7 +166,8 @@ def load_tokenizer(path: Path, eot_text: str | None = None, bos_text: str | None
                 raise InputError(f"The tokenizer file {path} has no token {text!r} to {role} a document.")
     else:
         has = f"has {' and '.join(known)}" if known else f"has none of {', '.join(EOT_TEXTS)}"
-        raise InputError(f"The tokenizer file {path} {has}; choose the token that ends a document with --eot.")
+        raise InputError(f"The tokenizer file {path} {has}; name the token that ends a document as eos_token "
+                         "of a tokenizer_config.json beside it, or with --eot of data prepare.")  # fmt: skip
     return Tokenizer(backend, eot_text, bos_text)
 
 

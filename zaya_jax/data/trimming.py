@@ -8,7 +8,8 @@ here all do, including those of the template.
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from zaya_jax.data.chat import Conversation, Span
+from zaya_jax.data.chat import Span
+from zaya_jax.data.conversation import Conversation
 
 Outcome = Literal["kept", "reasoning_cut", "earlier_removed", "dropped"]
 

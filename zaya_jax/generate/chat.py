@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.data.chat import Conversation, parse_conversation
+from zaya_jax.data.conversation import Conversation, parse_conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Sampling

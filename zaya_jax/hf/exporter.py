@@ -1,7 +1,5 @@
 """Write a `transformers` folder in either layout, one layer at a time."""
 
-import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,20 +15,19 @@ from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
+from zaya_jax.hf.output import json_text, output_folder
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.run.files import sync_folder
 from zaya_jax.run.progress import WorkProgress
-from zaya_jax.run.tokenizer import TOKENIZER_FILES, special_ids, tokenizer_files
 
 Layout = Literal["hf", "legacy"]
 LAYOUTS: dict[str, tuple[Callable[[ModelConfig, str], dict[str, Any]], Callable[[ModelConfig], Iterator[Tensor]]]] = {
     "hf": (to_hf, tensors),
     "legacy": (to_legacy, legacy_tensors),
 }
-_WRITTEN = ("model*.safetensors", "model*.safetensors.partial", INDEX, "config.json", *TOKENIZER_FILES)
 _BLOCK = 2**26  # bytes of a tensor cast at once
 
 Read = Callable[[str, int | None], np.ndarray]
@@ -57,27 +54,21 @@ def write_folder(folder: str | Path, config: ModelConfig, read: Read, dtype: jax
       InputError: `folder` is not empty, `carry` is not a folder, the layout cannot represent the architecture, or a
         value is not finite in `dtype`; nothing is written.
     """
-    kind, folder = np.dtype(jnp.dtype(dtype)), Path(folder).expanduser()
+    kind, folder = stored_dtype(dtype), Path(folder).expanduser()
+    describe, names = LAYOUTS[layout]
+    described = describe(config, kind.name)
+    files, ids = complete_tokenizer_files(carry)
+    with output_folder(folder, files | {"config.json": json_text(described | ids)}) as partial:
+        _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
+
+
+def stored_dtype(dtype: jax.typing.DTypeLike) -> np.dtype:
+    """Return the NumPy dtype of an export; InputError if files cannot have it."""
+    kind = np.dtype(jnp.dtype(dtype))
     if kind not in DTYPES.values():
         raise InputError(f"The dtype is {kind.name}, but must be one of "
                          f"{', '.join(known.name for known in DTYPES.values())}.")  # fmt: skip
-    describe, names = LAYOUTS[layout]
-    described = describe(config, kind.name)
-    carried = _carried(carry, described)
-    _check_free(folder)
-    partial = folder.with_name(f"{folder.name}.partial")
-    _remove_remains(partial)
-    partial.mkdir(parents=True)
-    try:
-        _write_weights(partial, list(names(config)), _latest(read), kind, max_shard_bytes)
-        for path in carried:
-            shutil.copyfile(path, partial / path.name)
-        (partial / "config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-        sync_folder(partial)
-        partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial)
-        raise
+    return kind
 
 
 def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> None:
@@ -96,8 +87,7 @@ def read_arrays(values: Mapping[str, jax.Array]) -> Read:
 
 
 def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype, most: int) -> None:
-    kinds = {row.name: np.dtype(np.float32) if is_balancing_bias(row.leaf) else dtype for row in rows}
-    described = {row.name: Described(kinds[row.name], row.shape) for row in rows}
+    described = _described(rows, dtype)
     shards: list[list[Tensor]] = [[]]
     size = 0
     for row in rows:
@@ -106,23 +96,45 @@ def _write_weights(folder: Path, rows: list[Tensor], read: Read, dtype: np.dtype
             shards.append([])
             size = described[row.name].bytes
         shards[-1].append(row)
-    weight_map = {}
-    total = sum(tensor.bytes for tensor in described.values())
+    if len(shards) == 1:
+        write_tensors(folder, {"model.safetensors": rows}, read, dtype)
+        return
+    files = {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
+    write_tensors(folder, files, read, dtype)
+    index = {"metadata": {"total_size": sum(tensor.bytes for tensor in described.values())},
+             "weight_map": {row.name: name for name, shard in files.items() for row in shard}}  # fmt: skip
+    (folder / INDEX).write_text(json_text(index), encoding="utf-8")
+
+
+def write_tensors(folder: Path, files: Mapping[str, list[Tensor]], read: Read, dtype: np.dtype) -> None:
+    """Write the files of a folder, one tensor at a time.
+
+    Args:
+      folder: an existing folder.
+      files: name → its tensors, in order.
+      read: see `write_folder`.
+      dtype: of the tensors; balancing biases are always fp32.
+
+    Raises:
+      InputError: a value is not finite in `dtype`.
+    """
+    described = {name: _described(rows, dtype) for name, rows in files.items()}
+    total = sum(tensor.bytes for tensors in described.values() for tensor in tensors.values())
     with WorkProgress("exporting", total) as progress:
 
-        def pieces(row: Tensor) -> Iterator[Buffer]:
-            for piece in _pieces(row, read, described[row.name].dtype):
+        def pieces(row: Tensor, dtype: np.dtype) -> Iterator[Buffer]:
+            for piece in _pieces(row, read, dtype):
                 yield piece
                 progress.add(len(piece))
 
-        for number, shard in enumerate(shards, start=1):
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            content = ((row.name, pieces(row)) for row in shard)
-            write_file(folder / name, {row.name: described[row.name] for row in shard}, content)
-            weight_map.update(dict.fromkeys((row.name for row in shard), name))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for name, rows in files.items():
+            content = ((row.name, pieces(row, described[name][row.name].dtype)) for row in rows)
+            write_file(folder / name, described[name], content)
+
+
+def _described(rows: list[Tensor], dtype: np.dtype) -> dict[str, Described]:
+    exact = np.dtype(np.float32)
+    return {row.name: Described(exact if is_balancing_bias(row.leaf) else dtype, row.shape) for row in rows}
 
 
 def _pieces(tensor: Tensor, read: Read, dtype: np.dtype) -> Iterator[Buffer]:
@@ -150,28 +162,3 @@ def _latest(read: Read) -> Read:
         return last[1]
 
     return read_once
-
-
-def _check_free(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError(f"{folder} exists and is not an empty folder; choose a new or empty one.")
-
-
-def _remove_remains(partial: Path) -> None:
-    """Remove leftovers of a killed export, and nothing else."""
-    if not partial.exists():
-        return
-    if not partial.is_dir() or not all(any(path.match(form) for form in _WRITTEN) for path in partial.iterdir()):
-        raise InputError(f"{partial} exists and was not left by an interrupted export. Move or delete it, then rerun.")
-    shutil.rmtree(partial)
-
-
-def _carried(carry: str | Path | None, described: dict[str, Any]) -> list[Path]:
-    """Return the files to copy; add the special tokens to `described`."""
-    if carry is None:
-        return []
-    carry = Path(carry).expanduser()
-    if not carry.is_dir():
-        raise InputError(f"--carry is {str(carry)!r}, but must be an existing folder.")
-    described.update(special_ids(carry))
-    return tokenizer_files(carry)

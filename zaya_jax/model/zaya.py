@@ -188,7 +188,7 @@ class Zaya(nnx.Module):
 
         with jax.named_scope(LAYERS):
             if new_cache is None:
-                (x_bsd, _), counts = jax.lax.scan(group, (x_bsd, state_bsr), tuple(self.blocks))
+                (x_bsd, _), counts = ops.scan_layers(group, (x_bsd, state_bsr), tuple(self.blocks))
             else:  # unrolled: a scan would copy each layer's parameters and cache at each step
                 counts, layers = [], []
                 for block, before in zip(layer_blocks(self), new_cache.layers, strict=True):

@@ -42,6 +42,7 @@ class Ops:
       halo: returns the rows before this device's piece of the sequence, for convolutions and the delayed value.
       key_segments: maps the documents of this device's queries to those of the keys it attends to.
       gather_layer: maps a layer's parameters as stored to the ones it computes with.
+      scan_layers: `jax.lax.scan`, for the loop over layers; `model.capture` adds outputs to it.
     """
 
     attention: Callable[..., jax.Array] = attention
@@ -57,6 +58,7 @@ class Ops:
     halo: Callable[..., Halo] = no_halo
     key_segments: Callable[[jax.Array], jax.Array] = _same
     gather_layer: Callable[[Any], Any] = _same
+    scan_layers: Callable[..., Any] = jax.lax.scan
 
 
 LOCAL = Ops()

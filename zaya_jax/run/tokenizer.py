@@ -15,9 +15,9 @@ from zaya_jax.run.files import read_object, write_atomically
 TOKENIZER_FOLDER = "tokenizer"  # in a run folder
 GENERATION = "generation_config.json"
 # Files next to the weights: tokenizer, chat template, generation.
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", GENERATION,
-                   "vocab*", "merges.txt")  # fmt: skip
-_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+TOKENIZER, TOKENIZER_CONFIG, SPECIAL_MAP = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_FILES = ("tokenizer*", SPECIAL_MAP, "added_tokens.json", "chat_template*", GENERATION, "vocab*", "merges.txt")
+_TEMPLATE = "chat_template.jinja"
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # in config.json and generation_config.json
 
 
@@ -26,12 +26,12 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return sorted(path for form in TOKENIZER_FILES for path in folder.glob(form) if path.is_file())
 
 
-def special_ids(folder: Path) -> dict[str, Any]:
-    """Read the ids of special tokens from `config.json`, else from `generation_config.json`."""
-    ids: dict[str, Any] = {}
-    for path in (folder / GENERATION, folder / "config.json"):
+def special_ids(folder: Path | None) -> dict[str, Any]:
+    """Read the ids of special tokens from `config.json`, else from `generation_config.json`; None where unknown."""
+    ids: dict[str, Any] = dict.fromkeys(_IDS)
+    for path in () if folder is None else (folder / GENERATION, folder / "config.json"):
         tree = read_object(path) if path.exists() else {}
-        ids.update({key: tree[key] for key in _IDS if key in tree})
+        ids.update({key: tree[key] for key in _IDS if tree.get(key) is not None})
     return ids
 
 
@@ -44,15 +44,16 @@ def run_tokenizer(checkpoint: Path) -> Path | None:
 def copy_tokenizer(source: Path, run: Path) -> None:
     """Copy the tokenizer and generation files of a folder, if any, into a run."""
     files, target = tokenizer_files(source), run / TOKENIZER_FOLDER
-    ids = special_ids(source)
+    ids = _known(special_ids(source))
     if not files and not ids:
         return
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path in files:
             shutil.copyfile(path, target / path.name)
-        if ids and not (target / GENERATION).exists():
-            write_atomically(target / GENERATION, json.dumps(ids, indent=2) + "\n")
+        generation = read_object(target / GENERATION) if (target / GENERATION).exists() else {}
+        if ids.keys() - _known(generation).keys():  # those that config.json alone has
+            write_atomically(target / GENERATION, _json(ids | _known(generation)))
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}.") from error
 
@@ -92,21 +93,20 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     """Return name → content: the data's files, then those of `origin` if it has the same tokenizer, then new ones."""
     origin, template, token_id = tokenizer.origin, tokenizer.template, tokenizer.token_id
     raw = (tokenizer.folder / tokenizer.file).read_bytes()
-    files, ids = _texts(tokenizer.folder) | {_TOKENIZER: raw.decode("utf-8")}, {}
-    if origin is not None and (origin / _TOKENIZER).is_file() and (origin / _TOKENIZER).read_bytes() == raw:
-        files, ids = _texts(origin) | files, special_ids(origin)
+    files, ids = _texts(tokenizer.folder) | {TOKENIZER: raw.decode("utf-8")}, dict[str, Any]()
+    if origin is not None and (origin / TOKENIZER).is_file() and (origin / TOKENIZER).read_bytes() == raw:
+        files, ids = _texts(origin) | files, _known(special_ids(origin))
 
-    settings = _object(files[_CONFIG]) if _CONFIG in files else {
-        "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
-        "bos_token": tokenizer.bos, "eos_token": tokenizer.eos, "pad_token": tokenizer.stops[0],
-    }  # fmt: skip
+    settings = tokenizer_settings(tokenizer.bos, tokenizer.eos, tokenizer.stops[0])
+    if TOKENIZER_CONFIG in files:
+        settings = _object(files[TOKENIZER_CONFIG])
     if template is not None:  # the model was trained with it, so it replaces the tokenizer's own
         files[_TEMPLATE] = template
         settings.pop("chat_template", None)
-    if _CONFIG not in files or template is not None:
-        files[_CONFIG] = _json(settings)
+    if TOKENIZER_CONFIG not in files or template is not None:
+        files[TOKENIZER_CONFIG] = _json(settings)
 
-    generation = _object(files[GENERATION]) if GENERATION in files else ids
+    generation = ids | (_known(_object(files[GENERATION])) if GENERATION in files else {})
     stops = generation.get("eos_token_id") or []
     stops = list(stops) if isinstance(stops, list) else [stops]
     for text in tokenizer.stops:
@@ -115,7 +115,17 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     defaults = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
             "pad_token_id": token_id(tokenizer.stops[0])}  # fmt: skip
     generation = defaults | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
-    return files | {GENERATION: _json({key: value for key, value in generation.items() if value is not None})}
+    return files | {GENERATION: _json(_known(generation))}
+
+
+def tokenizer_settings(bos: str | None, eos: str | None, pad: str) -> dict[str, Any]:
+    """Return the content of `tokenizer_config.json` for a `tokenizer.json` without one."""
+    return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "bos_token": bos, "eos_token": eos, "pad_token": pad}  # fmt: skip
+
+
+def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in tree.items() if value is not None}
 
 
 def _json(tree: Mapping[str, Any]) -> str:

@@ -47,9 +47,14 @@ class AdaptedWeights(Weights):
         return read_base_fingerprint(self.folder.parent.parent)
 
     @functools.cached_property
+    def base(self) -> Weights:
+        """The base model; its fingerprint is not checked yet, see `read_base`."""
+        return self._open_base()
+
+    @functools.cached_property
     def read_base(self) -> Read:
         """A function that reads the base model in the dtype of training; InputError if its fingerprint differs."""
-        base = self._open_base()
+        base = self.base
 
         def read(name: str, group: int | None) -> np.ndarray:
             return base.read(name, group).astype(self.dtypes[name])

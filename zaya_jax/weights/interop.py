@@ -10,13 +10,17 @@ from zaya_jax.checkpoint.digest import ArrayPart
 from zaya_jax.checkpoint.environment import versions
 from zaya_jax.checkpoint.writer import write_checkpoint
 from zaya_jax.config import ModelConfig, to_dict
+from zaya_jax.config.weight_source import parse_source
+from zaya_jax.errors import InputError
 from zaya_jax.hf.exporter import Layout, Read, write_folder
+from zaya_jax.hf.peft import write_peft_folder
 from zaya_jax.model.tree import abstract_weights, is_balancing_bias
 from zaya_jax.run.checkpoints import CHECKPOINTS
 from zaya_jax.run.digests import slice_text
-from zaya_jax.run.tokenizer import copy_tokenizer, special_ids
+from zaya_jax.run.tokenizer import TOKENIZER, copy_tokenizer, special_ids
+from zaya_jax.weights.adapters import AdaptedWeights
 from zaya_jax.weights.load import open_folder_weights, open_weights
-from zaya_jax.weights.sources import PARAMETERS_ONLY, saved_name, stack_groups
+from zaya_jax.weights.sources import PARAMETERS_ONLY, FolderWeights, saved_name, stack_groups
 
 
 def import_hf(source: str | Path, output: Path, allow_nonfinite: bool = False) -> str:
@@ -71,8 +75,55 @@ def export_hf(
     weights.verify()
     carry = carry or weights.tokenizer
     write_folder(folder, weights.config, weights.read, dtype, layout, carry)
-    hint = "" if carry is not None else " It has no tokenizer; add one with --carry FOLDER."
+    hint = "" if (folder / TOKENIZER).exists() else " It has no tokenizer; add one with --carry FOLDER."
     return f"Exported {weights.folder} to {folder} in {dtype}.{hint}"
+
+
+def export_peft(source: str, folder: Path, dtype: str, carry: Path | None = None, base: str | None = None) -> str:
+    """Write the adapters of a run as a folder that `peft` loads onto their base model.
+
+    Args:
+      source: see `open_weights`.
+      folder: new or empty.
+      dtype: of the adapters.
+      carry: see `export_hf`.
+      base: base model of the adapters, hf:FOLDER; None uses `init_from` of their run. `peft` loads it from FOLDER.
+
+    Returns:
+      A sentence that says what was written.
+
+    Raises:
+      InputError: there are no adapters, they are damaged, or their run differs from the base model in more than them.
+    """
+    weights = open_weights(source, "CHECKPOINT", base)
+    if not isinstance(weights, AdaptedWeights):
+        raise InputError(f"{source} was trained without adapters (lora.rank), so it cannot be exported with --peft.")
+    weights.verify()
+    path = _peft_base(weights)
+    write_peft_folder(folder, weights.config, weights.lora, path, weights.adapters.read, dtype,
+                      carry or weights.tokenizer)  # fmt: skip
+    return f"Exported the adapters of {weights.folder} to {folder} in {dtype}; peft loads their base model from {path}."
+
+
+def _peft_base(weights: AdaptedWeights) -> str:
+    """Return the folder of the base model as the user named it; InputError if it is not what the adapters need."""
+    base = weights.base
+    if not isinstance(base, FolderWeights) or base.legacy:
+        what = "has the legacy layout" if isinstance(base, FolderWeights) else "is not a transformers folder"
+        raise InputError(f"--peft needs the base model as a transformers folder, but {base.source} {what}. Export it "
+                         f"with export-hf {base.source} FOLDER --dtype float32, then pass --base hf:FOLDER."
+                         )  # fmt: skip
+    for key in ("rope_base", *(["sliding_rope_base"] if "sliding" in base.config.layer_pattern else [])):
+        ours, theirs = getattr(weights.config, key), getattr(base.config, key)
+        if ours != theirs:
+            raise InputError(f"The adapters were trained with {key} {ours:g}, but the base model {base.source} has "
+                             f"{theirs:g}, which a PEFT folder cannot change. Export without --peft.")  # fmt: skip
+    for name, x in abstract_weights(weights.config).items():
+        for group in stack_groups(name, x.shape) if is_balancing_bias(name) else ():
+            if not np.array_equal(weights.read(name, group), weights.read_base(name, group)):
+                raise InputError(f"The run trained its balancing biases ({name}), which a PEFT folder cannot hold. "
+                                 "Export without --peft, or train with optimizer.balance.rule=none.")  # fmt: skip
+    return parse_source(base.source).path
 
 
 def write_parameters(

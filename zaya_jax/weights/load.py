@@ -52,10 +52,14 @@ def merge_adapters(adapters: CheckpointWeights, base: str | None) -> AdaptedWeig
     """Merge the adapters of a checkpoint into their base model; see `open_weights`."""
     config = adapters.manifest.metadata["config"]
     try:
-        open_base = functools.partial(open_weights, base or config["init_from"], "--base" if base else "init_from")
-        return AdaptedWeights(adapters, LoraConfig(**config["lora"]), open_base)
+        source, key = base or config["init_from"], "--base" if base else "init_from"
+        lora = LoraConfig(**config["lora"])
     except (KeyError, TypeError) as error:
         raise InputError(f"The manifest of {adapters.folder} does not describe its adapters: {error}.") from error
+    weights = AdaptedWeights(adapters, lora, functools.partial(open_weights, source, key))
+    if weights.tokenizer is None:
+        weights.tokenizer = tokenizer_folder(source)
+    return weights
 
 
 def load_model(source: str | Path, dtype: jax.typing.DTypeLike | None = jnp.float32) -> tuple[Zaya, Tokenizer | None]:

@@ -169,13 +169,17 @@ class CheckpointWeights(Weights):
 
 
 class FolderWeights(Weights):
-    """A `transformers` folder in either layout."""
+    """A `transformers` folder in either layout.
+
+    Attributes:
+      legacy: whether it has the legacy layout.
+    """
 
     def __init__(self, source: str, folder: Path) -> None:
         """Open `folder`; raises like `open_folder`."""
         self._opened = open_folder(folder)
         self.source, self.folder, self.tokenizer = source, self._opened.path, self._opened.path
-        self.config = self._opened.config
+        self.config, self.legacy = self._opened.config, self._opened.legacy
         self._tensors: dict[tuple[str, int | None], list[Tensor]] = {}
         dtypes: dict[str, Any] = {}
         for tensor in self._opened.tensors:

@@ -37,17 +37,17 @@ def test_lists_of_structs_become_lists_of_dicts():
         assert [b.reason for b in bad] == ["empty", "empty"]
 
 
-def test_what_would_be_lost_beside_a_conversation_makes_it_bad():
+def test_tools_beside_a_conversation_are_read_and_what_would_be_lost_makes_it_bad():
     chat = pa.array([[{"role": "user", "content": "hi"}]] * 5)
     tools = pa.array(["[]", None, "", '[{"name": "f"}]', "null"])
     schema = pa.schema([("tools", tools.type), ("text", chat.type), ("system", pa.list_(pa.string()))])
     assert check_columns("f", schema, "text") == ["text", "tools", "system"]
     assert check_columns("f", schema, "tools") == ["tools"]
     entries = rows(chat, tools=tools, system=pa.array([[], ["x"], None, None, []]))
-    assert [isinstance(row, Document) for row in entries] == [True, False, True, False, True]
-    assert [(row.line, row.reason, row.detail.split()[0]) for row in (entries[1], entries[3])] == [
-        (17, "unread field", "'system'"), (19, "unread field", "'tools'"),
-    ]  # fmt: skip
+    assert [isinstance(row, Document) for row in entries] == [True, False, True, True, True]
+    assert (entries[1].line, entries[1].reason, entries[1].detail.split()[0]) == (17, "unread field", "'system'")
+    assert entries[3].value == {"messages": chat[3].as_py(), "tools": '[{"name": "f"}]'}
+    assert entries[2].value == chat[2].as_py()
 
 
 def test_conversations_have_two_names_and_are_noticed_where_text_is_asked_for():

@@ -5,14 +5,23 @@ from collections.abc import Iterator
 import pyarrow as pa
 
 from zaya_jax.data.readers.unit import BadDocument, Document, Entry, FirstLine, even_share
-from zaya_jax.data.readers.values import SIBLINGS, find_field, is_document, rejection, sibling_rejection, suggest_chat
+from zaya_jax.data.readers.values import (
+    SIBLINGS,
+    TOOLS,
+    find_field,
+    is_document,
+    rejection,
+    sibling_rejection,
+    suggest_chat,
+)
+from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
 _BATCH_ROWS = 64  # rows converted to Python objects at a time; one can have megabytes
 
 
 def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
-    """Return the columns to read: that of the field and, if it has lists, those of `SIBLINGS`.
+    """Return the columns to read: that of the field and, if it has lists, `TOOLS` and those of `SIBLINGS`.
 
     Raises:
       InputError: not exactly one column has the name, or its type is neither text nor lists.
@@ -29,8 +38,9 @@ def check_columns(file: str, schema: pa.Schema, field: str) -> list[str]:
             f"The column {field!r} of the file {file} has type {kind}, but must have text or lists; "
             f"its columns are {columns}."
         )
-    beside = [name for name in SIBLINGS if schema.names.count(name) == 1] if _holds_lists(kind) else []
-    return [schema.names[index], *beside]
+    name = schema.names[index]
+    beside = (TOOLS, *SIBLINGS) if _holds_lists(kind) else ()
+    return [name, *(other for other in beside if other != name and schema.names.count(other) == 1)]
 
 
 def column_documents(
@@ -46,8 +56,8 @@ def column_documents(
       before: number of rows of the unit before the batch.
       first: row number of the unit's first row.
     """
-    array, (field, *others) = batch.column(columns[0]), columns
-    beside = {name: batch.column(name) for name in others}
+    array, (field, *names) = batch.column(columns[0]), columns
+    beside = {name: batch.column(name) for name in names}
     for start in range(0, len(array), _BATCH_ROWS):
         rows = array.slice(start, _BATCH_ROWS)
         try:
@@ -55,11 +65,11 @@ def column_documents(
         except (ValueError, OverflowError):  # convert one by one, to find the bad rows
             values = [_value(row) for row in rows]
         for i, value in enumerate(values, start):
-            bad = None
-            if beside:
-                bad = sibling_rejection({name: _value(other[i]) for name, other in beside.items()}, field)
+            others = {name: _value(other[i]) for name, other in beside.items()}
+            bad = sibling_rejection(others, field)
             if bad is None and is_document(value):
-                yield Document(value, file, even_share(size, len(array), i, i + 1), before + i, first)
+                whole = with_tools(value, others.get(TOOLS))
+                yield Document(whole, file, even_share(size, len(array), i, i + 1), before + i, first)
                 continue
             if isinstance(value, UnicodeDecodeError):
                 bad = bad or ("not UTF-8", f"a byte of {field!r} cannot be decoded: {value.reason}")

@@ -28,7 +28,16 @@ from zaya_jax.data.readers.unit import (
     cut_evenly,
     reading,
 )
-from zaya_jax.data.readers.values import find_field, is_document, json_kind, rejection, sibling_rejection, suggest_chat
+from zaya_jax.data.readers.values import (
+    TOOLS,
+    find_field,
+    is_document,
+    json_kind,
+    rejection,
+    sibling_rejection,
+    suggest_chat,
+)
+from zaya_jax.data.tool_calls import with_tools
 from zaya_jax.errors import InputError
 
 COMPRESSED = (".gz", ".zst")
@@ -104,7 +113,9 @@ def _parse(line: bytes, field: str) -> tuple[Value, tuple[Reason, str] | None]:
     value = tree[name]
     if not is_document(value):
         return "", rejection(value, name)
-    return value, sibling_rejection(tree, name) if isinstance(value, list) else None
+    if not isinstance(value, list):
+        return value, None
+    return with_tools(value, tree.get(TOOLS)), sibling_rejection(tree, name)
 
 
 def _first_start(unit: Unit) -> int:

@@ -11,8 +11,8 @@ from zaya_jax.errors import InputError
 
 Reason = Literal["invalid JSON", "not UTF-8", "empty", "no field", "wrong type", "unread field"]
 
-# A text, a JSON list (chat messages, validated later), or the token ids of a Megatron document.
-Value = str | list[Any] | np.ndarray
+# A text, chat messages (a list, or an object if they come with tools; validated later), or token ids of Megatron.
+Value = str | list[Any] | dict[str, Any] | np.ndarray
 
 
 class Unit(NamedTuple):

@@ -12,7 +12,8 @@ def is_document(value: object) -> TypeGuard[str | list[Any]]:
 
 
 CONVERSATIONS = ("messages", "conversations")  # common fields of conversations; the second is from ShareGPT
-SIBLINGS = ("tools", "functions", "system")  # fields next to a conversation that change its meaning
+TOOLS = "tools"  # field next to a conversation that becomes part of it
+SIBLINGS = ("functions", "system")  # fields next to a conversation that would change its meaning, and are refused
 
 
 def find_field(field: str, names: Collection[str]) -> str | None:

@@ -1,0 +1,147 @@
+"""Validate conversations of any input format, and normalize them to the form that chat templates receive."""
+
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from zaya_jax.data.readers.values import json_kind
+from zaya_jax.data.tool_calls import calls_from_sharegpt, parse_calls
+
+Conversation = list[dict[str, Any]]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# `from` of a ShareGPT message → role.
+SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant",
+            "observation": "tool", "tool": "tool"}  # fmt: skip
+HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
+_THINK, _THINK_END = "<think>", "</think>"
+
+
+def parse_conversation(value: Any) -> Conversation:
+    """Validate a conversation and normalize it.
+
+    In the result, each message has a `role` of `ROLES` and a string `content`; an assistant message also has its
+    `reasoning`, if any. The input can give reasoning as `reasoning`, `reasoning_content` or `<think>…</think>` at the
+    start of the content (white space around both is then stripped). The content can be a list of text parts, and may
+    be null or absent in assistant messages that call tools; `tool_calls` are normalized by `parse_calls`. ShareGPT
+    messages with `from` and `value` work too. Other keys are kept.
+
+    Raises:
+      ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
+        the location. Messages count from 1.
+    """
+    if not isinstance(value, list) or not value:
+        raise ValueError("a conversation must be a list of at least one message")
+    conversation = [_parse_message(message, f"message {number}") for number, message in enumerate(value, 1)]
+    if all(message["role"] != "assistant" for message in conversation):
+        raise ValueError("the conversation has no assistant message")
+    return conversation
+
+
+def _parse_message(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} is not an object with a role and a content")
+    if "role" not in value and "from" in value:
+        value = _from_sharegpt(value, where)
+    role = value.get("role")
+    if not isinstance(role, str):
+        raise ValueError(f"{where} has no role")
+    if role not in ROLES:
+        raise ValueError(f"{where} has the role {role!r:.50}, which is not one of {', '.join(ROLES)}")
+    message = dict(value)
+    if role == "assistant" and value.get("tool_calls"):
+        message["tool_calls"] = parse_calls(value["tool_calls"], where)
+    check_pairs(message, where)
+    if "content" in value or role != "assistant" or not value.get("tool_calls"):
+        message["content"] = _content(value, where)
+    if role != "assistant":
+        return message
+    reasoning = _reasoning(message, where)
+    if not reasoning and (content := message.get("content")):
+        reasoning, message["content"] = _split(content, where)
+    return {**message, "reasoning": reasoning} if reasoning else message
+
+
+def _from_sharegpt(message: dict[str, Any], where: str) -> dict[str, Any]:
+    speaker = message["from"]
+    if not isinstance(speaker, str) or speaker not in SHAREGPT:
+        raise ValueError(f"{where} is from {speaker!r:.50}, which is not one of {', '.join(SHAREGPT)}")
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    if speaker == "function_call":
+        calls = calls_from_sharegpt(message.get("value"), where)
+        return {**rest, "role": SHAREGPT[speaker], "content": None, "tool_calls": calls}
+    if not isinstance(message.get("value"), str | list):
+        raise ValueError(f"{where} has a value that is {json_kind(message.get('value'))}, but must be text")
+    return {**rest, "role": SHAREGPT[speaker], "content": message["value"]}
+
+
+def _content(message: dict[str, Any], where: str) -> str | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        return None  # as transformers passes it to the template
+    if not isinstance(content, list):
+        raise ValueError(f"{where} has a content that is neither a string nor a list of text parts")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where} has a content part that is not text")
+    return "".join(part["text"] for part in content)
+
+
+def _reasoning(message: dict[str, Any], where: str) -> str:
+    """Remove the reasoning from a message and return it; empty if there is none."""
+    texts = [text for key in ("reasoning", "reasoning_content") if (text := message.pop(key, None)) is not None]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"{where} has a reasoning that is not a string")
+    texts = [text for text in texts if text.strip()]
+    if len(set(texts)) > 1:
+        raise ValueError(f"{where} has a reasoning and a reasoning_content that differ")
+    return texts[0] if texts else ""
+
+
+def _split(content: str, where: str) -> tuple[str, str]:
+    """Split a content into reasoning and answer."""
+    if not content.lstrip().startswith(_THINK):
+        return "", content
+    reasoning, end, answer = content.lstrip().removeprefix(_THINK).partition(_THINK_END)
+    if not end:
+        raise ValueError(f"{where} has a {_THINK} without {_THINK_END}")
+    return reasoning.strip(), answer.strip()
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield every string in a JSON value in order, keys included."""
+    rest = [value]  # not recursive, because a hostile file can be nested deeply
+    while rest:
+        item = rest.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            rest.extend(part for pair in reversed(item.items()) for part in reversed(pair))
+        elif isinstance(item, list):
+            rest.extend(reversed(item))
+
+
+def check_pairs(value: Any, where: str) -> None:
+    """Raise `ValueError` if a string of a JSON value contains half of a surrogate pair."""
+    if any(HALF_OF_PAIR.search(text) for text in _strings(value)):
+        raise ValueError(f"{where} contains an unpaired surrogate")
+
+
+def find_special(conversation: Conversation, specials: frozenset[str]) -> str | None:
+    """Return the first text of a special token in any string of the conversation, or None.
+
+    Renderings are encoded with special tokens enabled, so such text would become a token and could end a turn.
+    """
+    pattern = _alternatives(specials)
+    for text in _strings(conversation) if specials else ():
+        if match := pattern.search(text):
+            return match.group()
+    return None
+
+
+@lru_cache(maxsize=4)
+def _alternatives(texts: frozenset[str]) -> re.Pattern[str]:
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=lambda text: (-len(text), text))))

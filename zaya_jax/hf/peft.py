@@ -1,0 +1,93 @@
+"""Write adapters as a folder of the `peft` library (0.21), for the `zaya` model of `transformers`.
+
+`peft` adapts a linear layer by `lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. The experts of a layer are
+3-D parameters of one module (`target_parameters`): their A are stacked to [e·rank, in] and their B to [out, rank·e],
+and the module is wrapped once for each parameter, the first one innermost (`peft.tuners.lora.layer.ParamWrapper`).
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zaya_jax.config import LoraConfig, ModelConfig
+from zaya_jax.hf.config import to_hf
+from zaya_jax.hf.exporter import Read, stored_dtype, write_tensors
+from zaya_jax.hf.output import json_text, output_folder
+from zaya_jax.hf.tensors import Tensor, tensors
+from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
+from zaya_jax.model.experts import HF_EXPERTS
+from zaya_jax.model.hf_names import transposed
+from zaya_jax.model.lora import ADAPTED, adapter_names
+from zaya_jax.model.tree import roles
+from zaya_jax.model.zaya import abstract_model
+
+
+def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read,
+                      dtype: jax.typing.DTypeLike, carry: str | Path | None = None) -> None:  # fmt: skip
+    """Write adapters atomically.
+
+    Args:
+      folder: new or empty.
+      config: the architecture.
+      lora: rank and scale of the adapters.
+      base: folder or Hugging Face name of the base model, which `peft` loads.
+      read: returns an adapter, given its name (`lora.adapter_names`) and its index in the stack.
+      dtype: of the adapters in the folder.
+      carry: folder to copy the tokenizer, chat template and generation files from.
+
+    Raises:
+      InputError: see `write_folder`.
+    """
+    kind, folder = stored_dtype(dtype), Path(folder).expanduser()
+    to_hf(config, kind.name)  # raises for an architecture that `transformers` does not have
+    matrices = list(_adapted(config))
+    files, _ = complete_tokenizer_files(carry)
+    files["adapter_config.json"] = json_text(_adapter_config(matrices, lora, base))
+    rows = [row for matrix in matrices for row in adapter_tensors(matrix, lora.rank)]
+    with output_folder(folder, files) as partial:
+        write_tensors(partial, {"adapter_model.safetensors": rows}, read, kind)
+
+
+def adapter_tensors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the tensors of the adapters A and B of a matrix."""
+    module, _, parameter = matrix.name.rpartition(".")
+    name_a, name_b = (tuple(name.split(".")) for name in adapter_names(matrix.leaf))
+    *stack, out, width = matrix.shape
+    if not stack:
+        name = f"base_model.model.{module}.lora_{{}}.weight"
+        return (Tensor(name.format("A"), name_a, matrix.group, (rank, width), transposed, transposed),
+                Tensor(name.format("B"), name_b, matrix.group, (out, rank), transposed, transposed))  # fmt: skip
+    (e,) = stack
+    inner = ".base_layer" if HF_EXPERTS[0].endswith(parameter) else ""
+    name = f"base_model.model.{module}{inner}.lora_{{}}.weight"
+    return (
+        Tensor(name.format("A"), name_a, matrix.group, (e * rank, width),
+               lambda a: transposed(a.reshape(e, rank, width)), lambda a: transposed(a).reshape(e * rank, width)),
+        Tensor(name.format("B"), name_b, matrix.group, (out, rank * e),
+               lambda b: b.reshape(out, rank, e).transpose(2, 1, 0),
+               lambda b: b.transpose(2, 1, 0).reshape(out, rank * e)),
+    )  # fmt: skip
+
+
+def _adapted(config: ModelConfig) -> Iterator[Tensor]:
+    """Yield the tensors of a folder that have adapters."""
+    role = roles(abstract_model(config))
+    return (tensor for tensor in tensors(config) if role.get(tensor.leaf) in ADAPTED)
+
+
+def _adapter_config(matrices: list[Tensor], lora: LoraConfig, base: str) -> dict[str, Any]:
+    in_layer = dict.fromkeys(matrix.name.split(".", 3)[3] for matrix in matrices)  # after 'model.layers.0.'
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [name.removesuffix(".weight") for name in in_layer if name not in HF_EXPERTS],
+        "target_parameters": [name for name in in_layer if name in HF_EXPERTS],
+    }

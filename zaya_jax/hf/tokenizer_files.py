@@ -1,0 +1,64 @@
+"""The tokenizer files of an exported folder: those of a source, completed so that `transformers` can load them."""
+
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.data.special_tokens import find_special_tokens, token_text
+from zaya_jax.data.tokenizer import load_tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.hf.output import json_text
+from zaya_jax.run.files import read_object
+from zaya_jax.run.tokenizer import (
+    GENERATION,
+    SPECIAL_MAP,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    special_ids,
+    tokenizer_files,
+    tokenizer_settings,
+)
+
+
+def complete_tokenizer_files(folder: str | Path | None) -> tuple[dict[str, Path | str], dict[str, Any]]:
+    """Return the tokenizer files of an export, and its special tokens.
+
+    A file is added, or keys to it, if `transformers` would otherwise guess: without `tokenizer_class` it loads a Gemma
+    tokenizer, without `eos_token_id` text ends at Gemma's. A value that is present stays.
+
+    Args:
+      folder: a run's `tokenizer/`, a `transformers` folder or a folder of prepared data; None for no files.
+
+    Returns:
+      Name → file to copy or text to write; and `bos_token_id`, `eos_token_id` and `pad_token_id` for `config.json`,
+      null where unknown.
+
+    Raises:
+      InputError: `folder` is not a folder, a file cannot be read, or it is unknown which token ends a text.
+    """
+    if folder is None:
+        return {}, special_ids(None)
+    folder = Path(folder).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"--carry is {str(folder)!r}, but must be an existing folder.")
+    files: dict[str, Path | str] = {path.name: path for path in tokenizer_files(folder)}
+    settings, generation = (read_object(folder / name) if name in files else {}
+                            for name in (TOKENIZER_CONFIG, GENERATION))  # fmt: skip
+    ids = special_ids(folder)
+    if TOKENIZER in files and (ids["eos_token_id"] is None or "tokenizer_class" not in settings):
+        special = find_special_tokens(folder / TOKENIZER, chat=True, eot=None, bos=None)
+        token_id = load_tokenizer(folder / TOKENIZER, special.eot).token_id
+        eos = special.eos or special.eot
+        pad = token_text(settings, "pad_token", folder / TOKENIZER_CONFIG) or special.eot
+        stops = list(dict.fromkeys(token_id(text) for text in (eos, special.eot)))
+        detected = {"bos_token_id": None if special.bos is None else token_id(special.bos),
+                    "eos_token_id": stops if len(stops) > 1 else stops[0], "pad_token_id": token_id(pad)}  # fmt: skip
+        ids = {key: detected[key] if value is None else value for key, value in ids.items()}
+        defaults = tokenizer_settings(special.bos, eos, pad)
+        if SPECIAL_MAP in files:  # it names the tokens
+            defaults = {key: value for key, value in defaults.items() if not key.endswith("_token")}
+        files[TOKENIZER_CONFIG] = json_text(defaults | settings)
+    generation = {key: value for key, value in generation.items() if value is not None}
+    known = {key: value for key, value in ids.items() if value is not None}
+    if files and known.keys() - generation.keys():
+        files[GENERATION] = json_text(known | generation)
+    return files, ids

@@ -1,0 +1,150 @@
+"""Capture intermediate values of a model by name, without editing the model.
+
+Modules are called through proxies that run the module's own methods and record the arguments and results of each call.
+A value inside the scan over layers leaves it as an additional output of the scan (`Ops.scan_layers`), so nothing has
+side effects: `jax.jit` and `jax.grad` work as for the model, and compile time does not grow with depth.
+"""
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.errors import InputError
+from zaya_jax.model.zaya import LAYERS, Zaya
+from zaya_jax.ops import LOCAL, Ops
+
+Note = Callable[[str, Any], None]
+
+
+def capture(
+    model: Zaya,
+    tokens_bs: jax.Array,
+    names: str | Sequence[str],
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    *,
+    ops: Ops = LOCAL,
+) -> dict[str, jax.Array]:
+    """Run the model and return intermediate values.
+
+    Names follow the attributes of the modules, with `layers` for a layer:
+
+    | name | value |
+    |---|---|
+    | `layers.attention` | result of a module; the first one, if it returns several |
+    | `layers.mixture.1` | second result of a module |
+    | `layers.mixture.router.expert_bs` | field of a result |
+    | `layers.mixture.args.h_bsd` | argument of a module, by the name in its signature |
+    | `layers.mixture.router.probabilities`, `layers.attention.attend.args.q_bshc` | the same of other methods |
+    | `layers.args.x_bsd`, `layers` | the residual stream before and after each layer |
+
+    Args:
+      model: the model.
+      tokens_bs: int32 token ids.
+      names: names or patterns such as `layers.mixture.*` (`fnmatch`); static under `jax.jit`. `capture_shapes` lists
+        the names.
+      segment_ids: see `Zaya.__call__`.
+      positions: see `Zaya.__call__`.
+      ops: implementations of the operations.
+
+    Returns:
+      The values by name, in the dtype in which the model computes them; those of layers are stacked, [l, …].
+
+    Raises:
+      InputError: no value has one of the names; the message lists those there are. See also `Zaya.__call__`.
+    """
+    patterns = (names,) if isinstance(names, str) else tuple(names)
+    values = _run(model, tokens_bs, patterns, segment_ids, positions, ops)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in values):
+            known = ", ".join(capture_shapes(model, tokens_bs, segment_ids, positions, ops=ops))
+            raise InputError(f"The model has no intermediate value {pattern!r}; it has {known}.")
+    return values
+
+
+def capture_shapes(
+    model: Zaya,
+    tokens_bs: jax.Array | jax.ShapeDtypeStruct,
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    *,
+    ops: Ops = LOCAL,
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the shape and dtype of every value that `capture` can return, by name, without computing anything."""
+    run = functools.partial(_run, patterns=("*",), ops=ops)
+    return jax.eval_shape(lambda *args: run(*args[:2], segment_ids=args[2], positions=args[3]), model, tokens_bs,
+                          segment_ids, positions)  # fmt: skip
+
+
+def _run(model: Zaya, tokens_bs: jax.Array, patterns: tuple[str, ...], segment_ids: jax.Array | None,
+         positions: jax.Array | None, ops: Ops) -> dict[str, jax.Array]:  # fmt: skip
+    whole: dict[str, jax.Array] = {}
+    layers: list[dict[str, jax.Array]] = []  # of the layers that one step of the scan runs
+
+    def gather_layer(block: Any) -> Any:
+        layers.append({})
+        return _Recorded(ops.gather_layer(block), LAYERS, functools.partial(_note, layers[-1], patterns))
+
+    def scan_layers(step: Callable[..., Any], carry: Any, scanned: Any) -> tuple[Any, Any]:
+        def recorded(carry: Any, scanned: Any) -> tuple[Any, Any]:
+            layers.clear()
+            carry, out = step(carry, scanned)
+            return carry, (out, {name: jnp.stack([values[name] for values in layers]) for name in layers[0]})
+
+        carry, (out, values) = ops.scan_layers(recorded, carry, scanned)
+        whole.update({name: x.reshape(-1, *x.shape[2:]) for name, x in values.items()})
+        return carry, out
+
+    recorded = _Recorded(model, "", functools.partial(_note, whole, patterns))
+    recorded(tokens_bs, segment_ids, positions,
+             ops=dataclasses.replace(ops, gather_layer=gather_layer, scan_layers=scan_layers))  # fmt: skip
+    return whole
+
+
+def _note(values: dict[str, jax.Array], patterns: tuple[str, ...], name: str, value: Any) -> None:
+    """Record an array, or the parts of a tuple, if a pattern matches; a second call in a layer is `name#2`."""
+    if isinstance(value, tuple):
+        fields = getattr(value, "_fields", ("", *map(str, range(1, len(value)))))
+        for field, part in zip(fields, value, strict=True):
+            _note(values, patterns, _join(name, field), part)
+    elif isinstance(value, jax.Array) and any(fnmatchcase(name, pattern) for pattern in patterns):
+        calls = sum(known.partition("#")[0] == name for known in values)
+        values[f"{name}#{calls + 1}" if calls else name] = value
+
+
+class _Recorded:
+    """Stands for a module: its methods see the proxy as `self`, so calls of its submodules are recorded too."""
+
+    def __init__(self, module: nnx.Module, name: str, note: Note) -> None:
+        self._module, self._name, self._note = module, name, note
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self._call(type(self._module).__call__, self._name, *args, **options)
+
+    def __getattr__(self, attribute: str) -> Any:
+        method = inspect.getattr_static(type(self._module), attribute, None)
+        name = _join(self._name, attribute)
+        if isinstance(method, types.FunctionType) and not attribute.startswith("_"):
+            return functools.partial(self._call, method, name)
+        value = getattr(self._module, attribute)
+        return _Recorded(value, name, self._note) if isinstance(value, nnx.Module) and callable(value) else value
+
+    def _call(self, method: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
+        for argument, value in inspect.signature(method).bind(self, *args, **options).arguments.items():
+            if isinstance(value, jax.Array):
+                self._note(_join(name, f"args.{argument}"), value)
+        result = method(self, *args, **options)
+        self._note(name, result)
+        return result
+
+
+def _join(name: str, part: str) -> str:
+    return f"{name}.{part}" if name and part else name or part
