@@ -13,6 +13,8 @@ _PROGRAM = "python -m zaya_jax.bench"
 _EXAMPLES = """examples:
   python -m zaya_jax.bench step --dtype float32
   python -m zaya_jax.bench step --whole --config configs/bench_8b.yaml
+  python -m zaya_jax.bench decode --output decode.json
+  python -m zaya_jax.bench prefill --lengths 4096
   python -m zaya_jax.bench data --repeats 3
   python -m zaya_jax.bench checkpoint --gib 2 --processes 1 4 --png saving.png
   python -m zaya_jax.bench kernels --only attention --output attention.json
@@ -56,6 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         help="numbers of prompts (default: 1 8)")  # fmt: skip
     decode.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
     decode.set_defaults(run=_decode)
+
+    prefill = add_verb(
+        verbs, _PROGRAM, "prefill", "time the attention of a prompt: CCA against grouped-query and full attention",
+        "Applies one attention layer of ZAYA1-8B, and others of the same width.", "--lengths 4096",
+    )  # fmt: skip
+    add_flags(prefill, repeats=5)
+    prefill.add_argument("--lengths", type=int, nargs="+", default=[4096, 16384], metavar="TOKENS",
+                         help="tokens of a prompt (default: 4096 16384)")  # fmt: skip
+    prefill.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: float32")
+    prefill.set_defaults(run=_prefill)
 
     data = add_verb(
         verbs, _PROGRAM, "data", "time packing against Grain, and data preparation against datasets",
@@ -129,6 +141,15 @@ def _decode(parsed: argparse.Namespace) -> dict[str, Any]:
     if min(parsed.batch) < 1:
         raise InputError(f"--batch is {' '.join(map(str, parsed.batch))}, but every value must be at least 1.")
     return bench_decode(parsed.batch, parsed.dtype, parsed.repeats)
+
+
+def _prefill(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.bench.prefill import CCA, bench_prefill
+
+    if not all(1 <= length <= CCA.max_positions for length in parsed.lengths):
+        raise InputError(f"--lengths is {' '.join(map(str, parsed.lengths))}, but every value must be from 1 to "
+                         f"{CCA.max_positions}.")  # fmt: skip
+    return bench_prefill(parsed.lengths, parsed.dtype, parsed.repeats)
 
 
 def _data(parsed: argparse.Namespace) -> dict[str, Any]:
