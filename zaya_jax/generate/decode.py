@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.errors import InputError
@@ -16,7 +17,7 @@ from zaya_jax.model.cache import Cache
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache
 from zaya_jax.ops.registry import validate_kernels
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, make_mesh
 from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 
 Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -70,7 +71,7 @@ def generate_tokens(
 def continuations(
     model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
     seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
-    stopped: Callable[[int, list[int]], bool] | None = None, block: int = BLOCK,
+    stopped: Callable[[int, list[int]], bool] | None = None, block: int = BLOCK, capacity: int | None = None,
 ) -> Iterator[list[Continuation]]:  # fmt: skip
     """Yield the continuations so far, after each block of steps, until all rows have ended.
 
@@ -85,9 +86,12 @@ def continuations(
       seeds: seed of each row's random stream; None for 0, 1, …. A row's text depends on its own prompt and seed only.
       stop_tokens: each ends a row when it is drawn; not part of the result.
       placement: replicated placement (`Placement.replicated`) in the model's dtypes. Several processes that hold the
-        model together must pass the same one. None to use the first device, with kernels validated at the first call.
+        model together must pass the same one. With several devices along the batch axes, each has the whole model and
+        an equal share of the rows. None to use the first device, with kernels validated at the first call.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: decode steps per compiled call.
+      capacity: slots of the cache, at least `cache_capacity` of the longest prompt; calls with the same capacity and
+        number of rows share their compilations. None for the smallest class.
 
     Raises:
       InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
@@ -102,7 +106,7 @@ def continuations(
     values = jax.tree.map(np.float32, sampling)
     keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in seeds], np.uint32))
     stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
-    state = _prefilled(model, rows, max_new_tokens, branches, placement)
+    state = _prefilled(model, rows, max_new_tokens, capacity, branches, placement)
     results = [Continuation([], [], stopped=False) for _ in rows]
     for start in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - start)
@@ -150,22 +154,35 @@ def _length_class(length: int) -> int:
     return max(LEAST, 1 << (length - 1).bit_length())
 
 
+def cache_capacity(prompt: int, max_new_tokens: int, config: ModelConfig) -> int:
+    """Return a capacity for `continuations` that is enough for prompts and continuations of so many tokens."""
+    return min(_cache_class(prompt + max_new_tokens + CHUNK), config.max_positions)
+
+
+def _cache_class(slots: int) -> int:
+    """Round up to a class of capacities: four for each power of two, since a step reads the whole cache."""
+    step = _length_class(slots) // 4
+    return -(-slots // step) * step
+
+
 def _prefilled(
-    model: Zaya, rows: list[list[int]], max_new_tokens: int, branches: Branches, placement: Placement
-) -> DecodeState:
+    model: Zaya, rows: list[list[int]], max_new_tokens: int, capacity: int | None, branches: Branches,
+    placement: Placement,
+) -> DecodeState:  # fmt: skip
     """Process the prompts, padded on the left, so that all rows continue at the same position."""
     config, count, longest = model.config, len(rows), max(map(len, rows))
-    chunk = min(CHUNK, _length_class(longest))
-    # The classes, unless the model has no positions for their padding.
-    padded = min(-(-longest // chunk) * chunk, config.max_positions - max_new_tokens)
-    # A step reads the whole cache, so classes of capacities are finer: four for each power of two.
-    step = _length_class(padded + max_new_tokens) // 4
-    capacity = min(-(-(padded + max_new_tokens) // step) * step, config.max_positions)
+    # With a given capacity, one size of chunks for prompts of every length.
+    chunk = min(CHUNK, _length_class(longest) if capacity is None else max(LEAST, capacity // 8))
+    most = config.max_positions if capacity is None else capacity
+    # Whole chunks, unless the model has no positions for their padding.
+    padded = min(-(-longest // chunk) * chunk, most - max_new_tokens)
+    if capacity is None:
+        capacity = min(_cache_class(padded + max_new_tokens), config.max_positions)
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
-    cache = _empty_cache(config, count, capacity, model.dtype.name)
+    cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -179,17 +196,36 @@ def _prefilled(
     return DecodeState(cache, logits, occurred, jnp.zeros(count, bool), jnp.zeros((), jnp.int32))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str) -> Cache:
-    return init_cache(config, rows, capacity, dtype)
+_ROWS, _SECOND = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES)
+_CACHE: Any = Cache(layers=_SECOND, segments_bt=_ROWS, length=PartitionSpec())  # type: ignore[arg-type]
+_STATE: Any = DecodeState(_CACHE, *[_ROWS] * 3, PartitionSpec())  # type: ignore[arg-type]
+
+
+def _over_rows(function: Callable[..., Any], placement: Placement, arguments: Any, results: Any) -> Callable[..., Any]:
+    """Run `function` on each device's rows, given the partitions of its arguments and results."""
+    if batch_shards(placement.mesh) == 1:
+        return function
+    # check_vma rejects kernels, see `parallel.gradient`.
+    return jax.shard_map(function, mesh=placement.mesh, in_specs=arguments, out_specs=results, check_vma=False)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str, placement: Placement) -> Cache:
+    shards = batch_shards(placement.mesh)
+    return _over_rows(lambda: init_cache(config, rows // shards, capacity, dtype), placement, (), _CACHE)()
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=1)
 def _prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array, *,
              placement: Placement) -> tuple[Cache, jax.Array]:  # fmt: skip
     """Process one chunk; returns the cache and the fp32 logits [b, v] after its last token."""
-    out: Any = model(tokens_bs, segments_bs, cache=cache, ops=placement.ops)
-    return out.cache, head(model, out.hidden_bsd[:, -1])
+
+    def prefill(model: Zaya, cache: Cache, tokens_bs: jax.Array, segments_bs: jax.Array) -> tuple[Cache, jax.Array]:
+        out: Any = model(tokens_bs, segments_bs, cache=cache, ops=placement.ops)
+        return out.cache, head(model, out.hidden_bsd[:, -1])
+
+    arguments = PartitionSpec(), _CACHE, _ROWS, _ROWS
+    return _over_rows(prefill, placement, arguments, (_CACHE, _ROWS))(model, cache, tokens_bs, segments_bs)
 
 
 @functools.partial(jax.jit, static_argnames=("size", "branches", "placement"), donate_argnums=1)
@@ -199,9 +235,23 @@ def _decode(
 ) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
     """Draw up to `steps` tokens, fewer if all rows end.
 
+    Each device stops when its own rows have ended. Its copies of the state's scalars then fall behind those of others,
+    which matters to no row that still runs.
+
     Returns:
       The new state; int32 [size, b] tokens, -1 from a row's stop token on; and their fp32 log-probabilities.
     """
+    decode = functools.partial(_decode_rows, size=size, branches=branches, placement=placement)
+    arguments = PartitionSpec(), _STATE, _ROWS, PartitionSpec(), PartitionSpec(), PartitionSpec()
+    decode = _over_rows(decode, placement, arguments, (_STATE, _SECOND, _SECOND))
+    return decode(model, state, keys_b, sampling, stops, steps)
+
+
+def _decode_rows(
+    model: Zaya, state: DecodeState, keys_b: jax.Array, sampling: Sampling, stops: jax.Array, steps: jax.Array, *,
+    size: int, branches: Branches, placement: Placement,
+) -> tuple[DecodeState, jax.Array, jax.Array]:  # fmt: skip
+    """`_decode` on the rows of one device."""
     rows = jnp.arange(len(keys_b))
 
     def unfinished(carry: tuple) -> jax.Array:
