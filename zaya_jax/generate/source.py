@@ -32,6 +32,7 @@ class TextModel(NamedTuple):
       stop_tokens: tokens that end a text.
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
+      adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
     """
 
     model: Zaya
@@ -40,6 +41,7 @@ class TextModel(NamedTuple):
     stop_tokens: list[int]
     sampling: Sampling
     template: str
+    adds_bos: bool = True
 
 
 def open_text_model(source: str, dtype: str | None = None, tokenizer: str | None = None) -> TextModel:
@@ -67,7 +69,8 @@ def open_text_model(source: str, dtype: str | None = None, tokenizer: str | None
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     return TextModel(weights.load_model(jnp.dtype(dtype)), text, special, sorted(set(stops)),
-                     _sampling(path.parent / GENERATION), _template(path.parent))  # fmt: skip
+                     _sampling(path.parent / GENERATION), _template(path.parent),
+                     find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None)  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
