@@ -128,9 +128,8 @@ def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tu
         if isinstance(part, dict):
             yield str(part.get("task")), part
         yield from _members(str(part.get("task") if isinstance(part, dict) else part), index, seen)
-    for other, entry in index.items():
-        if name in entry.tags and name != other:
-            yield from _members(other, index, seen)
+    for member in index[name].tags if index[name].kind.name == "TAG" else ():
+        yield from _members(member, index, seen)
 
 
 def _apply(entry: TaskConfig, task: Any, seed: int) -> None:

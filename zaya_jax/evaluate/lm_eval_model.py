@@ -165,8 +165,16 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
                       int(normalized["max_gen_toks"]), sampling, stop if self._think_end is None else ())  # fmt: skip
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the model's chat template."""
-        return render(self.opened, parse_conversation(chat_history), generation_prompt=add_generation_prompt)
+        """Render a conversation with the model's chat template.
+
+        Without `add_generation_prompt` the model continues the last message, so what the template adds after it is cut.
+        """
+        text = render(self.opened, parse_conversation(chat_history), generation_prompt=add_generation_prompt)
+        last = chat_history[-1]["content"]
+        if add_generation_prompt:
+            return text
+        last = last if last in text else last.strip()
+        return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the source of the chat template."""
