@@ -16,7 +16,7 @@ from zaya_jax.evaluate.texts import windows
 from zaya_jax.evaluate.writing import Prompt, Writer, prompt_seed
 from zaya_jax.generate import decode
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.model.zaya import logits
+from zaya_jax.model.zaya import Zaya, logits
 
 TOKENS = st.lists(st.integers(0, 36), min_size=1, max_size=9)
 LENGTH = 24
@@ -142,33 +142,36 @@ def prompts(count: int = 11) -> list[Prompt]:
     sampled = Sampling(0.8, top_p=0.9)
     return [Prompt(request.context, prompt_seed(0, str(index), 0), 9, sampled if index % 3 else Sampling(),
                    ("A", "BC") if index % 2 else ())
-            for index, request in enumerate(requests(count))]  # fmt: skip
+            for index, request in enumerate(requests(count, longest=120))]  # fmt: skip
 
 
-def writer(rows: int = 2) -> Writer:
-    model = random_model(tiny_config())
-    placement = scoring.local_placement(model.config, model.dtype.name)
-    return Writer(jax.device_put(model, jax.devices()[0]) if len(jax.devices()) == 1 else Scorer(model).model,
-                  Letters(), [7], placement, rows)  # fmt: skip
+def writer(model: Zaya) -> Writer:
+    shared = Scorer(model, tokens=64)
+    return Writer(shared.model, Letters(), [7], shared.placement, 2)
+
+
+LONG = {"max_positions": 256}
 
 
 def test_continuations_depend_neither_on_the_batch_nor_on_its_order():
-    before = {name: getattr(decode, name)._cache_size() for name in ("_prefill", "_decode", "_empty_cache")}
-    written = writer().write(prompts())
+    before = {name: getattr(decode, name)._cache_size() for name in ("_prefill", "_decode")}
+    ready = writer(random_model(tiny_config(**LONG)))
+    written = ready.write(prompts())
     compiled = {name: getattr(decode, name)._cache_size() - count for name, count in before.items()}
-    assert compiled == {"_prefill": 1, "_decode": 2, "_empty_cache": 1}  # greedy and sampled
-    assert writer().write(prompts()[::-1]) == written[::-1]
-    alone = decode.generate_tokens(writer().model, [prompts()[0].tokens], 9, stop_tokens=[7])[0]
+    assert compiled == {"_prefill": 1, "_decode": 2}  # greedy and sampled
+    assert ready.write(prompts()[::-1]) == written[::-1]
+    assert ready.write(prompts()[3:8]) == written[3:8]
+    alone = decode.generate_tokens(ready.model, [prompts()[0].tokens], 9, stop_tokens=[7])[0]
     assert written[0] == alone.tokens
     assert len({tuple(tokens) for tokens in written}) > 5
 
 
 def on_one_or_more() -> tuple[list[Score], list[list[int]]]:
     """What all devices here score and write."""
-    model = random_model(tiny_config())
-    shared = Scorer(model, tokens=64)
+    model = random_model(tiny_config(**LONG))
+    shared = Scorer(model, tokens=512)
     asked = [*requests(40), *(Request([1, 2], [letter]) for letter in range(9))]
-    return shared.score(asked), Writer(shared.model, Letters(), [7], shared.placement, 2).write(prompts())
+    return shared.score(asked), writer(model).write(prompts())
 
 
 @pytest.mark.parametrize("devices", [2, 4])

@@ -139,7 +139,7 @@ def test_a_tokenizer_that_adds_a_token_adds_it_here_too(folder, tmp_path):
 
 def test_scores_of_tasks_are_the_same_and_need_few_compilations(folder, export):
     suite = SuiteConfig(tuple(TaskConfig(name, fewshot=1) for name in NAMES if name != "texts"), chat_template=True)
-    results, programs = [], [scoring.score_batch, decode._prefill, decode._decode, decode._empty_cache]
+    results, programs = [], [scoring.score_batch, decode._prefill, decode._decode]
     jax.clear_caches()
     for chosen in (SUITE, suite):
         mine = ours(export)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
 
 _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny
@@ -14,21 +14,24 @@ _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny --tasks hellaswag,arc_easy --limit 100
   python -m zaya_jax.evaluate exported/ --config configs/evals/base.yaml --peer hf:Qwen/Qwen3-4B
   python -m zaya_jax.evaluate --follow runs/mine --tasks hellaswag"""
+_JOIN_SECONDS, _PEER_TIMEOUT = 300, 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
-    options = _parser().parse_args(arguments)
+    options, peers = _parser().parse_args(arguments), None
     try:
         _check(options)
         from zaya_jax.parallel.multihost import join
 
-        join(options.coordinator, options.processes, options.process, 300, 300.0)
+        peers = join(options.coordinator, options.processes, options.process, _JOIN_SECONDS, _PEER_TIMEOUT)
         from zaya_jax.evaluate.command import evaluate
 
         evaluate(options)
-    except (InputError, KeyboardInterrupt) as error:
+    except (InputError, RunStopped, KeyboardInterrupt) as error:
         sentence, status = last_words(error)
+        if peers is not None:
+            peers.leave(sentence, status)  # ends all processes of the job
         print(sentence, file=sys.stderr)
         return status
     return ExitCode.OK

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.config import ModelConfig, ParallelConfig
 from zaya_jax.errors import InputError
@@ -17,7 +17,7 @@ from zaya_jax.model.cache import Cache
 from zaya_jax.model.tree import roles, shapes
 from zaya_jax.model.zaya import Zaya, abstract_model, head, init_cache
 from zaya_jax.ops.registry import validate_kernels
-from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, make_mesh
+from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, make_mesh, nontrivial_axes
 from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
 
 Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -182,7 +182,7 @@ def _prefilled(
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
-    cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
+    cache = _empty_cache(model, count, capacity, placement)
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -193,7 +193,9 @@ def _prefilled(
         for index, row in enumerate(rows):
             occurred[index, row] = True
         occurred = jnp.asarray(occurred)
-    return DecodeState(cache, logits, occurred, jnp.zeros(count, bool), jnp.zeros((), jnp.int32))
+    # Where later states have theirs, for which the first block would be compiled again.
+    start = jax.device_put(np.zeros((), np.int32), cache.length.sharding)
+    return DecodeState(cache, logits, occurred, jnp.zeros(count, bool), start)
 
 
 _ROWS, _SECOND = PartitionSpec(BATCH_AXES), PartitionSpec(None, BATCH_AXES)
@@ -209,10 +211,19 @@ def _over_rows(function: Callable[..., Any], placement: Placement, arguments: An
     return jax.shard_map(function, mesh=placement.mesh, in_specs=arguments, out_specs=results, check_vma=False)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
-def _empty_cache(config: ModelConfig, rows: int, capacity: int, dtype: str, placement: Placement) -> Cache:
-    shards = batch_shards(placement.mesh)
-    return _over_rows(lambda: init_cache(config, rows // shards, capacity, dtype), placement, (), _CACHE)()
+def _empty_cache(model: Zaya, rows: int, capacity: int, placement: Placement) -> Cache:
+    """Make an empty cache that is sharded like one that `_prefill` returns, for which it would compile again."""
+    shardings = jax.tree.leaves(model)[0].sharding
+    if axes := nontrivial_axes(placement.mesh, BATCH_AXES):
+        split = axes[0] if len(axes) == 1 else axes  # as jax writes it
+        specs = Cache(PartitionSpec(None, split), PartitionSpec(split), PartitionSpec())  # type: ignore[arg-type]
+        shardings = jax.tree.map(functools.partial(NamedSharding, placement.mesh), specs)
+    return _cache_maker(shardings)(model.config, rows, capacity, model.dtype.name)
+
+
+@functools.lru_cache(maxsize=8)
+def _cache_maker(shardings: Any) -> Callable[..., Cache]:
+    return jax.jit(init_cache, static_argnums=(0, 1, 2, 3), out_shardings=shardings)
 
 
 @functools.partial(jax.jit, static_argnames="placement", donate_argnums=1)
