@@ -1,4 +1,4 @@
-"""A run that is followed: each verified checkpoint is scored once, whatever happens to it."""
+"""A run that is followed: each finished checkpoint is scored once, whatever happens to it."""
 
 import json
 
@@ -6,10 +6,10 @@ import pytest
 
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import follow as module
-from zaya_jax.evaluate.follow import append_row, follow
-from zaya_jax.run.folder import CONFIG
+from zaya_jax.evaluate.follow import append_row, follow, has_ended
+from zaya_jax.run.folder import CONFIG, lock_folder
 from zaya_jax.run.metrics import read_rows
-from zaya_jax.run.status import FINISHED, RUNNING, Status
+from zaya_jax.run.status import FINISHED, RUNNING, Status, track_status
 
 
 class Training:
@@ -19,7 +19,8 @@ class Training:
         self.looks, self.scored, self.slept = list(looks), [], []
         (run / CONFIG).write_text("")
         monkeypatch.setattr(module, "read_status", self.status)
-        monkeypatch.setattr(module, "verified_steps", lambda _: self.looks[0][1])
+        monkeypatch.setattr(module, "finished_steps", lambda _: self.looks[0][1])
+        monkeypatch.setattr(module, "verify_checkpoint", lambda folder: ["It is."] * (folder.name == "7"))
 
     def status(self, _):
         return None if self.looks[0][0] is None else Status(self.looks[0][0], "", "", 1)
@@ -71,19 +72,42 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, mon
 
     follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
     assert training.scored == [10]
-    assert "Step 5: the checkpoint was removed" in said[0]
+    assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
 
 
-def test_a_checkpoint_that_is_there_but_cannot_be_scored_is_an_error(tmp_path, monkeypatch, said):
+def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
+    training = Training(monkeypatch, tmp_path, (FINISHED, [7, 10]))
+
+    def score(step):
+        if step == 7:
+            raise InputError("It is damaged.")
+        return training.score(step)
+
+    follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    assert training.scored == [10]
+    assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
+
+
+def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkeypatch, said):
     training = Training(monkeypatch, tmp_path, (RUNNING, [5]))
 
     def score(step):
-        raise InputError("It is damaged.")
+        raise InputError("It does not fit.")
 
-    with pytest.raises(InputError, match="damaged"):
+    with pytest.raises(InputError, match="does not fit"):
         follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
     with pytest.raises(InputError, match=r"--follow .*nowhere is not a folder"):
         follow(tmp_path / "nowhere", tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+
+
+def test_a_training_that_starts_has_not_ended(tmp_path):
+    assert not has_ended(tmp_path)
+    with lock_folder(tmp_path):
+        (tmp_path / CONFIG).write_text("")
+        assert not has_ended(tmp_path)  # it has not written its status yet
+        with track_status(tmp_path):
+            assert not has_ended(tmp_path)
+    assert has_ended(tmp_path)
 
 
 def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said):

@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         "way, such as hf:Qwen/Qwen3-4B; can be given several times")  # fmt: skip
     add("--run-generated-code", action="store_true", help="allow tasks that execute code which the model writes, on "
         "this machine")  # fmt: skip
-    add("--follow", action="store_true", help="score each verified checkpoint of the run PATH as it appears, until "
+    add("--follow", action="store_true", help="score each checkpoint of the run PATH as it appears, until "
         "training ends")  # fmt: skip
     add("--poll", type=float, default=30.0, metavar="SECONDS", help="seconds between looks at the run (--follow only; "
         "default: 30)")  # fmt: skip

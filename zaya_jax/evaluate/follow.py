@@ -1,4 +1,4 @@
-"""Follow a training run: score each verified checkpoint once, as it appears."""
+"""Follow a training run: score each finished checkpoint once, as it appears."""
 
 import json
 import os
@@ -7,9 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.errors import InputError
-from zaya_jax.run.checkpoints import CHECKPOINTS, list_checkpoints
-from zaya_jax.run.folder import CONFIG
+from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
+from zaya_jax.run.folder import CONFIG, is_locked
 from zaya_jax.run.metrics import finite, read_rows
 from zaya_jax.run.status import RUNNING, read_status
 
@@ -23,29 +24,30 @@ def follow(
     Args:
       run: the run folder, of a training that runs, ended, or has not written its configuration yet.
       path: JSONL file of the scores, one line a checkpoint; the steps in it are not scored again.
-      score: scores the checkpoint of a step. An `InputError` or `OSError` of a checkpoint that is gone is skipped.
+      score: scores the checkpoint of a step, and compares its checksums. A checkpoint for which it raises is left out
+        if it is gone or damaged.
       seconds: between two looks.
       say: prints a line.
       sleep: waits.
 
     Raises:
-      InputError: the folder does not exist, or a checkpoint is there but cannot be scored.
+      InputError: the folder does not exist, or an intact checkpoint cannot be scored.
     """
     if not run.is_dir():
         raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
     done = {row.get("step") for row in read_rows(path)}
     missing: set[int] = set()
     while True:
-        status = read_status(run)  # first, so that a checkpoint saved between the two looks is not missed
-        ended = (run / CONFIG).exists() and (status is None or status.state != RUNNING)
-        steps = [step for step in verified_steps(run) if step not in done | missing]
+        ended = has_ended(run)  # first, so that a checkpoint saved between the two looks is not missed
+        steps = [step for step in finished_steps(run) if step not in done | missing]
         for step in steps[:1]:  # then look again, because scoring may take longer than the retention of the next one
             try:
                 row = score(step)
             except (InputError, OSError):
-                if step in verified_steps(run):
+                gone = step not in finished_steps(run)
+                if not gone and not verify_checkpoint(run / CHECKPOINTS / str(step)):
                     raise
-                say(f"Step {step}: the checkpoint was removed before it was scored.")
+                say(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
                 missing.add(step)
                 continue
             append_row(path, {**row, "step": step})
@@ -57,11 +59,15 @@ def follow(
             sleep(seconds)
 
 
-def verified_steps(run: Path) -> list[int]:
-    """List the steps of checkpoints whose checksums matched, or that were saved without checksums."""
-    return [checkpoint.step for checkpoint in list_checkpoints(run / CHECKPOINTS, check_files=False)
-            if checkpoint.is_usable and checkpoint.manifest is not None
-            and (checkpoint.is_verified or not checkpoint.manifest.digests)]  # fmt: skip
+def has_ended(run: Path) -> bool:
+    """Return whether a training has started and ended; its lock shows one that has not written its status yet."""
+    status = read_status(run)
+    return (run / CONFIG).exists() and not is_locked(run) and (status is None or status.state != RUNNING)
+
+
+def finished_steps(run: Path) -> list[int]:
+    """List the steps of checkpoints that are saved completely."""
+    return [checkpoint.step for checkpoint in usable_checkpoints(run / CHECKPOINTS)]
 
 
 def append_row(path: Path, row: dict[str, Any]) -> None:
