@@ -28,7 +28,7 @@ help:
 	@echo "make train      train the tiny model on this machine (CONFIG=configs/... for another model)"
 	@echo "make test       run the tests"
 	@echo "make lint       run ruff, basedpyright and the import contracts"
-	@echo "make parity     compare with the PyTorch model of transformers (installs torch)"
+	@echo "make parity     compare with the PyTorch model of transformers, and through lm-eval (installs both)"
 	@echo "make compilers  compile for AMD and NVIDIA GPUs with XLA's compilers (installs them; no GPU is needed)"
 	@echo "make bench      time a training step against transformers, and data loading against Grain (installs both)"
 	@echo "make smoke-gpu  test and time this machine's GPUs, and write one JSON to post (CONTAINER=docker: in a container)"
@@ -114,8 +114,8 @@ $(VENV)/.stamp-dev: $(VENV)/.stamp-venv $(SPEC)
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)/.stamp-parity: $(VENV)/.stamp-venv $(SPEC)
-	@echo "Installing torch and transformers for the parity tests (a few minutes the first time)"
-	@$(PIP) install -qq -e '.[test,notebooks,parity]' -c constraints.txt
+	@echo "Installing torch, transformers and lm-eval for the parity tests (a few minutes the first time)"
+	@$(PIP) install -qq -e '.[test,notebooks,parity,evaluation]' -c constraints.txt
 	@touch $(VENV)/.stamp-run $(VENV)/.stamp-test $@
 
 $(VENV)-compilers/.stamp: $(SPEC)
@@ -130,7 +130,7 @@ $(VENV)-compilers/.stamp: $(SPEC)
 
 $(VENV)/.stamp-bench: $(VENV)/.stamp-parity
 	@echo "Installing the projects that the benchmarks compare with"
-	@$(PIP) install -qq -e '.[test,notebooks,parity,bench]' -c constraints.txt
+	@$(PIP) install -qq -e '.[test,notebooks,parity,evaluation,bench]' -c constraints.txt
 	@touch $@
 
 $(VENV)/.stamp-rocm $(VENV)/.stamp-cuda: $(VENV)/.stamp-venv $(SPEC)

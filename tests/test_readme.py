@@ -14,6 +14,7 @@ from zaya_jax.config.stages import stages
 from zaya_jax.data.__main__ import __file__ as data_main_file
 from zaya_jax.data.__main__ import _parser as data_parser
 from zaya_jax.data.__main__ import main as data
+from zaya_jax.evaluate.__main__ import _parser as evaluate_parser
 from zaya_jax.generate.__main__ import _parser as generate_parser
 from zaya_jax.main import main
 from zaya_jax.parallel.mesh import axis_sizes
@@ -47,8 +48,8 @@ def commands(start: str) -> list[list[str]]:
 
 def test_every_command_is_of_a_kind_that_is_checked_here():
     kinds = ("make ", "python -m zaya_jax.main ", "python -m zaya_jax.data ", "python -m zaya_jax.checkpoint ",
-             "python -m zaya_jax.generate ",
-             "python -m json.tool ", "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/")  # fmt: skip
+             "python -m zaya_jax.generate ", "python -m zaya_jax.evaluate ",
+             "source .venv/bin/activate", "mkdir -p data", "rm -rf runs/")  # fmt: skip
     assert [line for line in COMMANDS if not line.startswith(kinds)] == []
 
 
@@ -144,6 +145,11 @@ def test_checkpoint_commands_are_accepted():
 def test_generate_commands_are_accepted():
     for arguments in commands("python -m zaya_jax.generate"):
         assert generate_parser().parse_args(arguments).path.startswith("runs/")
+
+
+def test_evaluate_commands_are_accepted():
+    for arguments in commands("python -m zaya_jax.evaluate"):
+        evaluate_parser().parse_args(arguments)
 
 
 def test_make_targets_exist():

@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from zaya_jax.config.checks import item_keys, require_path, shown
 from zaya_jax.config.model import ModelConfig
@@ -23,6 +23,7 @@ from zaya_jax.errors import InputError
 
 _MAX_PARTS = 20  # limit on names in a dotted key (the schema has 5 levels) and on files in a chain of `extends`
 _type_hints = functools.cache(typing.get_type_hints)
+T = TypeVar("T")
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]{1,3}")  # 1e6, which YAML 1.1 reads as text
 
 
@@ -64,6 +65,11 @@ def from_dict(tree: Mapping[str, Any]) -> Config:
     config.check()
     stages(config)  # raises if the run has too many steps
     return config
+
+
+def load_as(cls: type[T], path: str | Path) -> T:
+    """Read a YAML file as another frozen dataclass, without checking its values; raises like `load_config`."""
+    return _build(cls, _read(Path(path), ()), "")
 
 
 def model_from_dict(tree: Mapping[str, Any]) -> ModelConfig:

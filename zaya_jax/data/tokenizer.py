@@ -92,9 +92,14 @@ class Tokenizer:
         encoding = self._template.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Decode token ids. Special tokens become their names, and bytes that are not UTF-8 become U+FFFD."""
-        return self._backend.decode(list(tokens), skip_special_tokens=False)
+    def decode(self, tokens: Sequence[int], *, special: bool = True) -> str:
+        """Decode token ids. Bytes that are not UTF-8 become U+FFFD.
+
+        Args:
+          tokens: the ids.
+          special: whether special tokens become their names; they are left out otherwise.
+        """
+        return self._backend.decode(list(tokens), skip_special_tokens=not special)
 
     def save(self, path: Path) -> None:
         """Write the tokenizer as JSON in the format of the `tokenizers` library."""

@@ -78,20 +78,24 @@ class Chat:
 
     def _around_answer(self, conversation: Conversation) -> tuple[str, str]:
         """Render a conversation; returns the text before and after the assistant's answer."""
-        whole = self._render([*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+        whole = render(
+            self._opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False
+        )
         before, found, after = whole.partition(_ANSWER)
         if not found:
             raise InputError("The chat template leaves out the content of the assistant's messages.")
         if "add_generation_prompt" in self._opened.template:
-            before = self._render(conversation, generation_prompt=True)
+            before = render(self._opened, conversation, generation_prompt=True)
         return before, after
 
-    def _render(self, conversation: Conversation, *, generation_prompt: bool) -> str:
-        special = self._opened.special
-        names: dict[str, Any] = {"messages": conversation, "add_generation_prompt": generation_prompt}
-        names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
-        answer = run_template(self._opened.template, [{"marks": ["", ""], "names": names}])
-        if "texts" not in answer:
-            reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
-            raise InputError(f"The chat template cannot render the conversation: {reason}.")
-        return answer["texts"][0]
+
+def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
+    """Render a conversation with a model's chat template; InputError if the template cannot."""
+    special = opened.special
+    names: dict[str, Any] = {"messages": conversation, "add_generation_prompt": generation_prompt}
+    names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
+    answer = run_template(opened.template, [{"marks": ["", ""], "names": names}])
+    if "texts" not in answer:
+        reason = answer.get("syntax") or answer.get("compile") or answer.get("render") or "unknown error"
+        raise InputError(f"The chat template cannot render the conversation: {reason}.")
+    return answer["texts"][0]

@@ -72,7 +72,7 @@ def generate_tokens(
 def continuations(
     model: Zaya, prompts: Prompts, max_new_tokens: int, sampling: Sampling | None = None, *,
     seeds: Sequence[int] | None = None, stop_tokens: Sequence[int] = (), placement: Placement | None = None,
-    stopped: Callable[[int, list[int]], bool] | None = None, block: int = BLOCK,
+    stopped: Callable[[int, list[int]], bool] | None = None, block: int = BLOCK, capacity: int | None = None,
 ) -> Iterator[list[Continuation]]:  # fmt: skip
     """Yield the continuations so far, after each block of steps, until all rows have ended.
 
@@ -91,6 +91,8 @@ def continuations(
         with kernels validated at the first call.
       stopped: called with a row's index and new tokens after each block; True ends the row.
       block: decode steps per compiled call.
+      capacity: slots of the cache, at least `cache_capacity` of the longest prompt; calls with the same capacity and
+        number of rows share their compilations. None for the smallest class.
 
     Raises:
       InputError: a prompt is empty or contains a token outside the vocabulary, prompt and new tokens exceed
@@ -107,7 +109,7 @@ def continuations(
     values = jax.tree.map(np.float32, sampling)
     keys_b = jax.vmap(jax.random.key)(np.array([seed % 2**32 for seed in (*seeds, *[0] * padding)], np.uint32))
     stops = np.array(sorted(set(stop_tokens)) or [-1], np.int32)
-    state = _prefilled(model, [*rows, *[[]] * padding], max_new_tokens, branches, placement)
+    state = _prefilled(model, [*rows, *[[]] * padding], max_new_tokens, capacity, branches, placement)
     results = [Continuation([], [], stopped=False) for _ in rows]
     for start in range(0, max_new_tokens, block):
         steps = min(block, max_new_tokens - start)
@@ -156,25 +158,43 @@ def _length_class(length: int) -> int:
     return max(LEAST, 1 << (length - 1).bit_length())
 
 
+def cache_capacity(prompt: int, max_new_tokens: int, config: ModelConfig) -> int:
+    """Return a capacity for `continuations` that is enough for prompts and continuations of so many tokens."""
+    return min(_cache_class(prompt + max_new_tokens + CHUNK), config.max_positions)
+
+
+def _cache_class(slots: int) -> int:
+    """Round up to a class of capacities: four for each power of two, since a step reads the whole cache."""
+    step = _length_class(slots) // 4
+    return -(-slots // step) * step
+
+
 def _prefilled(
-    model: Zaya, rows: list[list[int]], max_new_tokens: int, branches: Branches, placement: Placement
-) -> DecodeState:
+    model: Zaya, rows: list[list[int]], max_new_tokens: int, capacity: int | None, branches: Branches,
+    placement: Placement,
+) -> DecodeState:  # fmt: skip
     """Process the prompts, padded on the left, so that all rows continue at the same position.
 
     An empty prompt is a row that has ended, which makes the rows a multiple of the shards.
     """
     config, count, longest = model.config, len(rows), max(map(len, rows))
-    chunk = min(CHUNK, _length_class(longest))
-    # The classes, unless the model has no positions for their padding.
-    padded = min(-(-longest // chunk) * chunk, config.max_positions - max_new_tokens)
-    # A step reads the whole cache, so classes of capacities are finer: four for each power of two.
-    step = _length_class(padded + max_new_tokens) // 4
-    capacity = min(-(-(padded + max_new_tokens) // step) * step, config.max_positions)
+    # With a given capacity, one size of chunks for prompts of every length.
+    chunk = min(CHUNK, _length_class(longest) if capacity is None else max(LEAST, capacity // 8))
+    most = config.max_positions if capacity is None else capacity
+    # Whole chunks, unless the model has no positions for their padding.
+    padded = min(-(-longest // chunk) * chunk, most - max_new_tokens)
+    if capacity is None:
+        capacity = min(_cache_class(padded + max_new_tokens), config.max_positions)
+
+    def settle(tree: Any) -> Any:
+        """Put arrays where a call leaves its results; for others, the next call would be compiled again."""
+        return jax.device_put(tree, jax.tree.leaves(model)[0].sharding) if placement.mesh.size == 1 else tree
+
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
-    cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
+    cache = settle(_empty_cache(config, count, capacity, model.dtype.name, placement))
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -186,7 +206,7 @@ def _prefilled(
             occurred[index, row] = True
         occurred = jnp.asarray(occurred)
     state = DecodeState(cache, logits, occurred, jnp.array([not row for row in rows]), jnp.zeros((), jnp.int32))
-    return place(placement.mesh, state, _state_specs(config, state))
+    return settle(place(placement.mesh, state, _state_specs(config, state)))
 
 
 def _state_specs(config: ModelConfig, state: DecodeState) -> DecodeState:

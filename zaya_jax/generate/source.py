@@ -36,6 +36,7 @@ class TextModel(NamedTuple):
       stop_tokens: tokens that end a text.
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
+      adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
       placement: the devices to generate on, which all have the model; None for the first one.
     """
 
@@ -45,6 +46,7 @@ class TextModel(NamedTuple):
     stop_tokens: list[int]
     sampling: Sampling
     template: str
+    adds_bos: bool = True
     placement: Placement | None = None
 
 
@@ -78,10 +80,11 @@ def open_text_model(
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
+    adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
     return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     placement)  # fmt: skip
+                     adds_bos, placement)  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:

@@ -75,6 +75,41 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
+def chunked_logprobs(
+    hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, index_q: jax.Array, targets_q: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Compute log-probabilities of single tokens, without a gradient.
+
+    The time is that of `count` queries, rounded up to whole chunks; the shapes do not depend on it.
+
+    Args:
+      hidden_td: output of the final norm.
+      head_vd: the tied head.
+      bias_v: bias of the head, or None.
+      index_q: int32 row of `hidden_td` of each query.
+      targets_q: int32 token of each query.
+      count: int32 number of queries; what follows them is padding.
+
+    Returns:
+      fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
+      padding.
+    """
+    index_nc, targets_nc = _chunks(index_q, targets_q)
+    chunk = index_nc.shape[1]
+
+    def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        z = _chunk_logits(hidden_td[index_nc[i]], head_vd, bias_v)
+        targets = targets_nc[i]
+        loss, _ = _chunk_loss(z, targets, jnp.ones((), z.dtype))
+        return out[0].at[i].set(-loss), out[1].at[i].set(z.argmax(-1) == targets)
+
+    start = jnp.zeros(index_nc.shape, accumulation_dtype(hidden_td.dtype)), jnp.zeros(index_nc.shape, bool)
+    with jax.named_scope(LOSS):
+        logprobs, greedy = jax.lax.fori_loop(0, (count + chunk - 1) // chunk, body, start)
+    return logprobs.reshape(-1)[: len(index_q)], greedy.reshape(-1)[: len(index_q)]
+
+
 def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
              weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
     v, d = head_vd.shape

@@ -1,0 +1,145 @@
+"""`python -m zaya_jax.evaluate` on a run, on text files and on bad input; lm-eval's tasks are in tests/parity."""
+
+import importlib.util
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.train_helpers import compile_once, small_run
+from zaya_jax.checkpoint.__main__ import main as checkpoint
+from zaya_jax.evaluate.__main__ import main
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.metrics import read_rows
+from zaya_jax.train.loop import run_training
+from zaya_jax.weights.load import load_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A trained run, what training returned, and an export."""
+    folder = tmp_path_factory.mktemp("evaluate")
+    with pytest.MonkeyPatch.context() as patch:
+        compile_once(patch)
+        config = small_run(folder)
+        result = run_training(config)
+    assert checkpoint(["export-hf", config.run_dir, str(folder / "export"), "--dtype", "float32"]) == 0
+    return Path(config.run_dir), result, folder / "export"
+
+
+def test_the_heldout_loss_is_what_training_recorded(run, capsys):
+    folder, result, _ = run
+    for path in (str(folder), f"{folder}@train"):
+        assert main([path]) == 0
+        assert "corpus " in capsys.readouterr().out
+    record = json.loads((folder / "evaluations" / "heldout-12.json").read_text())
+    (row,) = [row for row in read_rows(folder / METRICS) if row["step"] == 12]
+    loss = record["heldout"]["corpus"]
+    assert loss["nats_per_token"] == pytest.approx(row["heldout_loss"], rel=1e-6)
+    assert loss["perplexity"] == pytest.approx(math.exp(row["heldout_loss"]), rel=1e-5)
+    assert loss["tokens"] == result.heldout.tokens
+    assert loss["bits_per_byte"] == pytest.approx(result.heldout.bits_per_byte(loss["bytes"]), rel=1e-6)
+    assert record["step"] == 12
+    assert {"jax", "device", "cpu"} <= record["environment"].keys()
+    assert {"zaya-jax", "numpy"} <= record["versions"].keys()
+
+
+def test_texts_are_scored_alike_in_a_run_and_in_its_export(run, tmp_path, capsys):
+    folder, _, export = run
+    text = "the model reads one token, then writes another. " * 9
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("é", encoding="utf-8")
+    records = []
+    for path in (folder, export, f"hf:{export}"):
+        output = tmp_path / "out" / "scores.json"
+        files = [str(tmp_path / name) for name in ("a.txt", "b.txt")]
+        assert main([str(path), "--text", *files, "--output", str(output), "--batch-tokens", "128"]) == 0
+        assert f"Wrote {output}" in capsys.readouterr().out
+        records.append(json.loads(output.read_text()))
+    assert records[0]["fingerprint"] == records[1]["fingerprint"]
+    long, short = (records[0]["texts"][file] for file in files)
+    _, tokenizer = load_model(folder)
+    assert tokenizer is not None
+    assert (long["tokens"], long["bytes"]) == (len(tokenizer.encode(text)), len(text))
+    assert short["bytes"] == 2
+    assert long["bits_per_byte"] == pytest.approx(long["nats_per_token"] * long["tokens"] / math.log(2) / len(text))
+    for record in records[1:]:
+        assert record["texts"] == records[0]["texts"]
+
+
+def test_training_and_text_need_no_lm_eval():
+    code = ("import sys; sys.modules['lm_eval'] = None; import zaya_jax.train.loop, zaya_jax.evaluate.command; "
+            "print('datasets' in sys.modules, 'torch' in sys.modules)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "PATH is 'nowhere'"),
+        (["RUN@phase"], "finished phases"),
+        (["EXPORT"], "has no held-out data"),
+        (["RUN", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
+        (["RUN", "--text", "EMPTY"], "is empty"),
+        (["RUN", "--text", "EMPTY/x"], "cannot be read"),
+        (["RUN", "--tasks", "a", "--config", "b"], "--tasks and --config"),
+        (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["RUN", "--limit", "3"], "--limit is only for tasks"),
+        (["RUN", "--peer", "hf:x"], "--peer is only for tasks"),
+        (["RUN", "--run-generated-code"], "--run-generated-code is only for tasks"),
+        (["RUN", "--tasks", "a", "--limit", "0"], "--limit is 0"),
+        (["RUN", "--batch-tokens", "0"], "--batch-tokens is 0"),
+        (["RUN", "--tasks", "a", "--peer", "hf:x", "--follow"], "--peer does not go with --follow"),
+        (["nowhere", "--follow"], "is not a folder"),
+        (["RUN", "--output", "RUN"], "--output"),
+        (["RUN", "--process", "1"], "must be given together"),
+        (["DAMAGED"], "DAMAGED"),
+        (["RUN", "--text", "TEXT", "--tokenizer", "LARGE"], "more than model.vocab_size"),
+    ],
+)
+def test_bad_input_is_one_sentence(run, arguments, said, capsys, tmp_path):
+    folder, _, export = run
+    (tmp_path / "EMPTY").write_text("")
+    (tmp_path / "TEXT").write_text("the model")
+    names = {"RUN": folder, "EXPORT": export} | {
+        name: tmp_path / name for name in ("EMPTY", "TEXT", "DAMAGED", "LARGE")
+    }
+    if "DAMAGED" in arguments:
+        damage(folder, tmp_path / "DAMAGED")
+    if "LARGE" in arguments:
+        enlarge(export, tmp_path / "LARGE")
+    given = [str(names.get(text.partition("@")[0], text)) + "".join(text.partition("@")[1:]) for text in arguments]
+    assert main(given) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("Error: ")
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def damage(run: Path, target: Path) -> None:
+    """Copy a run, and change bytes everywhere in the largest file of its newest checkpoint."""
+    shutil.copytree(run, target)
+    largest = max((target / "checkpoints" / "12").rglob("*"), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    for place in range(50, len(content), 97):
+        content[place] ^= 1
+    largest.write_bytes(content)
+
+
+def enlarge(export: Path, target: Path) -> None:
+    """Copy a tokenizer with one token more than the model has."""
+    target.mkdir()
+    tree = json.loads((export / "tokenizer.json").read_text())
+    tree["model"]["vocab"]["zzzz"] = 300
+    (target / "tokenizer.json").write_text(json.dumps(tree))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="lm-eval is installed")
+def test_tasks_without_lm_eval_name_the_command_that_installs_it(run, capsys):
+    assert main([str(run[0]), "--tasks", "hellaswag"]) == 2
+    assert "pip install 'zaya-jax[evaluation]'" in capsys.readouterr().err

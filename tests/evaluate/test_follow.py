@@ -1,0 +1,123 @@
+"""A run that is followed: each finished checkpoint is scored once, whatever happens to it."""
+
+import json
+
+import pytest
+
+from zaya_jax.errors import InputError
+from zaya_jax.evaluate import follow as module
+from zaya_jax.evaluate.follow import append_row, follow, has_ended
+from zaya_jax.run.folder import CONFIG, lock_folder
+from zaya_jax.run.metrics import read_rows
+from zaya_jax.run.status import FINISHED, RUNNING, Status, track_status
+
+
+class Training:
+    """A training, of which each look shows the next state: (state of the process, verified steps)."""
+
+    def __init__(self, monkeypatch, run, *looks):
+        self.looks, self.scored, self.slept = list(looks), [], []
+        (run / CONFIG).write_text("")
+        monkeypatch.setattr(module, "read_status", self.status)
+        monkeypatch.setattr(module, "finished_steps", lambda _: self.looks[0][1])
+        monkeypatch.setattr(module, "verify_checkpoint", lambda folder: ["It is."] * (folder.name == "7"))
+
+    def status(self, _):
+        return None if self.looks[0][0] is None else Status(self.looks[0][0], "", "", 1)
+
+    def score(self, step):
+        self.scored.append(step)
+        return {"score": step / 10}
+
+    def sleep(self, seconds):
+        self.slept.append(seconds)
+        self.looks.pop(0)
+
+
+@pytest.fixture
+def said():
+    return []
+
+
+def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatch, said):
+    path = tmp_path / "evaluations" / "scores.jsonl"
+    looks = (RUNNING, []), (RUNNING, [5]), (RUNNING, [5, 10]), (FINISHED, [10, 12])
+    training = Training(monkeypatch, tmp_path, *looks)
+    follow(tmp_path, path, training.score, 3, said.append, training.sleep)
+    assert training.scored == [5, 10, 12]
+    assert training.slept == [3, 3, 3]
+    assert read_rows(path) == [{"score": step / 10, "step": step} for step in (5, 10, 12)]
+    assert "3 checkpoints" in said[-1]
+
+
+def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(tmp_path, monkeypatch, said):
+    path = tmp_path / "scores.jsonl"
+    append_row(path, {"step": 5})
+    with path.open("a") as file:
+        file.write('{"step": 10, "sc')
+    training = Training(monkeypatch, tmp_path, (None, [5, 10]))
+    follow(tmp_path, path, training.score, 3, said.append, training.sleep)
+    assert training.scored == [10]
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10]
+
+
+def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, monkeypatch, said):
+    training = Training(monkeypatch, tmp_path, (FINISHED, [5, 10]))
+
+    def score(step):
+        if step == 5:
+            training.looks[0] = (FINISHED, [10])
+            raise InputError("It is gone.")
+        return training.score(step)
+
+    follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    assert training.scored == [10]
+    assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
+
+
+def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
+    training = Training(monkeypatch, tmp_path, (FINISHED, [7, 10]))
+
+    def score(step):
+        if step == 7:
+            raise InputError("It is damaged.")
+        return training.score(step)
+
+    follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    assert training.scored == [10]
+    assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
+
+
+def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkeypatch, said):
+    training = Training(monkeypatch, tmp_path, (RUNNING, [5]))
+
+    def score(step):
+        raise InputError("It does not fit.")
+
+    with pytest.raises(InputError, match="does not fit"):
+        follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    with pytest.raises(InputError, match=r"--follow .*nowhere is not a folder"):
+        follow(tmp_path / "nowhere", tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+
+
+def test_a_training_that_starts_has_not_ended(tmp_path):
+    assert not has_ended(tmp_path)
+    with lock_folder(tmp_path):
+        (tmp_path / CONFIG).write_text("")
+        assert not has_ended(tmp_path)  # it has not written its status yet
+        with track_status(tmp_path):
+            assert not has_ended(tmp_path)
+    assert has_ended(tmp_path)
+
+
+def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said):
+    training = Training(monkeypatch, tmp_path, (None, []), (None, []), (FINISHED, [1]))
+    (tmp_path / CONFIG).unlink()
+
+    def sleep(seconds):
+        training.sleep(seconds)
+        if len(training.looks) == 1:
+            (tmp_path / CONFIG).write_text("")
+
+    follow(tmp_path, tmp_path / "scores.jsonl", training.score, 3, said.append, sleep)
+    assert training.scored == [1]

@@ -1,0 +1,83 @@
+"""Follow a training run: score each finished checkpoint once, as it appears."""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
+from zaya_jax.run.folder import CONFIG, is_locked
+from zaya_jax.run.metrics import finite, read_rows
+from zaya_jax.run.status import RUNNING, read_status
+
+
+def follow(
+    run: Path, path: Path, score: Callable[[int], dict[str, Any]], seconds: float,
+    say: Callable[[str], object] = print, sleep: Callable[[float], object] = time.sleep,
+) -> None:  # fmt: skip
+    """Score the checkpoints of a run until its training ends.
+
+    Args:
+      run: the run folder, of a training that runs, ended, or has not written its configuration yet.
+      path: JSONL file of the scores, one line a checkpoint; the steps in it are not scored again.
+      score: scores the checkpoint of a step, and compares its checksums. A checkpoint for which it raises is left out
+        if it is gone or damaged.
+      seconds: between two looks.
+      say: prints a line.
+      sleep: waits.
+
+    Raises:
+      InputError: the folder does not exist, or an intact checkpoint cannot be scored.
+    """
+    if not run.is_dir():
+        raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
+    done = {row.get("step") for row in read_rows(path)}
+    missing: set[int] = set()
+    while True:
+        ended = has_ended(run)  # first, so that a checkpoint saved between the two looks is not missed
+        steps = [step for step in finished_steps(run) if step not in done | missing]
+        for step in steps[:1]:  # then look again, because scoring may take longer than the retention of the next one
+            try:
+                row = score(step)
+            except (InputError, OSError):
+                gone = step not in finished_steps(run)
+                if not gone and not verify_checkpoint(run / CHECKPOINTS / str(step)):
+                    raise
+                say(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
+                missing.add(step)
+                continue
+            append_row(path, {**row, "step": step})
+            done.add(step)
+        if not steps:
+            if ended:
+                say(f"The training has ended; {len(done)} checkpoints are scored in {path}.")
+                return
+            sleep(seconds)
+
+
+def has_ended(run: Path) -> bool:
+    """Return whether a training has started and ended; its lock shows one that has not written its status yet."""
+    status = read_status(run)
+    return (run / CONFIG).exists() and not is_locked(run) and (status is None or status.state != RUNNING)
+
+
+def finished_steps(run: Path) -> list[int]:
+    """List the steps of checkpoints that are saved completely."""
+    return [checkpoint.step for checkpoint in usable_checkpoints(run / CHECKPOINTS)]
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a line of JSON durably, after cutting off a line that a kill left incomplete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        file.seek(0)
+        content = file.read()
+        if not content.endswith(b"\n"):
+            file.truncate(content.rfind(b"\n") + 1)
+        file.write((json.dumps(finite(row), allow_nan=False) + "\n").encode())
+        file.flush()
+        os.fsync(file.fileno())

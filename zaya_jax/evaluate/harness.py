@@ -1,0 +1,254 @@
+"""Run lm-eval: find and load tasks, apply a suite's settings, score models, and summarise.
+
+lm-eval is imported only here and in `lm_eval_model`, and only when tasks are scored.
+"""
+
+import difflib
+import hashlib
+import importlib.util
+import os
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from zaya_jax.errors import InputError, as_sentence
+from zaya_jax.evaluate.results import MakeProgress
+from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig
+
+HF_PEER = "hf:"
+_ALLOW = "HF_ALLOW_CODE_EVAL"  # what the metric of HumanEval asks for
+_PEER_PACKAGES = ("torch", "transformers", "accelerate")
+
+
+class LoadedTasks(NamedTuple):
+    """The tasks of a suite.
+
+    Attributes:
+      suite: the suite.
+      tasks: lm-eval's tasks by name; those of groups and tags, too.
+      groups: lm-eval's groups by name.
+      entries: name of a task → the entry of the suite that named it.
+      runs_code: whether code that models write is executed.
+    """
+
+    suite: SuiteConfig
+    tasks: dict[str, Any]
+    groups: dict[str, Any]
+    entries: dict[str, TaskConfig]
+    runs_code: bool
+
+
+def require_lm_eval() -> None:
+    """Raise `InputError` if lm-eval is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("lm-eval is not installed, and --tasks and --config need it. Install it with: "
+                         "pip install 'zaya-jax[evaluation]'.")  # fmt: skip
+
+
+def require_peer(peer: str) -> str:
+    """Return what `transformers` loads for --peer; InputError if it cannot be."""
+    if missing := [name for name in _PEER_PACKAGES if importlib.util.find_spec(name) is None]:
+        raise InputError(f"--peer {peer} needs {', '.join(missing)}. Install what is missing with: "
+                         "pip install 'zaya-jax[evaluation,parity]'.")  # fmt: skip
+    name = peer.removeprefix(HF_PEER)
+    if not peer.startswith(HF_PEER) or not name:
+        raise InputError(f"--peer is {peer!r}, but must be hf:NAME or hf:FOLDER, such as hf:Qwen/Qwen3-4B.")
+    return name
+
+
+def load_tasks(
+    suite: SuiteConfig, *, folder: Path | None = None, own_only: bool = False, runs_code: bool = False, seed: int = 0
+) -> LoadedTasks:
+    """Load the tasks of a suite with their data.
+
+    Args:
+      suite: the suite.
+      folder: folder of more tasks, as YAML files.
+      own_only: whether to leave out lm-eval's tasks, which take seconds to list.
+      runs_code: whether tasks may execute code that a model wrote.
+      seed: of the choice of examples in prompts.
+
+    Raises:
+      InputError: a task is unknown or executes code, or its data or a package is missing.
+    """
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"--task-folder is '{folder}', but must be a folder of YAML files.")
+    manager = TaskManager(include_path=None if folder is None else str(folder), include_defaults=not own_only)
+    index = manager.task_index
+    for entry in suite.tasks:
+        _check_task(entry.name, index, runs_code)
+    if runs_code:
+        os.environ[_ALLOW] = "1"
+    loaded = LoadedTasks(suite, {}, {}, {}, runs_code)
+    for entry in suite.tasks:
+        try:
+            found = manager.load([entry.name])
+        except Exception as error:  # of the network, of a data set, of a package that a task needs
+            reason = as_sentence(error)
+            raise InputError(f"The task {entry.name} cannot be loaded; its data or a package is missing here. "
+                             f"{type(error).__name__}: {reason}") from error  # fmt: skip
+        for name, task in found["tasks"].items():
+            if name in loaded.tasks:
+                raise InputError(f"The task {name} is in {entry.name} and in {loaded.entries[name].name}; remove one.")
+            _apply(entry, task, seed)
+            loaded.tasks[name], loaded.entries[name] = task, entry
+        loaded.groups.update(found["groups"])
+    return loaded
+
+
+def _check_task(name: str, index: Mapping[str, Any], runs_code: bool) -> None:
+    """Raise `InputError` if a task is unknown, or would execute code without permission."""
+    if name not in index:
+        near = difflib.get_close_matches(name[:80], index, n=3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise InputError(f"The task {name!r} is unknown to the installed lm-eval.{hint} List its tasks with: "
+                         "lm_eval ls tasks.")  # fmt: skip
+    unsafe = next((member for member, config in _members(name, index, set()) if config.get("unsafe_code")), None)
+    if unsafe is not None and not runs_code:
+        raise InputError(f"The task {unsafe} executes code that the model writes, on this machine. Run it in a "
+                         "sandbox, and allow it with --run-generated-code.")  # fmt: skip
+
+
+def _members(name: str, index: Mapping[str, Any], seen: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the configuration of a task, and of all tasks of a group or a tag."""
+    if name in seen or name not in index:
+        return
+    seen.add(name)
+    config = index[name].cfg or {}
+    yield name, config
+    parts: Iterable[Any] = config.get("task", ()) if isinstance(config.get("task"), list) else ()
+    for part in parts:
+        if isinstance(part, dict):
+            yield str(part.get("task")), part
+        yield from _members(str(part.get("task") if isinstance(part, dict) else part), index, seen)
+    for member in index[name].tags if index[name].kind.name == "TAG" else ():
+        yield from _members(member, index, seen)
+
+
+def _apply(entry: TaskConfig, task: Any, seed: int) -> None:
+    """Apply the settings of a suite to a task."""
+    generates = task.get_config("output_type") == "generate_until"
+    if not generates and (entry.generation or entry.samples > 1):
+        raise InputError(f"The task {task.task_name} writes no continuations, so tasks.{entry.name} must not set "
+                         "samples, temperature, top_p, top_k or max_new_tokens.")  # fmt: skip
+    if generates and entry.generation:
+        task.set_config(key="generation_kwargs", value=entry.generation, update=True)
+    if generates and entry.samples > 1 and not (task.get_config("generation_kwargs") or {}).get("do_sample"):
+        raise InputError(f"tasks.{entry.name}.samples is {entry.samples}, but its continuations are always the same; "
+                         "set temperature.")  # fmt: skip
+    if entry.fewshot is not None or task.get_config("num_fewshot") is None:
+        task.set_config(key="num_fewshot", value=entry.fewshot or 0)
+    task.set_fewshot_seed(seed=seed)
+
+
+def score_tasks(model: Any, loaded: LoadedTasks, *, seed: int, limit: int | None = None) -> dict[str, Any]:
+    """Score a model on tasks.
+
+    With `samples: k`, a task is scored k times, and its scores are means over them (avg@k).
+
+    Args:
+      model: an lm-eval model.
+      loaded: the tasks.
+      seed: of everything random.
+      limit: score only so many items of each task; None for all.
+
+    Returns:
+      For each task, and each group that lm-eval averages: `version`, `fewshot`, `samples`, `items`, `prompts` (sha256
+      of all prompts and targets), `metrics`: name → `value`, `stderr`, `higher_is_better`.
+    """
+    from lm_eval.evaluator import evaluate  # pyright: ignore[reportMissingImports]
+
+    rounds: list[dict[str, Any]] = []
+    for sample in range(max(entry.samples for entry in loaded.entries.values())):
+        names = [name for name, entry in loaded.entries.items() if entry.samples > sample]
+        groups = {name: group for name, group in loaded.groups.items()
+                  if all(task.task_name in names for task in group.get_all_tasks())}  # fmt: skip
+        random.seed(seed + sample)
+        np.random.seed(seed + sample)
+        if "torch" in sys.modules:  # a peer samples with it
+            from lm_eval.utils import set_torch_seed  # pyright: ignore[reportMissingImports]
+
+            set_torch_seed(seed + sample)
+        for name in names:
+            loaded.tasks[name].set_fewshot_seed(seed=seed)  # so that all rounds have the same prompts
+        model.samples = {name: entry.samples for name, entry in loaded.entries.items()}
+        model.sample = sample
+        rounds.append(evaluate(
+            model, {"tasks": {name: loaded.tasks[name] for name in names}, "groups": groups}, limit=limit,
+            log_samples=True, apply_chat_template=loaded.suite.chat_template, fewshot_as_multiturn=True,
+            confirm_run_unsafe_code=loaded.runs_code,
+        ))  # fmt: skip
+    return _summary(rounds, loaded)
+
+
+def _summary(rounds: Sequence[Mapping[str, Any]], loaded: LoadedTasks) -> dict[str, Any]:
+    first, summary = rounds[0], {}
+    for name, scores in {**first["results"], **first.get("groups", {})}.items():
+        own = [result for result in rounds if name in result["results"] or name in result.get("groups", {})]
+        results = [{**result["results"].get(name, {}), **result.get("groups", {}).get(name, {})} for result in own]
+        samples = [result["samples"].get(name, ()) for result in own]
+        metrics = {}
+        for metric, value in scores.items():
+            if "," not in metric or "_stderr," in metric or not isinstance(value, int | float):
+                continue
+            plain, _, chosen = metric.partition(",")
+            stderr = scores.get(f"{plain}_stderr,{chosen}")
+            if len(own) > 1:
+                stderr = _standard_error(samples, plain, chosen)
+            better = first["higher_is_better"].get(name, {}).get(plain)
+            mean = sum(result[metric] for result in results) / len(results)
+            metrics[metric] = {"value": mean, "stderr": stderr if isinstance(stderr, float) else None,
+                               "higher_is_better": better}  # fmt: skip
+        if not metrics:
+            continue
+        count = first.get("n-samples", {}).get(name, {}).get("effective")
+        summary[name] = {"version": first["versions"].get(name), "fewshot": first.get("n-shot", {}).get(name),
+                         "samples": len(own), "items": count, "metrics": metrics}  # fmt: skip
+        if name in loaded.tasks:
+            summary[name]["prompts"] = _digest(samples[0])
+    return summary
+
+
+def _standard_error(rounds: Sequence[Sequence[Mapping[str, Any]]], metric: str, chosen: str) -> float | None:
+    """Return the standard error of the mean over items, each the mean of its samples."""
+    values: dict[Any, list[float]] = defaultdict(list)
+    for samples in rounds:
+        for sample in samples:
+            if sample["filter"] == chosen and isinstance(sample.get(metric), int | float):
+                values[sample["doc_id"]].append(float(sample[metric]))
+    means = [sum(scores) / len(scores) for scores in values.values()]
+    return float(np.std(means, ddof=1) / np.sqrt(len(means))) if len(means) > 1 else None
+
+
+def _digest(samples: Iterable[Mapping[str, Any]]) -> str:
+    """Return the sha256 of the prompts and targets of a task."""
+    lines = sorted({f"{sample['doc_id']} {sample['doc_hash']} {sample['prompt_hash']} {sample['target_hash']}\n"
+                    for sample in samples})  # fmt: skip
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def make_model(opened: Any, suite: SuiteConfig, *, seed: int, tokens: int, rows: int, progress: MakeProgress) -> Any:
+    """Make the lm-eval model of an opened `TextModel`."""
+    from zaya_jax.evaluate.lm_eval_model import ZayaLM
+
+    return ZayaLM(opened, seed=seed, tokens=tokens, rows=rows, think_end=suite.think_end, progress=progress)
+
+
+def make_peer(name: str, suite: SuiteConfig, *, dtype: str, rows: int) -> Any:
+    """Load a model with `transformers`, as lm-eval's model `hf`; InputError if that fails."""
+    from lm_eval.api.registry import get_model  # pyright: ignore[reportMissingImports]
+
+    try:
+        return get_model("hf")(
+            pretrained=name, dtype=dtype, batch_size=rows, device="auto", think_end_token=suite.think_end
+        )
+    except Exception as error:  # of the network, of a file, of memory
+        raise InputError(f"--peer {HF_PEER}{name} cannot be loaded. {type(error).__name__}: {as_sentence(error)}"
+                         ) from error  # fmt: skip

@@ -1,0 +1,102 @@
+"""The held-out loss of a checkpoint, computed as its run computed it: same text, same batches, same dtypes."""
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from zaya_jax.config import ModelConfig, ParallelConfig, from_dict
+from zaya_jax.data.pipeline import heldout_text
+from zaya_jax.data.sources import open_sources
+from zaya_jax.errors import InputError
+from zaya_jax.evaluate.evaluator import ModelSnapshot
+from zaya_jax.evaluate.heldout import HeldoutEvaluator
+from zaya_jax.model.loss import chunked_loss
+from zaya_jax.model.tree import Arrays, abstract_weights, is_balancing_bias, roles, shapes, with_values
+from zaya_jax.model.zaya import abstract_model
+from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.registry import validate_kernels
+from zaya_jax.parallel.mesh import make_mesh, replicated
+from zaya_jax.parallel.multihost import primary_first
+from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+from zaya_jax.run.folder import read_config
+from zaya_jax.weights.sources import Weights
+
+
+class TextLoss(NamedTuple):
+    """The loss over a text.
+
+    Attributes:
+      nats: cross-entropy of all tokens.
+      tokens: number of tokens predicted.
+      text_bytes: UTF-8 bytes that these tokens stand for.
+    """
+
+    nats: float
+    tokens: int
+    text_bytes: int
+
+
+class RunHeldout:
+    """The held-out text of a run."""
+
+    def __init__(self, run: Path) -> None:
+        """Open the data that the configuration in a run folder names; InputError if it is missing."""
+        self._config = from_dict(read_config(run))
+        prepared = primary_first(lambda: open_sources(self._config))
+        batches = self._config.evaluation.batches
+        self._texts = {name: heldout_text(self._config, prepared, name, batches) for name in prepared.sources}
+        if not any(text is not None and text.text_bytes for text in self._texts.values()):
+            raise InputError(f"The sources of {run} have no held-out text. Name files to score with --text.")
+        self._evaluator = HeldoutEvaluator(self._config, prepared)
+        self._program = functools.cache(_program)
+
+    def losses(self, weights: Weights) -> dict[str, TextLoss]:
+        """Compute the loss of each source that has held-out text.
+
+        Args:
+          weights: a checkpoint of the run. Adapters are merged into their base first.
+
+        Raises:
+          InputError: the weights are damaged.
+        """
+        placement, loss_sums = self._program(weights.config, self._config.train.compute_dtype)
+        values = weights.load(_abstract(weights, placement))
+        params, balance = ({name: x for name, x in values.items() if is_balancing_bias(name) == biases}
+                           for biases in (False, True))  # fmt: skip
+        self._evaluator.evaluate(ModelSnapshot(params, balance, {}, placement, loss_sums))
+        sizes = {name: text.text_bytes for name, text in self._texts.items() if text is not None}
+        return {name: TextLoss(loss.nats, loss.tokens, sizes[name]) for name, loss in self._evaluator.losses.items()}
+
+
+def _program(config: ModelConfig, dtype: str) -> tuple[Placement, Any]:
+    """Make the placement over all devices of the job, and the evaluation step of training."""
+    model = abstract_model(config)
+    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
+    placement = make_placement(ParallelConfig(), make_mesh(), shapes(model), roles(model), dtype, kernels)
+
+    def loss(params: Arrays, balance: Arrays, batch: Mapping[str, Any]) -> dict[str, jax.Array]:
+        out: Any = with_values(model, {**params, **balance})(
+            batch["tokens"], batch["segment_ids"], batch["positions"], ops=placement.ops, dtype=dtype
+        )
+        weights_t = batch["loss_mask"].reshape(-1).astype(accumulation_dtype(dtype))
+        losses: Any = chunked_loss(out.hidden_bsd.reshape(-1, config.hidden_size), params["embedding"],
+                                   params.get("head_bias"), batch["targets"].reshape(-1), weights_t)  # fmt: skip
+        return {"loss": losses[0], "tokens": weights_t.sum()}
+
+    return placement, jax.jit(placement.sums(loss))
+
+
+def _abstract(weights: Weights, placement: Placement) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return the arrays of a model in the dtypes of training, sharded as stored."""
+
+    def placed(name: str, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        if is_balancing_bias(name):
+            exact = accumulation_dtype(placement.dtypes["embedding"])
+            return jax.ShapeDtypeStruct(x.shape, exact, sharding=replicated(placement.mesh))
+        stored = jax.sharding.NamedSharding(placement.mesh, placement.leaves[name].stored)
+        return jax.ShapeDtypeStruct(x.shape, placement.dtypes[name], sharding=stored)
+
+    return {name: placed(name, x) for name, x in abstract_weights(weights.config).items()}

@@ -1,0 +1,118 @@
+"""Results of an evaluation: what is recorded, the table, and the file."""
+
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import InputError
+from zaya_jax.evaluate.heldout_run import TextLoss
+from zaya_jax.evaluate.scoring import Progress
+from zaya_jax.run.files import write_atomically
+from zaya_jax.run.metrics import finite
+
+FOLDER = "evaluations"  # in a run folder
+_EVERY = 30.0  # seconds between lines of progress without a terminal
+
+
+def text_record(loss: TextLoss) -> dict[str, Any]:
+    """Return the scores of a text as JSON."""
+    per_token = loss.nats / max(loss.tokens, 1)
+    return {"nats_per_token": per_token, "perplexity": math.exp(min(per_token, 700.0)),
+            "bits_per_byte": loss.nats / math.log(2) / max(loss.text_bytes, 1), "tokens": loss.tokens,
+            "bytes": loss.text_bytes}  # fmt: skip
+
+
+def text_table(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format `text_record`s by name."""
+    head = ["text", "nats/token", "perplexity", "bits/byte", "tokens", "bytes"]
+    rows = [[name, f"{row['nats_per_token']:.4f}", f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.4f}",
+             f"{row['tokens']:,}", f"{row['bytes']:,}"] for name, row in records.items()]  # fmt: skip
+    return table(head, rows)
+
+
+def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
+    """Format the results of `harness.score_tasks` by model, side by side."""
+    names, cells = list(models), []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    about: dict[str, Any] = {}
+    for model, tasks in models.items():
+        for task, result in tasks.items():
+            about.setdefault(task, result)
+            for metric, value in result["metrics"].items():
+                rows.setdefault((task, metric), {})[model] = value
+    for (task, metric), values in rows.items():
+        result, name = about[task], metric.removesuffix(",none")
+        samples = f"avg@{result['samples']}" if result.get("samples", 1) > 1 else ""
+        label = " ".join(filter(None, [name, samples]))
+        cells.append([task, _number(result.get("version")), _number(result.get("fewshot")), label,
+                      *(_value(values.get(model)) for model in names)])  # fmt: skip
+    return table(["task", "version", "few-shot", "metric", *names], cells)
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _value(value: Mapping[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    error = value.get("stderr")
+    return f"{value['value']:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Format rows of text, the first column to the left and the others to the right."""
+    rows = [list(head), *map(list, rows)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width)
+                  for column, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
+        for row in rows
+    )  # fmt: skip
+
+
+def default_path(run: Path | None, name: str, step: int | None) -> Path | None:
+    """Return RUN_DIR/evaluations/NAME-STEP.json; None without a run."""
+    return None if run is None else run / FOLDER / f"{name}-{step}.json"
+
+
+def write_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record as JSON; InputError if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(finite(dict(record)), indent=1, allow_nan=False) + "\n")
+    except OSError as error:
+        raise InputError(f"{path} cannot be written: {error.strerror}.") from error
+
+
+def check_writable(path: Path) -> None:
+    """Raise `InputError` if a file cannot be written there, before hours of work."""
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise InputError(f"--output {path} cannot be written; name a file in a folder that can be.")
+
+
+def report_progress(label: str, show: bool = True) -> Progress:
+    """Make a callback that prints progress on stderr: one line on a terminal, else a line every half minute."""
+    started = last = time.monotonic()
+    terminal = sys.stderr.isatty()
+
+    def report(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if not show or (done < total and now - last < (0.5 if terminal else _EVERY)):
+            return
+        last = now
+        left = f", {(total - done) * (now - started) / max(done, 1):.0f} s left" if done < total else ""
+        end = "\r" if terminal and done < total else "\n"
+        print(f"{label}: {done:,} of {total:,}{left}".ljust(60), end=end, file=sys.stderr, flush=True)
+
+    return report
+
+
+MakeProgress = Callable[[str], Progress]

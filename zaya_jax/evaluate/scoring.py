@@ -1,0 +1,247 @@
+"""Score continuations: their log-likelihoods, many requests packed into rows of a few fixed lengths.
+
+Packed documents never see each other, so a request scores the same in every row. Rows have one of a few lengths, and a
+batch always has the same number of rows of its length: any set of requests needs one compilation per length. Requests
+with the same input, such as the answers A, B, C and D to a question, are one document, and the head is applied only
+where a continuation is scored.
+"""
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.config import ModelConfig, ParallelConfig
+from zaya_jax.data.bins import pack
+from zaya_jax.model.loss import chunked_logprobs
+from zaya_jax.model.tree import roles, shapes
+from zaya_jax.model.zaya import Zaya, abstract_model
+from zaya_jax.ops.registry import validate_kernels
+from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, make_mesh, replicated
+from zaya_jax.parallel.multihost import all_gather
+from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+
+ROW = 2048  # tokens of the shortest rows
+_GROWTH = 8  # factor between lengths of rows
+TOKENS = 8192  # tokens of a device in one forward pass, or one row if that is longer
+_AHEAD = 2  # batches in flight
+_PATIENCE = 24 * 3600  # seconds that processes may need longer than the fastest
+
+Progress = Callable[[int, int], object]  # (requests done, requests in total)
+
+
+class Request(NamedTuple):
+    """A continuation to score after a context, both as token ids; neither may be empty."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Score(NamedTuple):
+    """The score of a continuation.
+
+    Attributes:
+      logprob: log-probability of all its tokens in nats.
+      is_greedy: whether each token is the most likely one.
+    """
+
+    logprob: float
+    is_greedy: bool
+
+
+class _Document(NamedTuple):
+    """An input that one or several requests share."""
+
+    tokens: Sequence[int]
+    requests: list[int]  # indices
+    queries: int  # number of tokens to score
+
+
+class _Batch(NamedTuple):
+    arrays: dict[str, np.ndarray]
+    owners: list[np.ndarray]  # for each device, request of each of its queries
+
+
+def local_placement(config: ModelConfig, dtype: str) -> Placement:
+    """Make the placement that splits rows over this process's devices, each of which holds the whole model.
+
+    Kernels are validated on the first device.
+    """
+    model, mesh = abstract_model(config), make_mesh(devices=jax.local_devices())
+    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
+    placement = make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)
+    return dataclasses.replace(placement, leaves={})
+
+
+class Scorer:
+    """Scores requests with a model.
+
+    Attributes:
+      model: the model, on every device of the placement.
+      placement: see `local_placement`.
+      max_length: longest input in tokens; longer ones lose their beginning.
+      lengths: lengths of rows, each of them one compilation.
+    """
+
+    def __init__(
+        self, model: Zaya, placement: Placement | None = None, *, max_length: int | None = None, tokens: int = TOKENS
+    ) -> None:
+        """Prepare to score.
+
+        Args:
+          model: the model.
+          placement: where to; None for `local_placement`.
+          max_length: see above; None for the model's positions.
+          tokens: tokens of a device in one forward pass.
+        """
+        self.placement = local_placement(model.config, model.dtype.name) if placement is None else placement
+        self.model = jax.device_put(model, replicated(self.placement.mesh))
+        self.max_length = min(max_length or model.config.max_positions, model.config.max_positions)
+        self.lengths = [min(ROW, self.max_length)]
+        while self.lengths[-1] < self.max_length:
+            self.lengths.append(min(self.lengths[-1] * _GROWTH, self.max_length))
+        self._tokens, self._devices = tokens, batch_shards(self.placement.mesh)
+
+    def score(
+        self, requests: Sequence[Request], *, grouped: bool = True, progress: Progress | None = None
+    ) -> list[Score]:
+        """Score requests; each process of a job must pass the same ones, and scores its share.
+
+        Args:
+          requests: what to score. Inputs longer than `max_length` are truncated from the left.
+          grouped: process the input of requests that share it only once.
+          progress: called after each batch.
+        """
+        count, part = jax.process_count(), jax.process_index()
+        own = range(part, len(requests), count)
+        logprobs, wrong = self._score([requests[index] for index in own], grouped, progress)
+        shares = all_gather("scores", list(map(list, zip(logprobs, wrong, strict=True))), _PATIENCE)
+        scores = [Score(0.0, is_greedy=True)] * len(requests)
+        for process, share in enumerate(shares):
+            for index, (logprob, bad) in zip(range(process, len(requests), count), share, strict=True):
+                scores[index] = Score(logprob, not bad)
+        return scores
+
+    def _score(
+        self, requests: Sequence[Request], grouped: bool, progress: Progress | None
+    ) -> tuple[list[float], list[int]]:
+        """Return the log-likelihood of each request, and how many of its tokens are not the most likely ones."""
+        logprobs, wrong = np.zeros(len(requests)), np.zeros(len(requests), np.int64)
+        queries, done = sum(len(request.continuation) for request in requests), 0
+        running: deque[tuple[Any, _Batch]] = deque()
+
+        def finish() -> None:
+            nonlocal done
+            outputs, batch = running.popleft()
+            for device, owners in enumerate(batch.owners):
+                values, greedy = (np.asarray(x)[device, : len(owners)] for x in outputs)
+                np.add.at(logprobs, owners, values.astype(np.float64))
+                np.add.at(wrong, owners, ~greedy)
+                done += len(owners)
+            if progress is not None:
+                progress(round(len(requests) * done / queries), len(requests))
+
+        rows = NamedSharding(self.placement.mesh, PartitionSpec(BATCH_AXES))
+        for batch in self._batches(requests, grouped):
+            placed = jax.device_put(batch.arrays, rows)
+            running.append((score_batch(self.model, placed, placement=self.placement), batch))
+            if len(running) > _AHEAD:
+                finish()
+        while running:
+            finish()
+        return logprobs.tolist(), wrong.tolist()
+
+    def _batches(self, requests: Sequence[Request], grouped: bool) -> Iterator[_Batch]:
+        documents = _documents(requests, self.max_length, self.lengths[0], grouped)
+        for shortest, length in zip([0, *self.lengths], self.lengths, strict=False):
+            fitting = [document for document in documents if shortest < _size(document) <= length]
+            if not fitting:
+                continue
+            bins = pack(np.array([_size(document) for document in fitting]), length)
+            rows = max(1, self._tokens // length)  # of a device
+            for start in range(0, len(bins), rows * self._devices):
+                packed = [[fitting[index] for index in bins[row]]
+                          for row in range(start, min(start + rows * self._devices, len(bins)))]  # fmt: skip
+                yield _batch(packed, requests, length, rows, self._devices)
+
+
+def _documents(requests: Sequence[Request], longest: int, queries: int, grouped: bool) -> list[_Document]:
+    """List the inputs; one that many requests share appears again after every `queries` tokens to score."""
+    documents: list[_Document] = []
+    last: dict[tuple[int, ...], int] = {}  # input → its newest document
+    for index, (context, continuation) in enumerate(requests):
+        if not context or not continuation or len(continuation) > longest:
+            raise ValueError(f"Request {index} has {len(context)} and {len(continuation)} tokens.")
+        tokens = tuple([*context, *continuation][-(longest + 1) : -1])
+        count, place = len(continuation), last.get(tokens) if grouped else None
+        if place is not None and documents[place].queries + count <= max(queries, len(tokens)):
+            before = documents[place]
+            documents[place] = _Document(tokens, [*before.requests, index], before.queries + count)
+        else:
+            last[tokens] = len(documents)
+            documents.append(_Document(tokens, [index], count))
+    return documents
+
+
+def _size(document: _Document) -> int:
+    """Return the part of a row that a document takes; rows have room for as many queries as tokens."""
+    return max(len(document.tokens), document.queries)
+
+
+def _batch(
+    packed: Sequence[Sequence[_Document]], requests: Sequence[Request], length: int, rows: int, devices: int
+) -> _Batch:
+    """Lay documents out in `rows` rows of each device."""
+    tokens, segments = np.zeros((2, rows * devices, length), np.int32)
+    index, targets = np.zeros((2, devices, rows * length), np.int32)
+    owners: list[list[int]] = [[] for _ in range(devices)]
+    for row, documents in enumerate(packed):
+        device, start = row // rows, 0
+        for number, document in enumerate(documents, 1):
+            end = start + len(document.tokens)
+            tokens[row, start:end], segments[row, start:end] = document.tokens, number
+            for request in document.requests:
+                continuation, first = requests[request].continuation, len(owners[device])
+                place = slice(first, first + len(continuation))
+                last = row % rows * length + end
+                index[device, place] = np.arange(last - len(continuation), last)
+                targets[device, place] = continuation
+                owners[device] += [request] * len(continuation)
+            start = end
+    counts = np.array([len(own) for own in owners], np.int32)
+    arrays = {"tokens": tokens, "segment_ids": segments, "index": index, "targets": targets, "counts": counts}
+    return _Batch(arrays, [np.array(own, np.int64) for own in owners])
+
+
+@functools.partial(jax.jit, static_argnames="placement")
+def score_batch(model: Zaya, batch: dict[str, jax.Array], *, placement: Placement) -> tuple[jax.Array, jax.Array]:
+    """Score the queries of a batch.
+
+    Args:
+      model: the model, replicated.
+      batch: int32 `tokens` and `segment_ids` [rows, length]; for each device n its queries `index` (into its rows one
+        after the other) and `targets` [n, q], and their number `counts` [n].
+      placement: splits rows over devices.
+
+    Returns:
+      `loss.chunked_logprobs` of each device, [n, q].
+    """
+    split = PartitionSpec(BATCH_AXES)
+
+    def local(model: Zaya, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out: Any = model(batch["tokens"], batch["segment_ids"], ops=placement.ops)
+        bias = model.head_bias[...] if model.config.head_bias else None
+        hidden_td = out.hidden_bsd.reshape(-1, out.hidden_bsd.shape[-1])
+        logprobs, greedy = chunked_logprobs(hidden_td, model.embedding[...], bias, batch["index"][0],
+                                            batch["targets"][0], batch["counts"][0])  # fmt: skip
+        return logprobs[None], greedy[None]
+
+    # check_vma rejects kernels, see `parallel.gradient`.
+    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(PartitionSpec(), split), out_specs=(split, split),
+                           check_vma=False)  # fmt: skip
+    return mapped(model, batch)

@@ -1,0 +1,55 @@
+"""The loss of plain text, in windows of the model's length."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from zaya_jax.data.tokenizer import Tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.evaluate.heldout_run import TextLoss
+from zaya_jax.evaluate.scoring import Progress, Request, Scorer
+
+
+def windows(tokens: Sequence[int], prefix: int, length: int) -> Iterator[Request]:
+    """Split a text into windows that predict each token once, with as much context as fits.
+
+    As in lm-eval, all windows but the last follow each other with one token of context, and the last one is filled with
+    context up to `length`.
+
+    Args:
+      tokens: of the text.
+      prefix: token before the first.
+      length: tokens of a window.
+    """
+    text = [prefix, *tokens]
+    for start in range(0, len(tokens), length):
+        end = min(start + length, len(tokens))
+        first = 0 if start == 0 else end - length
+        yield Request(text[first : start + 1], text[start + 1 : end + 1])
+
+
+def read_texts(paths: Sequence[str]) -> dict[str, str]:
+    """Read text files by path; InputError if one is missing, empty or not UTF-8."""
+    texts = {}
+    for path in paths:
+        try:
+            texts[path] = Path(path).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--text {path} cannot be read: {error}.") from error
+        if not texts[path]:
+            raise InputError(f"--text {path} is empty, but must have text to score.")
+    return texts
+
+
+def text_losses(
+    scorer: Scorer, tokenizer: Tokenizer, texts: dict[str, str], progress: Progress | None = None
+) -> dict[str, TextLoss]:
+    """Compute the loss of each text, the first token after the token that begins a document."""
+    prefix = [*tokenizer.prefix, tokenizer.eot][0]
+    encoded = {name: tokenizer.encode(text) for name, text in texts.items()}
+    requests = [(name, window) for name, tokens in encoded.items()
+                for window in windows(tokens, prefix, scorer.max_length)]  # fmt: skip
+    nats = dict.fromkeys(texts, 0.0)
+    scores = scorer.score([window for _, window in requests], progress=progress)
+    for (name, _), score in zip(requests, scores, strict=True):
+        nats[name] -= score.logprob
+    return {name: TextLoss(nats[name], len(encoded[name]), len(text.encode())) for name, text in texts.items()}

@@ -1,0 +1,126 @@
+"""Continue many prompts: batches of one size and one cache, so that any set of prompts needs few compilations."""
+
+import hashlib
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from zaya_jax.data.tokenizer import Tokenizer
+from zaya_jax.errors import InputError
+from zaya_jax.evaluate.scoring import Progress
+from zaya_jax.generate.decode import BLOCK, cache_capacity, continuations
+from zaya_jax.generate.sampling import Sampling
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.parallel.multihost import all_gather
+from zaya_jax.parallel.placement import Placement
+
+ROWS = 16  # prompts of a device in one batch
+_PATIENCE = 24 * 3600  # seconds that processes may need longer than the fastest
+
+
+class Prompt(NamedTuple):
+    """A prompt, and how to continue it.
+
+    Attributes:
+      tokens: of the prompt; too many lose their beginning.
+      seed: of its random stream, see `prompt_seed`.
+      max_new_tokens: largest number of new tokens.
+      sampling: how to draw them.
+      stop: texts that end the continuation before them.
+    """
+
+    tokens: Sequence[int]
+    seed: int
+    max_new_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+
+
+def prompt_seed(seed: int, text: str, sample: int) -> int:
+    """Return the seed of the `sample`-th continuation of a text, which depends on nothing else."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {sample} {text}".encode()).digest()[:4], "big")
+
+
+class Writer:
+    """Continues prompts.
+
+    Attributes:
+      model: the model, on every device of the placement.
+      placement: see `scoring.local_placement`.
+      rows: prompts of a device in one batch.
+    """
+
+    def __init__(
+        self, model: Zaya, tokenizer: Tokenizer, stop_tokens: Sequence[int], placement: Placement, rows: int = ROWS
+    ) -> None:
+        """Prepare to continue; `stop_tokens` end a continuation."""
+        self.model, self.placement, self.rows = model, placement, rows
+        self._tokenizer, self._stops = tokenizer, stop_tokens
+
+    def write(self, prompts: Sequence[Prompt], *, progress: Progress | None = None) -> list[list[int]]:
+        """Return the new tokens of each prompt, with those of a stop text.
+
+        Each process of a job must pass the same prompts, and continues its share.
+
+        Raises:
+          InputError: `max_new_tokens` leaves no position for a prompt, or a setting is out of range.
+        """
+        longest = self.model.config.max_positions
+        for prompt in prompts:
+            if not 0 < prompt.max_new_tokens < longest:
+                raise InputError(f"A task asks for {prompt.max_new_tokens} new tokens, but must ask for at least 1 and "
+                                 f"fewer than the model's {longest} positions. Set max_new_tokens.")  # fmt: skip
+        count = jax.process_count()
+        own = range(jax.process_index(), len(prompts), count)
+        # One capacity for all processes, so that they need the same time.
+        capacity = max((cache_capacity(min(len(prompt.tokens), longest - prompt.max_new_tokens), prompt.max_new_tokens,
+                                       self.model.config) for prompt in prompts), default=0)  # fmt: skip
+        written = self._write([prompts[index] for index in own], capacity, progress)
+        answers: list[list[int]] = [[] for _ in prompts]
+        for process, share in enumerate(all_gather("continuations", written, _PATIENCE)):
+            for index, tokens in zip(range(process, len(prompts), count), share, strict=True):
+                answers[index] = tokens
+        return answers
+
+    def _write(self, prompts: Sequence[Prompt], capacity: int, progress: Progress | None) -> list[list[int]]:
+        groups: dict[tuple, list[int]] = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            groups[prompt[2:]].append(index)
+        answers: list[list[int]] = [[] for _ in prompts]
+        done, size = 0, self.rows * batch_shards(self.placement.mesh)
+        for members in groups.values():
+            members.sort(key=lambda index: -len(prompts[index].tokens))
+            for start in range(0, len(members), size):
+                batch = members[start : start + size]
+                for index, tokens in zip(batch, self._batch([prompts[i] for i in batch], capacity, size), strict=True):
+                    answers[index] = tokens
+                done += len(batch)
+                if progress is not None:
+                    progress(done, len(prompts))
+        return answers
+
+    def _batch(self, prompts: list[Prompt], capacity: int, size: int) -> list[list[int]]:
+        """Continue prompts with the same settings, in a batch filled up to `size` with rows that end at once."""
+        _, _, new, sampling, stop = prompts[0]
+        room = self.model.config.max_positions - new
+        tokens = [list(prompt.tokens[-room:]) for prompt in prompts]
+        spare = size - len(prompts)
+        # A text of n bytes has at most n tokens, and may begin before the last block.
+        tail = BLOCK + max((len(text.encode()) for text in stop), default=0)
+
+        def stopped(index: int, new_tokens: list[int]) -> bool:
+            if index >= len(prompts):
+                return True
+            text = self._tokenizer.decode(new_tokens[-tail:]) if stop else ""
+            return any(end in text for end in stop)
+
+        blocks = continuations(
+            self.model, [*tokens, *[tokens[-1][-1:]] * spare], new, sampling,
+            seeds=[*(prompt.seed for prompt in prompts), *[0] * spare], stop_tokens=self._stops,
+            placement=self.placement, stopped=stopped, capacity=capacity,
+        )  # fmt: skip
+        rows = deque(blocks, maxlen=1).pop()
+        return [row.tokens for row in rows[: len(prompts)]]
