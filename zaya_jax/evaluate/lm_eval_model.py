@@ -14,12 +14,14 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
     postprocess_generated_text,
 )
 
-from zaya_jax.data.chat import parse_conversation
+from zaya_jax.config import ParallelConfig
+from zaya_jax.data.conversation import parse_conversation
 from zaya_jax.errors import InputError
-from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Scorer, local_placement
+from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Scorer
 from zaya_jax.evaluate.texts import windows
 from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
 from zaya_jax.generate.chat import render
+from zaya_jax.generate.placement import decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
 
@@ -68,7 +70,7 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
         super().__init__()
         self.opened = open_text_model(path, dtype, tokenizer) if isinstance(path, str) else path
         model, text = self.opened.model, self.opened.tokenizer
-        placement = local_placement(model.config, model.dtype.name)
+        placement = decode_placement(model, ParallelConfig())
         self.scorer = Scorer(model, placement, max_length=max_length, tokens=tokens)
         self.writer = Writer(self.scorer.model, text, self.opened.stop_tokens, placement, rows)
         self.samples: Mapping[str, int] = {}

@@ -6,7 +6,6 @@ with the same input, such as the answers A, B, C and D to a question, are one do
 where a continuation is scored.
 """
 
-import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -16,15 +15,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.config import ModelConfig, ParallelConfig
+from zaya_jax.config import ParallelConfig
 from zaya_jax.data.bins import pack
+from zaya_jax.generate.placement import decode_placement
 from zaya_jax.model.loss import chunked_logprobs
-from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, abstract_model
-from zaya_jax.ops.registry import validate_kernels
-from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, make_mesh, replicated
+from zaya_jax.model.zaya import Zaya
+from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, replicated
 from zaya_jax.parallel.multihost import all_gather
-from zaya_jax.parallel.placement import Placement, device_kernels, make_placement
+from zaya_jax.parallel.placement import Placement
 
 ROW = 2048  # tokens of the shortest rows
 _GROWTH = 8  # factor between lengths of rows
@@ -67,23 +65,12 @@ class _Batch(NamedTuple):
     owners: list[np.ndarray]  # for each device, request of each of its queries
 
 
-def local_placement(config: ModelConfig, dtype: str) -> Placement:
-    """Make the placement that splits rows over this process's devices, each of which holds the whole model.
-
-    Kernels are validated on the first device.
-    """
-    model, mesh = abstract_model(config), make_mesh(devices=jax.local_devices())
-    kernels = validate_kernels(device_kernels(config, dtype), config, dtype, training=False)
-    placement = make_placement(ParallelConfig(), mesh, shapes(model), roles(model), dtype, kernels)
-    return dataclasses.replace(placement, leaves={})
-
-
 class Scorer:
     """Scores requests with a model.
 
     Attributes:
       model: the model, on every device of the placement.
-      placement: see `local_placement`.
+      placement: see `generate.placement.decode_placement`.
       max_length: longest input in tokens; longer ones lose their beginning.
       lengths: lengths of rows, each of them one compilation.
     """
@@ -95,11 +82,11 @@ class Scorer:
 
         Args:
           model: the model.
-          placement: where to; None for `local_placement`.
+          placement: where to; None for all devices of this process.
           max_length: see above; None for the model's positions.
           tokens: tokens of a device in one forward pass.
         """
-        self.placement = local_placement(model.config, model.dtype.name) if placement is None else placement
+        self.placement = decode_placement(model, ParallelConfig()) if placement is None else placement
         self.model = jax.device_put(model, replicated(self.placement.mesh))
         self.max_length = min(max_length or model.config.max_positions, model.config.max_positions)
         self.lengths = [min(ROW, self.max_length)]

@@ -49,7 +49,7 @@ class Writer:
 
     Attributes:
       model: the model, on every device of the placement.
-      placement: see `scoring.local_placement`.
+      placement: see `generate.placement.decode_placement`.
       rows: prompts of a device in one batch.
     """
 

@@ -13,7 +13,7 @@ from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Zaya, unrolled
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
@@ -83,8 +83,8 @@ def open_text_model(
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
-    return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     adds_bos, placement)  # fmt: skip
+    model = unrolled(place(placement.mesh, model, REPLICATED))
+    return TextModel(model, text, special, sorted(set(stops)), sampling, template, adds_bos, placement)
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
