@@ -1,16 +1,18 @@
-"""A sharded folder of 2 GB, both ways in both layouts: bitwise, and the host's memory beside the model's own."""
+"""A sharded folder of 2 GB, both ways in both layouts, and the import of one of ZAYA1-8B's size: bytes and memory."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
 
 from tests.helpers import tiny_config
 from tests.train_helpers import ROOT
+from zaya_jax.config import load_config
 from zaya_jax.hf.folder import open_folder
 
 SHARD = 500_000_000  # bytes
@@ -19,12 +21,13 @@ CONFIG = tiny_config(
     vocab_size=131_072, hidden_size=1024, num_layers=18, num_query_heads=8, num_kv_heads=2, head_dim=64, num_experts=16,
     expert_size=1024, router_size=128, layer_pattern=("full", "sliding"), sliding_window=64,
 )  # fmt: skip
+CONFIGS = {"2GB": CONFIG, "8B": load_config(ROOT / "configs" / "zaya1_8b.yaml").model}
 # Runs in a process of its own, so that a peak is of one direction. On a CPU the device's arrays are the host's too.
 PROCESS = """
 import json, re, sys
 from pathlib import Path
 import jax, jax.numpy as jnp, ml_dtypes, numpy as np
-from tests.soak.test_hf_memory import CONFIG, SHARD
+from tests.soak.test_hf_memory import CONFIGS, SHARD
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax import load_model
 from zaya_jax.hf.exporter import read_arrays, write_folder
@@ -35,7 +38,8 @@ def peak():
     return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", status).group(1))
 
 jax.block_until_ready(jnp.ones(3) + 1)  # the backend is up
-verb, source, target, layout = sys.argv[1:]
+verb, source, target, layout, size = sys.argv[1:]
+CONFIG, SHARD = CONFIGS[size], SHARD if size == "2GB" else 10 * SHARD
 Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # or the peak is that of who started this process
 before = peak()
 if verb == "draw":
@@ -64,10 +68,10 @@ else:
 """
 
 
-def run(*arguments):
+def run(*arguments, size="2GB", limit=290):
     env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    done = subprocess.run([sys.executable, "-c", PROCESS, *map(str, arguments)], cwd=ROOT, env=env, capture_output=True,
-                          text=True, timeout=290, check=False)  # fmt: skip
+    command = [sys.executable, "-c", PROCESS, *map(str, arguments), size]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=limit, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -93,3 +97,19 @@ def test_two_gigabytes_both_ways_take_a_tensor_and_a_gibibyte(tmp_path):
     for peaks in found.values():
         for what, peak in peaks.items():
             assert what == "model" or peak <= largest + 2**30, (what, peak)
+
+
+@pytest.mark.soak
+def test_a_folder_of_the_released_size_is_imported(tmp_path):
+    if shutil.disk_usage(tmp_path).free < 60e9:
+        pytest.skip("needs 60 GB of disk")
+    run("draw", "", tmp_path / "folder", "hf", size="8B", limit=3600)
+    files = list((tmp_path / "folder").glob("*.safetensors"))
+    start = time.perf_counter()
+    found = run("import-hf", tmp_path / "folder", tmp_path / "run", "hf", size="8B", limit=3600)
+    seconds, size = time.perf_counter() - start, sum(path.stat().st_size for path in files)
+    print(json.dumps({"files": len(files), "bytes": size, "import seconds": round(seconds), **found}))
+    assert size > 17.6e9
+    assert len(files) == 4
+    largest = max(one.bytes for one in open_folder(tmp_path / "folder").stored.values())
+    assert found["import-hf"] <= 2 * largest + 2**28
