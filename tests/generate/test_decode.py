@@ -143,6 +143,16 @@ def test_prompts_of_one_length_class_share_a_compilation():
     assert (_compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()) == before
 
 
+def test_a_model_on_its_device_needs_one_compilation_for_all_chunks_and_blocks(monkeypatch):
+    monkeypatch.setattr(decode, "CHUNK", 4)
+    committed = jax.device_put(model(), jax.devices()[0])  # as weights are that were read
+    before = _compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()
+    generate_tokens(committed, [[1] * 9], 3)
+    list(continuations(committed, [[1] * 9], 3, block=1))
+    after = _compiled["_prefill"]._cache_size(), _compiled["_decode"]._cache_size()
+    assert after == (before[0] + 1, before[1] + 2)  # one for each size of blocks
+
+
 def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(monkeypatch):
     target, used, compute = current_target(), [], decode._decode
     selections = [KernelSelection(target), KernelSelection(target, reasons={("attention", "pallas"): "it fails."})]

@@ -18,7 +18,7 @@ from zaya_jax.model.cache import Cache
 from zaya_jax.model.zaya import Zaya, head, unrolled
 from zaya_jax.ops import Ops
 from zaya_jax.parallel.decode import REPLICATED, ROWS, STEP_ROWS, cache_specs, empty_cache, on_shards, place
-from zaya_jax.parallel.mesh import batch_shards
+from zaya_jax.parallel.mesh import AnyMesh, batch_shards
 from zaya_jax.parallel.placement import Placement
 
 Prompts = Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -127,7 +127,7 @@ def continuations(
             if stopped is not None and not ended[index] and stopped(index, results[index].tokens):
                 results[index] = results[index]._replace(stopped=True)
                 ended[index] = True
-        state = state._replace(done_b=place(mesh, jnp.asarray(ended), ROWS))
+        state = state._replace(done_b=_settle(model, mesh, ended, ROWS))
         yield list(results)
         if ended.all():
             return
@@ -185,16 +185,12 @@ def _prefilled(
     padded = min(-(-longest // chunk) * chunk, most - max_new_tokens)
     if capacity is None:
         capacity = min(_cache_class(padded + max_new_tokens), config.max_positions)
-
-    def settle(tree: Any) -> Any:
-        """Put arrays where a call leaves its results; for others, the next call would be compiled again."""
-        return jax.device_put(tree, jax.tree.leaves(model)[0].sharding) if placement.mesh.size == 1 else tree
-
     tokens, segments = np.zeros((2, count, padded), np.int32)
     for index, row in enumerate(rows):
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
-    cache = settle(_empty_cache(config, count, capacity, model.dtype.name, placement))
+    cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
+    cache = _settle(model, placement.mesh, cache, cache_specs(config, cache))
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -206,7 +202,12 @@ def _prefilled(
             occurred[index, row] = True
         occurred = jnp.asarray(occurred)
     state = DecodeState(cache, logits, occurred, jnp.array([not row for row in rows]), jnp.zeros((), jnp.int32))
-    return settle(place(placement.mesh, state, _state_specs(config, state)))
+    return _settle(model, placement.mesh, state, _state_specs(config, state))
+
+
+def _settle(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> Any:
+    """Put arrays where a call leaves its results; for arrays elsewhere, the next call would be compiled again."""
+    return place(mesh, tree, specs) if mesh.size > 1 else jax.device_put(tree, jax.tree.leaves(model)[0].sharding)
 
 
 def _state_specs(config: ModelConfig, state: DecodeState) -> DecodeState:
