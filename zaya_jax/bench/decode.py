@@ -17,7 +17,7 @@ from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.subprocesses import interleave_subprocesses, run_in_subprocess
 from zaya_jax.model.arithmetic import total_parameters
 from zaya_jax.model.tree import map_variables
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Zaya, unrolled
 from zaya_jax.ops.target import current_target
 
 PROMPT, NEW = 512, 128  # tokens
@@ -76,8 +76,8 @@ def bench_decode(batches: Sequence[int], dtype: str, repeats: int) -> dict[str, 
 
 
 def our_decode(config: ModelConfig, dtype: str, prompts: np.ndarray, new: int) -> Callable[[], int]:
-    """Make a function that generates, and returns the last token."""
-    model = jax.jit(lambda: map_variables(Zaya(config, jax.random.key(0)), lambda _, x: x.astype(dtype)))()
+    """Make a function that generates, and returns the last token; the model is `unrolled`, as one that is opened."""
+    model = unrolled(jax.jit(lambda: map_variables(Zaya(config, jax.random.key(0)), lambda _, x: x.astype(dtype)))())
 
     def step() -> int:
         return generate_tokens(model, prompts, new)[-1].tokens[-1]
