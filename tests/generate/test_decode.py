@@ -13,8 +13,9 @@ from zaya_jax.generate import decode
 from zaya_jax.generate import placement as generate_placement
 from zaya_jax.generate.decode import continuations, generate_tokens
 from zaya_jax.generate.sampling import Sampling
+from zaya_jax.hf.exporter import save_pretrained
 from zaya_jax.model.tree import roles, shapes
-from zaya_jax.model.zaya import Zaya, logits
+from zaya_jax.model.zaya import Zaya, logits, unrolled
 from zaya_jax.ops.registry import KernelSelection
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.mesh import make_mesh
@@ -170,6 +171,15 @@ def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(mo
                                "float32", KernelSelection(target))  # fmt: skip
     assert generate(PROMPTS, placement=placement.replicated) == expected[0] == expected[1]
     assert used[2:] == [placement.kernels]  # and nothing is tried
+
+
+def test_an_unrolled_model_generates_the_same_and_is_not_exported(tmp_path):
+    made = unrolled(model())
+    assert [row.tokens for row in generate_tokens(made, PROMPTS, STEPS)] == continued()
+    assert unrolled(made) is made
+    with pytest.raises(InputError, match="This model was unrolled to generate"):
+        save_pretrained(made, tmp_path / "folder")
+    assert not list(tmp_path.iterdir())
 
 
 def test_prompts_can_be_arrays():

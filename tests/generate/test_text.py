@@ -129,6 +129,20 @@ def test_an_answer_that_is_cut_short_stays_in_the_conversation(answers):
     assert 0 < len(shown) < 20
 
 
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("<think>the model reads", {"content": "", "reasoning": "the model reads"}),
+        ("<think>the model</think> reads", {"content": "reads", "reasoning": "the model"}),
+    ],
+)
+def test_an_answer_that_is_cut_within_its_reasoning_stays_in_the_conversation(answers, text, kept):
+    answers([text])
+    chat = Chat(opened(), Sampling(), 99)
+    ask(chat, "Say")
+    assert chat.conversation[1] == {"role": "assistant", **kept}
+
+
 def test_a_template_with_a_generation_prompt_uses_it(answers):
     prompts = answers(["x"])
     template = ("{% for m in messages %}[{{ m.role }}] {{ m.content }} [end]{% endfor %}"

@@ -15,17 +15,17 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {"system": "system", "human": "user", "gpt": "assistant", "function_call": "assistant",
             "observation": "tool", "tool": "tool"}  # fmt: skip
 HALF_OF_PAIR = re.compile("[\ud800-\udfff]")
-_THINK, _THINK_END = "<think>", "</think>"
+THINK, THINK_END = "<think>", "</think>"
 
 
 def parse_conversation(value: Any) -> Conversation:
     """Validate a conversation and normalize it.
 
-    In the result, each message has a `role` of `ROLES` and a string `content`; an assistant message also has its
-    `reasoning`, if any. The input can give reasoning as `reasoning`, `reasoning_content` or `<think>…</think>` at the
-    start of the content (white space around both is then stripped). The content can be a list of text parts, and may
-    be null or absent in assistant messages that call tools; `tool_calls` are normalized by `parse_calls`. ShareGPT
-    messages with `from` and `value` work too. Other keys are kept.
+    In the result, each message has a `role` of `ROLES` and a string `content`, which may be None or absent if it calls
+    tools; an assistant message also has its `reasoning`, if any. The input can give reasoning as `reasoning`,
+    `reasoning_content` or `<think>…</think>` at the start of the content (white space around both is then stripped).
+    The content can be a list of text parts; `tool_calls` are normalized by `parse_calls`. ShareGPT messages with `from`
+    and `value` work too. Other keys are kept.
 
     Raises:
       ValueError: the value is not a conversation or has no assistant message. The message is a clause; the caller adds
@@ -103,11 +103,11 @@ def _reasoning(message: dict[str, Any], where: str) -> str:
 
 def _split(content: str, where: str) -> tuple[str, str]:
     """Split a content into reasoning and answer."""
-    if not content.lstrip().startswith(_THINK):
+    if not content.lstrip().startswith(THINK):
         return "", content
-    reasoning, end, answer = content.lstrip().removeprefix(_THINK).partition(_THINK_END)
+    reasoning, end, answer = content.lstrip().removeprefix(THINK).partition(THINK_END)
     if not end:
-        raise ValueError(f"{where} has a {_THINK} without {_THINK_END}")
+        raise ValueError(f"{where} has a {THINK} without {THINK_END}")
     return reasoning.strip(), answer.strip()
 
 

@@ -75,9 +75,11 @@ def _run(options: argparse.Namespace) -> int:
         raise InputError(f"--samples is {options.samples}, but must be at least 1.")
     from zaya_jax.config import ParallelConfig
     from zaya_jax.generate.source import open_text_model
+    from zaya_jax.model.zaya import unrolled
 
     layout = ParallelConfig(data=options.data, context=options.context)
     opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
+    opened = opened._replace(model=unrolled(opened.model))
     given = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
     sampling = opened.sampling._replace(**given)
     sampling.check("--")

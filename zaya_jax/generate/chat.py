@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from zaya_jax.data.conversation import Conversation, parse_conversation
+from zaya_jax.data.conversation import THINK, THINK_END, Conversation, parse_conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
 from zaya_jax.generate.sampling import Sampling
@@ -72,6 +72,8 @@ class Chat:
                 answer = row.text
                 yield row
         finally:  # keep the part of an interrupted answer that was yielded
+            if answer.lstrip().startswith(THINK) and THINK_END not in answer:
+                answer += THINK_END
             messages = [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
             self.conversation += parse_conversation(messages)
             self._seed += 1
@@ -92,7 +94,7 @@ class Chat:
 def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:
     """Render a conversation with a model's chat template; InputError if the template cannot."""
     special = opened.special
-    names: dict[str, Any] = {"messages": conversation, "add_generation_prompt": generation_prompt}
+    names: dict[str, Any] = {"messages": conversation, "tools": None, "add_generation_prompt": generation_prompt}
     names |= {name: text for name, text in (("bos_token", special.bos), ("eos_token", special.eos)) if text}
     answer = run_template(opened.template, [{"marks": ["", ""], "names": names}])
     if "texts" not in answer:

@@ -13,12 +13,12 @@ from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_mesh, decode_placement
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.model.zaya import Zaya, unrolled
+from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops.target import current_target
 from zaya_jax.parallel.decode import REPLICATED, place
 from zaya_jax.parallel.placement import Placement
 from zaya_jax.run.files import read_object
-from zaya_jax.run.tokenizer import GENERATION, special_ids
+from zaya_jax.run.tokenizer import GENERATION
 from zaya_jax.weights.load import open_weights
 from zaya_jax.weights.sources import Weights
 
@@ -74,17 +74,15 @@ def open_text_model(
     special = find_special_tokens(path, chat=True, eot=None, bos=None)
     text = load_tokenizer(path, special.eot, special.bos)
     check_vocabulary(text, weights.config.vocab_size, path)
-    settings = special_ids(path.parent)
-    stops = settings.get("eos_token_id") or []
-    stops = [*(stops if isinstance(stops, list) else [stops]), text.eot]
+    stops = [text.eot, *_end_tokens(path.parent)]
     if dtype is None:
         dtype = "float32" if current_target().platform == "cpu" else "bfloat16"
     sampling, template = _sampling(path.parent / GENERATION), _template(path.parent)
     adds_bos = find_special_tokens(path, chat=False, eot=None, bos=None).bos is not None
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
-    model = unrolled(place(placement.mesh, model, REPLICATED))
-    return TextModel(model, text, special, sorted(set(stops)), sampling, template, adds_bos, placement)
+    return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
+                     adds_bos, placement)  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
@@ -98,6 +96,13 @@ def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
     if path is None or not path.is_file():
         raise InputError(f"{source} has no tokenizer.json; name one with --tokenizer FOLDER.")
     return path
+
+
+def _end_tokens(folder: Path) -> list[int]:
+    """Read the ids that end a text in `config.json` or, often more of them, in `generation_config.json`."""
+    files = [folder / name for name in ("config.json", GENERATION) if (folder / name).is_file()]
+    ids = [read_object(path).get("eos_token_id") for path in files]
+    return [token for value in ids if value is not None for token in (value if isinstance(value, list) else [value])]
 
 
 def _sampling(path: Path) -> Sampling:

@@ -75,8 +75,10 @@ def save_pretrained(model: Zaya, folder: str | Path, layout: Layout = "hf") -> N
     """Write `model` as a `transformers` folder, in the dtype of its embedding.
 
     Raises:
-      InputError: see `write_folder`.
+      InputError: see `write_folder`; or the model is `unrolled`.
     """
+    if len(model.blocks) != len(model.config.layer_kinds):
+        raise InputError("This model was unrolled to generate. Save the model that it was made from.")
     values = {**parameters(model), **balancing_biases(model)}
     write_folder(folder, model.config, read_arrays(values), model.dtype, layout)
 
