@@ -1,5 +1,6 @@
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,20 @@ def test_each_call_uses_the_kernels_that_are_left_unless_a_placement_is_given(mo
                                "float32", KernelSelection(target))  # fmt: skip
     assert generate(PROMPTS, placement=placement.replicated) == expected[0] == expected[1]
     assert used[2:] == [placement.kernels]  # and nothing is tried
+
+
+def test_a_step_does_not_copy_the_cache():
+    made, placement = unrolled(model()), generate_placement.decode_placement(model(), generate_placement.FIRST_DEVICE)
+    branches = Sampling().branches
+    state = decode._prefilled(made, [[1] * 9], 40, None, branches, placement)
+    keys = jax.vmap(jax.random.key)(jnp.zeros(1, jnp.uint32))
+    text = decode._decode.lower(
+        made, state, keys, jax.tree.map(np.float32, Sampling()), np.array([7], np.int32), np.int32(2), size=2,
+        branches=branches, placement=placement,
+    ).compile().as_text()  # fmt: skip
+    shape = ",".join(map(str, state.cache.layers[0].kv.k_btx.shape))
+    assert f"f32[{shape}]" in text
+    assert not re.findall(rf"= f32\[{shape}\]\S* (?:copy|transpose)\(.*", text)
 
 
 def test_an_unrolled_model_generates_the_same_and_is_not_exported(tmp_path):

@@ -127,7 +127,7 @@ def continuations(
             if stopped is not None and not ended[index] and stopped(index, results[index].tokens):
                 results[index] = results[index]._replace(stopped=True)
                 ended[index] = True
-        state = state._replace(done_b=_settle(model, mesh, ended, ROWS))
+        state = state._replace(done_b=_place_like_results(model, mesh, ended, ROWS))
         yield list(results)
         if ended.all():
             return
@@ -190,7 +190,7 @@ def _prefilled(
         tokens[index, padded - len(row) :] = row
         segments[index, padded - len(row) :] = 1
     cache = _empty_cache(config, count, capacity, model.dtype.name, placement)
-    cache = _settle(model, placement.mesh, cache, cache_specs(config, cache))
+    cache = _place_like_results(model, placement.mesh, cache, cache_specs(config, cache))
     logits = jnp.zeros(0)
     for start in range(0, padded, chunk):
         piece = slice(start, min(start + chunk, padded))
@@ -202,10 +202,10 @@ def _prefilled(
             occurred[index, row] = True
         occurred = jnp.asarray(occurred)
     state = DecodeState(cache, logits, occurred, jnp.array([not row for row in rows]), jnp.zeros((), jnp.int32))
-    return _settle(model, placement.mesh, state, _state_specs(config, state))
+    return _place_like_results(model, placement.mesh, state, _state_specs(config, state))
 
 
-def _settle(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> Any:
+def _place_like_results(model: Zaya, mesh: AnyMesh, tree: Any, specs: Any) -> Any:
     """Put arrays where a call leaves its results; for arrays elsewhere, the next call would be compiled again."""
     return place(mesh, tree, specs) if mesh.size > 1 else jax.device_put(tree, jax.tree.leaves(model)[0].sharding)
 

@@ -19,7 +19,7 @@ from pallas_kernels.attention_backward import attention_backward
 from pallas_kernels.decode import attention_decode, decodes
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
-from zaya_jax.ops.few_queries import MOST, few_queries
+from zaya_jax.ops.few_queries import MAX_QUERIES, few_queries
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, documents, other_dtypes
 
@@ -50,7 +50,7 @@ def attention(
     if query_segments_bs is None or key_segments_bt is None:
         query_segments_bs = jnp.ones(q_bshc.shape[:2], jnp.int32)
         key_segments_bt = jnp.ones(k_btkc.shape[:2], jnp.int32)
-    if q_bshc.shape[1] <= MOST:
+    if q_bshc.shape[1] <= MAX_QUERIES:
         o, _ = few_queries(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
         return o.astype(q_bshc.dtype)
     blocks, q, k, v, q_seg, k_seg = fold(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, window)
@@ -77,7 +77,7 @@ def partial_attention(
 
     `query_offset` is negative if the keys come after the queries.
     """
-    if q_bshc.shape[1] <= MOST:
+    if q_bshc.shape[1] <= MAX_QUERIES:
         return PartialAttention(
             *few_queries(q_bshc, k_btkc, v_btkc, query_segments_bs, key_segments_bt, query_offset, window)
         )

@@ -61,10 +61,10 @@ def _write(cache: KeysAndValues, new: KeysAndValues, slot: jax.Array | int) -> K
         return (update(k, merge_heads(new[0], k.dtype), slot, 1), update(v, merge_heads(new[1], v.dtype), slot, 1))
 
     # XLA:CPU fuses the updates with what reads them, and copies the caches for it, unless a branch separates the two.
-    def write_apart(k: jax.Array, v: jax.Array) -> KeysAndValues:
+    def write_in_branch(k: jax.Array, v: jax.Array) -> KeysAndValues:
         return jax.lax.cond(jnp.asarray(slot) >= 0, write, lambda *unchanged: unchanged, k, v)
 
-    return jax.lax.platform_dependent(*cache, cpu=write_apart, default=write)
+    return jax.lax.platform_dependent(*cache, cpu=write_in_branch, default=write)
 
 
 def _through_ring(

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from zaya_jax.ops.blockwise import FLOOR, HIDDEN
 from zaya_jax.ops.precision import accumulation_dtype
 
-MOST = 4  # queries; with more, blocks that skip hidden keys are faster
+MAX_QUERIES = 4  # queries; with more, blocks that skip hidden keys are faster
 
 
 def few_queries(
