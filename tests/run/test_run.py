@@ -171,13 +171,13 @@ def test_files_and_ids_are_copied_into_a_run_and_nothing_where_there_are_none(tm
     folder = run_tokenizer(checkpoint)
     assert folder is not None
     assert {path.name for path in folder.iterdir()} == {"tokenizer.json", "generation_config.json"}
-    assert special_ids(folder) == {"eos_token_id": [1, 2]}
+    assert special_ids(folder) == {"bos_token_id": None, "eos_token_id": [1, 2], "pad_token_id": None}
 
 
 def test_ids_of_the_configuration_come_before_those_of_generation(tmp_path):
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "bos_token_id": 2, "top_k": 3}))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 4}))
-    assert special_ids(tmp_path) == {"eos_token_id": 4, "bos_token_id": 2}
+    assert special_ids(tmp_path) == {"bos_token_id": 2, "eos_token_id": 4, "pad_token_id": None}
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(InputError, match=r"config\.json is not a JSON object"):
         special_ids(tmp_path)
