@@ -1,0 +1,61 @@
+"""What Aegis observes: a fault, or a sign of one, with its class, severity and evidence."""
+
+import dataclasses
+import enum
+
+_LONGEST_TEXT = 500  # characters
+
+
+class FaultClass(enum.StrEnum):
+    """The kind of a fault. Policies name their rules after it."""
+
+    HANG = "hang"  # no progress for longer than the phase's timeout
+    CRASH = "crash"  # a process ended by a signal or with an error
+    NETWORK = "network"  # a network link is down or flaps
+    GPU = "gpu"  # memory errors, resets and losses of a GPU
+    NON_FINITE = "non_finite"  # gradients that are not finite
+    SPIKE = "spike"  # the loss left its recent range
+    STRAGGLER = "straggler"  # one process is slower than the others
+    PREEMPTION = "preemption"  # the scheduler or a person asked the run to end
+    HOST_MEMORY = "host_memory"  # the machine or its cgroup ran out of memory
+    DEVICE_MEMORY = "device_memory"  # a GPU ran out of memory
+    CHECKPOINT = "checkpoint"  # no checkpoint can be restored, or saving fails
+    DISK = "disk"  # a disk is full or fails
+    CONFIGURATION = "configuration"  # the command cannot run as it is
+
+
+class Severity(enum.StrEnum):
+    """How bad an observation is; ERROR and FATAL are synced to disk at once."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    FATAL = "fatal"
+
+
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """A fault, or a sign of one.
+
+    Attributes:
+      code: stable name of what was observed, such as 'gpu-uncorrectable-ecc'.
+      fault: its class.
+      severity: how bad it is.
+      text: evidence as printable text of at most 500 characters, such as the line of a log.
+      rank: process that it concerns; None for the machine.
+    """
+
+    code: str
+    fault: FaultClass
+    severity: Severity
+    text: str = ""
+    rank: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", printable(self.text))
+
+
+def printable(text: str, longest: int = _LONGEST_TEXT) -> str:
+    """Return untrusted text as one line of at most `longest` characters, with control characters escaped."""
+    cut = text[:longest]
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in cut)[:longest]
