@@ -140,7 +140,7 @@ def test_the_printed_configuration_is_one_that_prints_itself(tmp_path, capsys):
     ],
 )
 def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, status, said):
-    def stop(config, peers):
+    def stop(config, peers, progress):
         raise error
 
     monkeypatch.setattr(loop, "run_training", stop)
@@ -149,7 +149,7 @@ def test_each_way_to_stop_has_its_status(tmp_path, monkeypatch, capsys, error, s
 
 
 def test_a_defect_is_not_taken_for_bad_input(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "run_training", lambda config, peers: 1 / 0)
+    monkeypatch.setattr(loop, "run_training", lambda config, peers, progress: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["--config", str(write_run(tmp_path))])
 

@@ -1,11 +1,14 @@
 """Train a model: `python -m zaya_jax.main --config configs/tiny.yaml [section.key=value ...]`."""
 
 import atexit
+import faulthandler
+import signal
 import sys
 
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()
 
@@ -14,7 +17,7 @@ import os
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, is_disk_full, last_words
@@ -23,6 +26,7 @@ from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
+from zaya_jax.run.progress_record import Phase, record_from_environment
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -56,9 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except Exception as error:
             if is_disk_full(error):
                 return process.end(error)
-            if process.peers is None:
-                raise
-            process.fail(error, process.peers)
+            process.fail(error)
+    process.progress.end(ExitCode.OK, "Finished.", is_origin=True)
     return ExitCode.OK
 
 
@@ -70,8 +73,13 @@ def _train(config: Config, options: argparse.Namespace, process: "_Process") -> 
     from zaya_jax.train.report import report
 
     timeout = preset.peer_timeout if options.peer_timeout is None else options.peer_timeout
-    process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout)
-    text = report(config, run_training(config, process.peers))
+    progress = process.progress
+    progress.enter(Phase.JOIN)
+    process.peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, timeout,
+                         progress)  # fmt: skip
+    result = run_training(config, process.peers, progress)
+    progress.enter(Phase.FINISH)
+    text = report(config, result)
     if is_primary():
         print(text)
 
@@ -93,30 +101,46 @@ class _Process:
     def __init__(self) -> None:
         self.run_dir = ""  # empty until training starts
         self.peers: PeerLiveness | None = None  # the other processes of the job
+        self.progress = record_from_environment()
 
     def stop(self, number: int) -> None:
         """Exit at once: there is nothing to save, or this is the second signal."""
-        leave = say_and_exit if self.peers is None else self.peers.leave
-        leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
+        self._leave(f"Stopped by {NAMES[number]}.{_saved(self.run_dir)}", exit_status(number))
 
     def end(self, error: BaseException) -> int:
         """Print why the run ends, and return the exit status."""
         sentence, status = last_words(error)
+        self.progress.end(status, sentence, is_origin=True)
         if self.peers is not None:
             self.peers.leave(sentence, status)
         warn(sentence)
         return status
 
-    def fail(self, error: Exception, peers: "PeerLiveness") -> None:
+    def fail(self, error: Exception) -> NoReturn:
         """End the whole job after an error in this process, which the loss of another process may have caused."""
+        if self.peers is None:
+            self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=True)
+            raise error
         from zaya_jax.parallel.multihost import is_peer_loss
 
         if is_peer_loss(error):
-            peers.wait()  # until the peer timeout names the lost process, and ends this one
+            self.peers.wait()  # until the peer timeout names the lost process, and ends this one
         else:
             traceback.print_exc()
+        self.progress.end(ExitCode.STOPPED, _describe(error), is_origin=not is_peer_loss(error))
         why = (str(error).splitlines() or [type(error).__name__])[0][:300].removesuffix(".")
-        peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
+        self.peers.leave(f"Stopped: {why}.{_saved(self.run_dir)}", ExitCode.STOPPED)
+
+    def _leave(self, sentence: str, status: int) -> NoReturn:
+        self.progress.end(status, sentence, is_origin=True)
+        leave = say_and_exit if self.peers is None else self.peers.leave
+        leave(sentence, status)
+
+
+def _describe(error: Exception) -> str:
+    """Describe an unexpected error by its type, message and the line that raised it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {str(error)[:300]} ({Path(frame.filename).name}:{frame.lineno} in {frame.name})"
 
 
 def _saved(run_dir: str) -> str:

@@ -19,6 +19,7 @@ from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.relay import relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
 from zaya_jax.run.launcher import detect_launcher
+from zaya_jax.run.progress_record import ProgressRecord
 
 T = TypeVar("T")
 # Values that processes may exchange. Tuples and enums would arrive as lists and plain values.
@@ -33,8 +34,9 @@ _turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
 def join(
-    coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float
-) -> PeerLiveness | None:
+    coordinator: str | None, processes: int | None, process: int | None, join_seconds: int, peer_timeout: float,
+    progress: ProgressRecord | None = None,
+) -> PeerLiveness | None:  # fmt: skip
     """Join the job that this process belongs to, and start to watch its peers.
 
     Args:
@@ -43,6 +45,7 @@ def join(
       process: index of this process.
       join_seconds: seconds to wait for the other processes.
       peer_timeout: seconds that another process may be silent before this one ends; above 0.
+      progress: receives the last words if the loss of another process ends this one; None for no record.
 
     Returns:
       The liveness thread; None if this process is alone.
@@ -71,7 +74,7 @@ def join(
         raise _unusable(source, error) from error
     job = _job(coordinator, processes, process, source)
     connections = meet(job, join_seconds)
-    peers = PeerLiveness(connections, peer_timeout) if connections else None
+    peers = PeerLiveness(connections, peer_timeout, progress) if connections else None
     # The processes reach each other directly, but gRPC would use the proxy of http_proxy. Its variables are lower case.
     direct = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy", "")  # noqa: SIM112
     os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112

@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from zaya_jax.parallel.rendezvous import ENDS, Peer, dismiss, verdict
 from zaya_jax.parallel.stop_step import StopStep
+from zaya_jax.run.progress_record import ProgressRecord
 from zaya_jax.run.signals import exit_at_once, print_error
 
 _DONE = "done"
@@ -31,14 +32,15 @@ class PeerLiveness:
       stop_step: agreement of all processes on the step after which they stop; the thread receives its messages.
     """
 
-    def __init__(self, peers: Sequence[Peer], peer_timeout: float) -> None:
+    def __init__(self, peers: Sequence[Peer], peer_timeout: float, progress: ProgressRecord | None = None) -> None:
         """Start the thread.
 
         Args:
           peers: connections to the processes to watch.
           peer_timeout: seconds that another process may be silent.
+          progress: receives the last words; None for no record.
         """
-        self._peers, self._timeout = list(peers), peer_timeout
+        self._peers, self._timeout, self._progress = list(peers), peer_timeout, progress or ProgressRecord()
         self.stop_step = StopStep(self._peers)
         self._heard = dict.fromkeys(peers, time.monotonic())
         self._done: set[Peer] = set()
@@ -52,6 +54,7 @@ class PeerLiveness:
         A normal exit would wait for other processes, which may be lost or busy.
         """
         self._last_word.acquire()  # never released: the first message is the last one
+        self._progress.end(status, sentence, is_origin=False)  # ignored if this process has left its own
         print_error(sentence)
         dismiss(self._peers, f"{ENDS}{status} {sentence}", min(self._timeout, _LAST_WORD))
         exit_at_once(status)

@@ -30,6 +30,7 @@ from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.checkpoints import CHECKPOINTS, has_checkpoint
 from zaya_jax.run.folder import METRICS, TIMINGS, claim_run, lock_run, run_folder
 from zaya_jax.run.metrics import DiskGuard, JsonlFile, JsonlSink, MetricSink, read_rows
+from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.run.status import track_status
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.console import ConsoleReport
@@ -45,6 +46,7 @@ from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
+from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
 from zaya_jax.train.run_tokenizer import write_tokenizer
 from zaya_jax.train.state import TrainState
@@ -97,18 +99,23 @@ class TrainResult:
         return with_values(self.program.model, {**params, **self.state.balance})
 
 
-def run_training(config: Config, peers: PeerLiveness | None = None) -> TrainResult:
+def run_training(
+    config: Config, peers: PeerLiveness | None = None, progress: ProgressRecord | None = None
+) -> TrainResult:
     """Train through all phases of `config`, or resume from the newest checkpoint in its `run_dir`.
 
     Args:
       config: checked configuration of the run.
       peers: connections to the other processes of the job; None if this process is alone.
+      progress: tells a supervisor what this process does; None if there is none.
 
     Raises:
       InputError: the configuration, the data or the run folder cannot be used; nothing is overwritten.
       RunStopped: too many steps in a row were skipped, or saving failed for too long.
       Preempted: Ctrl-C or SIGTERM ended the run after it saved.
     """
+    progress = progress or ProgressRecord()
+    progress.enter(Phase.OPEN)
     programs = _checked_programs(config)
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -128,13 +135,16 @@ def run_training(config: Config, peers: PeerLiveness | None = None) -> TrainResu
         store = enter(CheckpointStore(folder / CHECKPOINTS, config.checkpoint, phase_ends, console.say))
         # Not earlier, since validation is slow and input errors should come first; not later, when the state takes
         # memory.
+        progress.enter(Phase.COMPILE)
         programs = programs.with_kernels(validated_kernels(config))
+        progress.enter(Phase.RESTORE)
         state, first, base = _initialize_or_resume(config, programs, folder, prepared, batches, store)
         if is_primary():
             enter(track_status(folder))
             enter(out_of_memory("Training", TRAINING_REMEDY))  # again, inside, so that `status.json` has the message
         compiled = enter(CompiledSteps(programs))
         step = int(jax.device_get(state.step))
+        progress.start_training(step)
         stack.callback(console.close)
         console.start(step)
         if step and store.latest() == step:
@@ -144,8 +154,8 @@ def run_training(config: Config, peers: PeerLiveness | None = None) -> TrainResu
             stack.callback(sink.close)
         trainer = Trainer(
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
-            evaluators=evaluators, logger=StepLogger(config, [*sinks, console]), store=store, disk=disk,
-            preemption=preemption,
+            evaluators=evaluators, logger=StepLogger(config, [ProgressSink(progress), *sinks, console]), store=store,
+            disk=disk, preemption=preemption, progress=progress,
             draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
         )  # fmt: skip
         del state, base  # so that the trainer can free what a step or a phase replaces

@@ -18,6 +18,7 @@ from zaya_jax.parallel.multihost import is_primary
 from zaya_jax.parallel.preemption import Preemption
 from zaya_jax.run.folder import CONFIG, PHASES, record_changes, run_folder, write_phase_ends
 from zaya_jax.run.metrics import DiskGuard
+from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory_errors import out_of_memory
 from zaya_jax.train.resumption import checkpoint_metadata
@@ -50,6 +51,7 @@ class Trainer:
       store: the checkpoint store.
       disk: reports files of the run folder that cannot be written.
       preemption: tells whether a signal asked the run to end.
+      progress: tells a supervisor what this process does.
       draw: plots the run to a path.
       steps_done: number of steps done.
       scores: of all evaluators for `state`; {} if it has not been evaluated.
@@ -65,6 +67,7 @@ class Trainer:
     store: CheckpointStore
     disk: DiskGuard
     preemption: Preemption
+    progress: ProgressRecord
     draw: Callable[[Path], None]
     steps_done: int = dataclasses.field(init=False)
     scores: dict[str, Any] = dataclasses.field(init=False, default_factory=dict)
@@ -93,6 +96,7 @@ class Trainer:
             self._after_step()
         if not self.scores:  # if the run resumed after its last step
             self.evaluate()
+        self.progress.enter(Phase.FINISH)
         self._wait_until_saved()
 
     def step(self) -> None:
@@ -100,20 +104,25 @@ class Trainer:
         stage = self._stage
         if stage is None or self.steps_done == stage.end:
             stage = self._enter_stage()
+        self.progress.enter(Phase.DATA)
         wait_start = time.monotonic()
         batch = self._next_batch()
         data_wait = time.monotonic() - wait_start
+        self.progress.enter(Phase.DISPATCH)
         placed = self._placement.place(batch, stage.micro_batches, self._placement.share)
         with jax.transfer_guard("disallow"):
             self.state, metrics = stage.train_step(self.state, placed, self.base)
         self.steps_done += 1
         self.scores = {}
+        self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.start_step(self.steps_done, metrics, data_wait)
 
     def evaluate(self) -> dict[str, Any]:
         """Score the model with every evaluator, and log the last step with the scores."""
+        self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.wait()  # so that the evaluation does not count as the step's time
         jax.block_until_ready(self.state)  # so that an error in the step is not blamed on the evaluation
+        self.progress.enter(Phase.EVALUATE)
         loss_sums = self.compiled.evaluation(self._phase)
         model = ModelSnapshot(self.state.params, self.state.balance, self.base, self._placement, loss_sums)
         with out_of_memory("The evaluation", "Lower evaluation.batch_size"):
@@ -124,6 +133,7 @@ class Trainer:
 
     def save(self) -> None:
         """Start saving a checkpoint in the background; one save is in flight at a time."""
+        self.progress.enter(Phase.SAVE)
         self.logger.record()
         loss = next((self.scores.get(each.name) for each in self.evaluators if each.ranks_checkpoints), None)
         metadata = checkpoint_metadata(self._config, self.steps_done, self.batches.get_state(), loss, self.first_step)
@@ -131,6 +141,7 @@ class Trainer:
 
     def _enter_stage(self) -> _Stage:
         """Compile the step of the next stage, and enter its phase."""
+        self.progress.enter(Phase.COMPILE)
         stage = stage_at(self._config, self.steps_done)
         train_step = self.compiled.step(stage)
         self._enter_phase(stage.phase)

@@ -1,0 +1,94 @@
+"""Decide what to do about a failure: a pure function of the failures so far and the policy."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.failure import Failure
+from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.policy import Policy
+
+_HOUR = 3600.0  # seconds
+
+_STOP_CODES = {
+    FaultClass.PREEMPTION: SupervisorExit.PREEMPTED,
+    FaultClass.CONFIGURATION: SupervisorExit.CONFIGURATION,
+    FaultClass.CHECKPOINT: SupervisorExit.NO_CHECKPOINT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What to do about a failure.
+
+    Attributes:
+      rule: name of the rule that decided.
+      exit_code: of the supervisor, if it ends; None to restart.
+      delay: seconds to wait before the restart.
+      why: a sentence.
+    """
+
+    rule: str
+    exit_code: SupervisorExit | None
+    delay: float = 0.0
+    why: str = ""
+
+
+def decide(
+    failures: Sequence[tuple[float, Failure]], policy: Policy, *, jitter: float = 0.0, can_act: bool = True
+) -> Decision:
+    """Decide what to do about the last failure.
+
+    Args:
+      failures: monotonic time and failure of each attempt so far, oldest first.
+      policy: of the supervisor.
+      jitter: random number in [0, 1).
+      can_act: false if the action of the rule is only logged; then the run restarts.
+
+    Returns:
+      The decision. It restarts unless a rule says otherwise; rules in order: the action of the class of fault, the
+      same failure again, no progress, the budget of restarts.
+    """
+    now, failure = failures[-1]
+    restart = policy.restart
+    action = policy.rules.of(failure.fault)
+    if action == "stop":
+        code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
+        return Decision(f"rules.{failure.fault}", code, why=f"The policy stops the run on {_name(failure)}.")
+    if action == "replace_node" and can_act:
+        return Decision(f"rules.{failure.fault}", SupervisorExit.RETRY_ELSEWHERE,
+                        why=f"The policy asks for another node on {_name(failure)}.")  # fmt: skip
+    alike = [each for _, each in failures if each.same == failure.same]
+    if failure.words and failure.fault is not FaultClass.HANG and len(alike) >= restart.same_failure:
+        where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
+        return Decision("restart.same_failure", SupervisorExit.DO_NOT_REQUEUE, why=(
+            f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"
+        ))  # fmt: skip
+    stuck = _without_progress([each for _, each in failures])
+    if stuck > restart.no_progress:
+        return Decision("restart.no_progress", SupervisorExit.DO_NOT_REQUEUE, why=(
+            f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
+        ))  # fmt: skip
+    recent = sum(now - time < _HOUR for time, _ in failures[:-1])
+    if recent >= restart.per_hour:
+        return Decision("restart.per_hour", SupervisorExit.BUDGET_SPENT, why=(
+            f"{recent} restarts within an hour are the limit (restart.per_hour)."
+        ))  # fmt: skip
+    delay = restart.delays[min(stuck, len(restart.delays) - 1)]
+    return Decision("restart", None, delay * (1 + restart.jitter * jitter), f"Restarting after {_name(failure)}.")
+
+
+def _name(failure: Failure) -> str:
+    place = "" if failure.rank is None else f" of process {failure.rank}"
+    return f"the {failure.fault.replace('_', ' ')} fault {failure.code}{place}"
+
+
+def _without_progress(failures: Sequence[Failure]) -> int:
+    """Count the last attempts of which none did a step that had not been done before."""
+    count = 0
+    for index in reversed(range(len(failures))):
+        before = max((each.progress for each in failures[:index]), default=-1)
+        if failures[index].progress > max(before, 0):
+            break
+        count += 1
+    return count

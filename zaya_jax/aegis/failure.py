@@ -1,0 +1,119 @@
+"""Why an attempt to train ended: which process failed first, and of what."""
+
+import dataclasses
+import signal
+from collections.abc import Sequence
+
+from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printable
+from zaya_jax.errors import ExitCode
+from zaya_jax.run.progress_record import LastWords, Phase
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEnd:
+    """How a process ended.
+
+    Attributes:
+      rank: index of the process.
+      status: exit status, negative for a signal.
+      time: of the end, of the supervisor's `time.monotonic`.
+      step: number of steps done; -1 if it did not get that far.
+      phase: what it did last.
+      words: its last words; None if it left none.
+      was_killed: whether the supervisor killed it.
+    """
+
+    rank: int
+    status: int
+    time: float
+    step: int = -1
+    phase: Phase = Phase.START
+    words: LastWords | None = None
+    was_killed: bool = False
+
+    @property
+    def followed(self) -> bool:
+        """Whether it ended because another process was lost, by its own account."""
+        return self.words is not None and not self.words.is_origin
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended.
+
+    Attributes:
+      fault: its class.
+      code: name of what happened, such as 'signal-SIGKILL', 'exit-1' or 'hang-device_wait'.
+      rank: the process that failed first; None if that is unknown or another node's.
+      step: number of steps it had done; -1 if it did not get that far.
+      words: its last sentence, or evidence; printable.
+      progress: greatest number of steps that any process had done.
+    """
+
+    fault: FaultClass
+    code: str
+    rank: int | None
+    step: int
+    words: str = ""
+    progress: int = -1
+
+    @property
+    def same(self) -> tuple[str, str, int, str]:
+        """What two failures of the same cause have in common."""
+        return self.fault, self.code, self.step, self.words
+
+
+def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -> Failure | None:
+    """Return why an attempt ended; None if all processes finished.
+
+    The origin is the process that ended first among those that failed by themselves: not killed by the supervisor, and
+    not because another was lost.
+
+    Args:
+      ends: of all processes of this node.
+      observations: faults seen during the attempt, in order.
+    """
+    failed = [end for end in ends if end.status != 0 and not end.was_killed]
+    if not failed:
+        return None
+    progress = max(end.step for end in ends)
+    origins = [end for end in failed if not end.followed]
+    if not origins:
+        words = next(end.words.sentence for end in failed if end.words is not None)
+        return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words), progress)
+    origin = min(origins, key=lambda end: end.time if end.words is None else min(end.time, end.words.time_ns / 1e9))
+    words = "" if origin.words is None else printable(origin.words.sentence)
+    fault, code = _classify(origin, words, observations)
+    return Failure(fault, code, origin.rank, origin.step, words, progress)
+
+
+def _classify(origin: RankEnd, words: str, observations: Sequence[Observation]) -> tuple[FaultClass, str]:
+    """Return the class and code of the origin's end."""
+    if origin.status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
+        return FaultClass.PREEMPTION, f"exit-{origin.status}"
+    cause = _cause(origin, observations)
+    if cause is not None:
+        return cause.fault, cause.code
+    if origin.status == ExitCode.BAD_INPUT:
+        return FaultClass.CONFIGURATION, "exit-2"
+    if origin.status < 0:
+        try:
+            return FaultClass.CRASH, f"signal-{signal.Signals(-origin.status).name}"
+        except ValueError:
+            return FaultClass.CRASH, f"signal-{-origin.status}"
+    return FaultClass.CRASH, "exception" if words else f"exit-{origin.status}"
+
+
+def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation | None:
+    """Return the observed fault that explains the end; those of hardware before those of software."""
+    severe = [each for each in observations if each.severity in (Severity.ERROR, Severity.FATAL)
+              and each.rank in (None, origin.rank)]  # fmt: skip
+    order = (FaultClass.GPU, FaultClass.HOST_MEMORY, FaultClass.DISK, FaultClass.CHECKPOINT, FaultClass.DEVICE_MEMORY,
+             FaultClass.NETWORK)  # fmt: skip
+    for fault in order:
+        if fault is FaultClass.HOST_MEMORY and origin.status != -signal.SIGKILL:
+            continue  # the out-of-memory killer sends SIGKILL
+        for each in severe:
+            if each.fault is fault:
+                return each
+    return None

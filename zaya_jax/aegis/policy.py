@@ -1,0 +1,127 @@
+"""The policy: what the supervisor does about each fault, and when it gives up. Written as YAML, see `docs/aegis.md`."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Literal
+
+from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.config.bounds import NonNegative, Positive, check_bounds
+from zaya_jax.config.checks import require
+from zaya_jax.config.loader import load_as
+from zaya_jax.run.progress_record import Phase
+
+# restart: all processes, from the newest intact checkpoint. replace_node: stop, and ask the scheduler for another node.
+# stop: do not requeue. report: write an event, nothing else.
+Action = Literal["restart", "replace_node", "stop", "report"]
+
+
+@dataclass(frozen=True)
+class TimeoutPolicy:
+    """Seconds that a process may stay in a phase without a sign of progress.
+
+    After `learn_after` steps, the timeout of a phase is `factor` times its longest stay so far, at least `floor`, and
+    never above the value here.
+    """
+
+    start: Positive[float] = 600.0
+    join: Positive[float] = 900.0
+    open: Positive[float] = 3600.0
+    restore: Positive[float] = 3600.0
+    compile: Positive[float] = 3600.0
+    data: Positive[float] = 1800.0
+    dispatch: Positive[float] = 1800.0
+    device_wait: Positive[float] = 1800.0
+    evaluate: Positive[float] = 3600.0
+    save: Positive[float] = 1800.0
+    finish: Positive[float] = 3600.0
+    end: Positive[float] = 60.0
+    floor: Positive[float] = 60.0
+    factor: Positive[float] = 5.0
+    learn_after: Positive[int] = 5  # steps
+
+    def of(self, phase: Phase) -> float:
+        """Return the value of `phase`."""
+        return getattr(self, phase.name.lower())
+
+
+@dataclass(frozen=True)
+class RestartPolicy:
+    """When to restart, and when to give up."""
+
+    per_hour: NonNegative[int] = 10  # restarts; then the supervisor ends with BUDGET_SPENT
+    delays: tuple[float, ...] = (0.0, 5.0, 20.0, 60.0)  # seconds before the first, second, … restart without progress
+    jitter: NonNegative[float] = 0.1  # random part of a delay, so that nodes do not restart at once
+    same_failure: Positive[int] = 2  # equal failures at the same step that make it deterministic
+    no_progress: Positive[int] = 3  # restarts in a row without a new step before the supervisor gives up
+
+    def check(self) -> None:
+        """Raise `InputError` if a value is invalid."""
+        check_bounds(self, "restart")
+        require(len(self.delays) > 0 and min(self.delays) >= 0, "restart.delays", list(self.delays),
+                "a list of at least one number, none negative")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RulePolicy:
+    """What to do about each class of fault, when it is seen to end or endanger the run."""
+
+    hang: Action = "restart"
+    crash: Action = "restart"
+    network: Action = "restart"
+    gpu: Action = "replace_node"
+    non_finite: Action = "report"
+    spike: Action = "report"
+    straggler: Action = "report"
+    host_memory: Action = "restart"
+    device_memory: Action = "stop"
+    checkpoint: Action = "stop"
+    disk: Action = "restart"
+    configuration: Action = "stop"
+
+    def of(self, fault: FaultClass) -> Action:
+        """Return the action of `fault`; a preemption always stops the run."""
+        return "stop" if fault is FaultClass.PREEMPTION else getattr(self, fault.value)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A policy.
+
+    Attributes:
+      timeouts: see `TimeoutPolicy`.
+      restart: see `RestartPolicy`.
+      rules: see `RulePolicy`.
+      log_only: classes of faults whose action is only reported as what would have been done, while the run continues.
+        A process that has ended is restarted in any case.
+      grace_seconds: that a run which is asked to stop may take to save, before it is killed.
+      settle_seconds: that the other processes may take to end by themselves after one has failed.
+      evidence_seconds: that collecting evidence before a kill may take.
+    """
+
+    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    rules: RulePolicy = field(default_factory=RulePolicy)
+    log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
+    grace_seconds: NonNegative[float] = 300.0
+    settle_seconds: NonNegative[float] = 2.0
+    evidence_seconds: NonNegative[float] = 5.0
+
+    def check(self) -> None:
+        """Raise `InputError` if a value is invalid."""
+        check_bounds(self, "")
+        check_bounds(self.timeouts, "timeouts")
+        self.restart.check()
+        names = [rule.name for rule in fields(RulePolicy)]
+        for name in self.log_only:
+            require(name in names, "log_only", name, f"a list of {', '.join(names)}")
+
+
+def load_policy(path: str | Path | None) -> Policy:
+    """Read and check a policy; None for the defaults.
+
+    Raises:
+      InputError: the file cannot be read, a key is unknown, or a value is invalid.
+    """
+    policy = Policy() if path is None else load_as(Policy, path)
+    policy.check()
+    return policy

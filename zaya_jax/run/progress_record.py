@@ -1,0 +1,214 @@
+"""The progress record: what a training process does now, written by its training loop and read by a supervisor.
+
+A supervisor makes a record for each process, a file in memory whose path is in the environment variable
+`ZAYA_PROGRESS`. Without one, the record is memory that nobody reads. Only the training loop writes it, never a helper
+thread, which would keep writing while the loop hangs.
+
+The head is written in one piece with a checksum, so that a reader recognizes a write in progress.
+"""
+
+import contextlib
+import enum
+import math
+import mmap
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+VARIABLE = "ZAYA_PROGRESS"  # environment variable with the path of the record
+
+
+class Phase(enum.IntEnum):
+    """What a training process does. The names are those of the timeouts in a supervisor's policy."""
+
+    START = 0  # imports, before anything else
+    JOIN = 1  # meets the other processes of the job
+    OPEN = 2  # opens the run folder and the data
+    RESTORE = 3  # initializes or restores the state
+    COMPILE = 4
+    DATA = 5  # waits for the next batch
+    DISPATCH = 6  # starts a step
+    DEVICE_WAIT = 7  # waits for the results of a step
+    EVALUATE = 8
+    SAVE = 9  # waits for a checkpoint
+    FINISH = 10  # after the last step
+    END = 11  # has left its last words
+
+
+class LastWords(NamedTuple):
+    """Why a process ends.
+
+    Attributes:
+      status: the exit status that it chose.
+      sentence: what it printed last.
+      is_origin: whether the reason is its own, not the loss of another process.
+      time_ns: of `time.monotonic_ns`.
+    """
+
+    status: int
+    sentence: str
+    is_origin: bool
+    time_ns: int
+
+
+class Progress(NamedTuple):
+    """The content of a record.
+
+    Attributes:
+      writes: number of writes so far; it grows as long as the process makes progress.
+      pid: process that writes it.
+      phase: what it does now.
+      step: number of steps done, of the whole run.
+      first_step: number of steps that were done when this process started to train; -1 before that.
+      loss: of the last step, in nats/token; NaN before the first.
+      grad_norm: of the last step; NaN before the first.
+      seconds: time spent in each phase so far, except the current stay in the current phase.
+      longest: seconds of the longest stay in each phase, likewise.
+      last_words: why the process ends; None if it has not said so.
+    """
+
+    writes: int
+    pid: int
+    phase: Phase
+    step: int
+    first_step: int
+    loss: float
+    grad_norm: float
+    seconds: tuple[float, ...]
+    longest: tuple[float, ...]
+    last_words: LastWords | None
+
+
+_MAGIC = b"ZAYA\x00\x00\x00\x01"
+_HEAD = struct.Struct("<QIIqqdd")  # writes, pid, phase, step, first_step, loss, grad_norm
+_CHECKSUM = struct.Struct("<I")
+_DOUBLE = struct.Struct("<d")
+_TIMES = struct.Struct(f"<{2 * len(Phase)}d")
+_WORDS = struct.Struct("<iBqHI")  # status, is_origin, time_ns, bytes of the sentence, its checksum
+_LONGEST_SENTENCE = 1024  # bytes
+_HEAD_AT = 16
+_TIMES_AT = _HEAD_AT + 64
+_WORDS_AT = _TIMES_AT + _TIMES.size
+SIZE = _WORDS_AT + _WORDS.size + _LONGEST_SENTENCE  # bytes of a record
+
+
+class ProgressRecord:
+    """The writing side; each write takes about a microsecond and cannot block or fail."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """Write to the record at `path`, which must have `SIZE` bytes; None writes to memory that nobody reads.
+
+        Raises:
+          OSError: the file cannot be opened.
+          ValueError: it is too small.
+        """
+        if path is None:
+            self._memory = mmap.mmap(-1, SIZE)
+        else:
+            with path.open("r+b") as file:
+                self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._writes, self._phase, self._step, self._first_step = 0, Phase.START, 0, -1
+        self._loss = self._grad_norm = math.nan
+        self._pid = os.getpid()
+        self._seconds, self._longest = [0.0] * len(Phase), [0.0] * len(Phase)
+        self._since = time.monotonic()
+        self._memory[: len(_MAGIC)] = _MAGIC
+        self._write()
+
+    @property
+    def phase(self) -> Phase:
+        """The current phase."""
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Enter `phase`, unless the last words are said."""
+        if self._phase is Phase.END:
+            return
+        now, left = time.monotonic(), self._phase
+        stay, self._since, self._phase = now - self._since, now, phase
+        self._seconds[left] += stay
+        _DOUBLE.pack_into(self._memory, _TIMES_AT + 8 * left, self._seconds[left])
+        if stay > self._longest[left]:
+            self._longest[left] = stay
+            _DOUBLE.pack_into(self._memory, _TIMES_AT + 8 * (len(Phase) + left), stay)
+        self._write()
+
+    @contextlib.contextmanager
+    def within(self, phase: Phase) -> Iterator[None]:
+        """Be in `phase` during the block, then in the phase before it."""
+        before = self._phase
+        self.enter(phase)
+        try:
+            yield
+        finally:
+            self.enter(before)
+
+    def start_training(self, step: int) -> None:
+        """Record that training starts after `step` steps."""
+        self._step = self._first_step = step
+        self._write()
+
+    def complete_step(self, step: int, loss: float, grad_norm: float) -> None:
+        """Record that `step` steps are done, and the results of the last one."""
+        self._step, self._loss, self._grad_norm = step, loss, grad_norm
+        self._write()
+
+    def end(self, status: int, sentence: str, *, is_origin: bool) -> None:
+        """Leave the last words; later ones are ignored."""
+        if self._phase is Phase.END:
+            return
+        content = sentence.encode()[:_LONGEST_SENTENCE]
+        words = _WORDS.pack(status, is_origin, time.monotonic_ns(), len(content), zlib.crc32(content))
+        self._memory[_WORDS_AT : _WORDS_AT + len(words) + len(content)] = words + content
+        self.enter(Phase.END)
+
+    def _write(self) -> None:
+        self._writes += 1
+        head = _HEAD.pack(self._writes, self._pid, self._phase, self._step, self._first_step, self._loss,
+                          self._grad_norm)  # fmt: skip
+        self._memory[_HEAD_AT : _HEAD_AT + len(head) + 4] = head + _CHECKSUM.pack(zlib.crc32(head))
+
+
+def record_from_environment(environment: Mapping[str, str] = os.environ) -> ProgressRecord:
+    """Open the record of this process' supervisor, or make one that nobody reads if there is none."""
+    path = environment.get(VARIABLE)
+    try:
+        return ProgressRecord(Path(path) if path else None)
+    except (OSError, ValueError):  # the supervisor is gone, and its record with it
+        return ProgressRecord()
+
+
+def read_progress(file: int) -> Progress | None:
+    """Read the record in the open file `file`; None if it is empty, torn or damaged."""
+    for _ in range(3):  # a write may be in progress
+        content = os.pread(file, SIZE, 0)
+        if len(content) < SIZE or not content.startswith(_MAGIC):
+            return None
+        head = content[_HEAD_AT : _HEAD_AT + _HEAD.size]
+        if _CHECKSUM.unpack_from(content, _HEAD_AT + _HEAD.size)[0] == zlib.crc32(head):
+            return _parse(content, *_HEAD.unpack(head))
+    return None
+
+
+def _parse(
+    content: bytes, writes: int, pid: int, phase: int, step: int, first_step: int, loss: float, grad_norm: float
+) -> Progress | None:
+    if phase >= len(Phase):
+        return None
+    times = _TIMES.unpack_from(content, _TIMES_AT)
+    words = _last_words(content) if phase == Phase.END else None
+    return Progress(writes, pid, Phase(phase), step, first_step, loss, grad_norm, times[: len(Phase)],
+                    times[len(Phase) :], words)  # fmt: skip
+
+
+def _last_words(content: bytes) -> LastWords | None:
+    status, is_origin, time_ns, length, checksum = _WORDS.unpack_from(content, _WORDS_AT)
+    start = _WORDS_AT + _WORDS.size
+    sentence = content[start : start + min(length, _LONGEST_SENTENCE)]
+    if zlib.crc32(sentence) != checksum:
+        return None
+    return LastWords(status, sentence.decode(errors="replace"), bool(is_origin), time_ns)
