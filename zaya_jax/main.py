@@ -21,22 +21,15 @@ from typing import TYPE_CHECKING, NoReturn
 
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, is_disk_full, last_words
-from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
+from zaya_jax.run.options import training_parser
 from zaya_jax.run.progress_record import Phase, record_from_environment
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
-
-_EXAMPLES = """examples:
-  python -m zaya_jax.main --config configs/tiny.yaml
-  python -m zaya_jax.main --config configs/tiny.yaml run_dir=runs/other seed=1
-  python -m zaya_jax.main --config configs/zaya1_8b.yaml --dry-run --devices 1024 --hardware mi300x
-
-Rerunning a command resumes from the newest checkpoint in run_dir."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
       The exit status, see `ExitCode`.
     """
-    options, process = _parser().parse_intermixed_args(arguments), _Process()
+    options, process = training_parser().parse_intermixed_args(arguments), _Process()
     with Listener(process.stop):
         try:
             config = _config(options)
@@ -151,31 +144,6 @@ def _saved(run_dir: str) -> str:
     if not steps:
         return f" {run_dir} has no checkpoint yet: rerunning the command starts from the first step."
     return f" The newest checkpoint in {run_dir} is step {steps[-1]}: rerunning the command resumes from it."
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m zaya_jax.main", description="Train a ZAYA1 model, or resume its training.", epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add = parser.add_argument
-    add("--config", required=True, metavar="FILE", help="configuration file, such as configs/tiny.yaml")
-    add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
-    add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
-    add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
-    add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
-    add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
-        f"only): {', '.join(HARDWARE)}")  # fmt: skip
-    add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "
-        "(dry run only)")  # fmt: skip
-    add("--json", action="store_true", help="print the result as JSON (dry run only)")
-    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
-    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
-    add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
-        "(default: set by the preset)")  # fmt: skip
-    add("overrides", nargs="*", metavar="section.key=value", help="configuration value to override, such as seed=1")
-    return parser
 
 
 def _config(options: argparse.Namespace) -> Config:

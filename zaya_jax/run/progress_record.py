@@ -124,6 +124,11 @@ class ProgressRecord:
         """The current phase."""
         return self._phase
 
+    @property
+    def step(self) -> int:
+        """The number of steps done."""
+        return self._step
+
     def enter(self, phase: Phase) -> None:
         """Enter `phase`, unless the last words are said."""
         if self._phase is Phase.END:

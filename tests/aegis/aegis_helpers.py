@@ -1,0 +1,84 @@
+"""Supervisors as real processes, with a light trainer or the real one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.train_helpers import ROOT
+from zaya_jax.aegis.events import EVENTS, read_events
+
+LIGHT = ROOT / "tests" / "aegis" / "light_trainer.py"
+QUICK = {"data": 1.0, "dispatch": 1.0, "device_wait": 1.0, "start": 20.0}  # seconds
+
+
+class Supervised:
+    """A supervisor that runs in a process of its own."""
+
+    def __init__(
+        self, folder: Path, command: list[str], processes: int = 1, policy: dict[str, Any] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        folder.mkdir(parents=True, exist_ok=True)
+        rules = {"timeouts": QUICK, "settle_seconds": 1.0, **(policy or {})}
+        (folder / "policy.yaml").write_text(json.dumps(rules), encoding="utf-8")
+        self.run_dir = folder / "run"
+        self.began = time.monotonic()
+        with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(folder / "policy.yaml"), "--run-dir",
+                 str(self.run_dir), "--processes", str(processes), "--", *command],
+                cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **(environment or {})},
+            )  # fmt: skip
+        self._err = folder / "err"
+
+    def wait(self, seconds: float = 60) -> int:
+        """Exit code; the supervisor is killed if it does not end."""
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+            self.process.wait()
+
+    @property
+    def said(self) -> str:
+        return self._err.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / "aegis" / os.uname().nodename
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return read_events(self.folder / EVENTS)
+
+    def kinds(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return json.loads((self.folder / "verdict.json").read_text(encoding="utf-8"))
+
+    def wait_for(self, path: Path, seconds: float = 20) -> None:
+        """Wait until a file exists."""
+        deadline = time.monotonic() + seconds
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{path} did not appear: {self.said}"
+            time.sleep(0.01)
+
+
+def supervise_light(folder: Path, steps: int, *faults: str, processes: int = 1, **options: Any) -> Supervised:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Supervised(folder, [sys.executable, str(LIGHT), str(folder), str(steps), *faults], processes, **options)
+
+
+def left_running(folder: Path) -> list[psutil.Process]:
+    """Processes of a light trainer in `folder`, and what it started."""
+    return [process for process in psutil.process_iter(["cmdline", "environ"])
+            if str(folder) in " ".join(process.info["cmdline"] or ())
+            or str(folder) in ((process.info["environ"] or {}).get("DRILL_FOLDER") or "")]  # fmt: skip

@@ -1,0 +1,104 @@
+"""`python -m zaya_jax.aegis`: keep a training run alive, and look at what happened to it."""
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.policy import load_policy
+from zaya_jax.aegis.report import AEGIS, format_report, format_status, report_json
+from zaya_jax.aegis.supervisor import Job, Supervisor
+from zaya_jax.config import load_config
+from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.run.files import locked
+from zaya_jax.run.options import training_parser
+
+_EXAMPLES = """examples:
+  python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
+  python -m zaya_jax.aegis run --processes 2 --policy site.yaml -- python -m zaya_jax.main --config configs/tiny.yaml
+  python -m zaya_jax.aegis status runs/tiny --follow
+  python -m zaya_jax.aegis report runs/tiny"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status: of `run` a `SupervisorExit`, of the others an `ExitCode`."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.action(options)
+    except (InputError, KeyboardInterrupt) as error:
+        sentence, status = last_words(error)
+        print(sentence, file=sys.stderr)
+        is_run = options.action is _run and status == ExitCode.BAD_INPUT
+        return SupervisorExit.CONFIGURATION if is_run else status
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.command:
+        raise InputError("The command to supervise is missing. Write it after --, as in: python -m zaya_jax.aegis run "
+                         "-- python -m zaya_jax.main --config configs/tiny.yaml")  # fmt: skip
+    if shutil.which(options.command[0]) is None:
+        raise InputError(f"The command {options.command[0]} was not found.")
+    if options.processes < 1:
+        raise InputError(f"--processes is {options.processes}, but must be at least 1.")
+    policy = load_policy(options.policy)
+    run_dir = _run_dir(options.command) if options.run_dir is None else Path(options.run_dir).expanduser()
+    node = os.uname().nodename
+    folder = run_dir / AEGIS / node
+    with locked(folder / ".lock", "The folder of the supervisor", wait=False):
+        return Supervisor(Job(options.command, options.processes, folder, node, os.environ), policy).run()
+
+
+def _status(options: argparse.Namespace) -> int:
+    run_dir = Path(options.path).expanduser()
+    print(format_status(run_dir))
+    while options.follow:
+        time.sleep(2)
+        print(format_status(run_dir), flush=True)
+    return ExitCode.OK
+
+
+def _report(options: argparse.Namespace) -> int:
+    run_dir = Path(options.path).expanduser()
+    print(report_json(run_dir) if options.json else format_report(run_dir))
+    return ExitCode.OK
+
+
+def _run_dir(command: Sequence[str]) -> Path:
+    """Return the run folder of a training command, after checking its configuration."""
+    module = "zaya_jax.main"
+    if module not in command:
+        raise InputError(f"--run-dir is missing. It can be left out only if the command contains -m {module}.")
+    arguments = list(command[command.index(module) + 1 :])
+    options = training_parser().parse_intermixed_args(arguments)
+    return Path(load_config(options.config, options.overrides).run_dir).expanduser()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.aegis", description="Keep a training run alive.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="start a training command, and restart it when it fails")
+    run.set_defaults(action=_run)
+    run.add_argument("--policy", metavar="FILE", help="policy to follow (default: see configs/aegis/default.yaml)")
+    run.add_argument("--run-dir", metavar="DIR", help="run folder (default: that of the training command)")
+    run.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start on this machine; with "
+                     "more than one, each gets --coordinator, --processes and --process (default: 1)")  # fmt: skip
+    run.add_argument("command", nargs="*", metavar="-- COMMAND", help="the training command")
+    for name, action, what in (("status", _status, "print what the processes of a supervised run do now"),
+                               ("report", _report, "print the faults, recoveries and goodput of a run")):  # fmt: skip
+        command = commands.add_parser(name, help=what)
+        command.set_defaults(action=action)
+        command.add_argument("path", metavar="RUN_DIR", help="folder of the run")
+        flag, meaning = ("--follow", "print again every two seconds") if name == "status" else ("--json", "print JSON")
+        command.add_argument(flag, action="store_true", help=meaning)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""The event log: one JSON object per line, linked by cause, so that detection and recovery times can be read from it.
+
+Its schema is `event.schema.json` in this folder. Readers ignore fields that they do not know.
+"""
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from zaya_jax.aegis.observation import Severity, printable
+
+VERSION = 1
+EVENTS = "events.jsonl"
+_LONGEST_LINE = 64 * 1024  # bytes that a reader accepts
+
+# start, end: of an attempt. detect: a fault or a sign of one. decide: what the policy says. act: what was done.
+# recover: the first step after a restart. inject: a fault that a drill made.
+Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
+
+
+class EventLog:
+    """Appends events to a file; a failure to write never ends the supervisor."""
+
+    def __init__(self, folder: Path, node: str) -> None:
+        """Continue the log in `folder`, which exists; `node` is the name of this machine."""
+        self._node = node
+        events = read_events(folder / EVENTS)
+        self._id = max((event["id"] for event in events), default=0)
+        self.attempt = max((event["attempt"] for event in events), default=0)
+        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(
+        self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, cause: int | None = None,
+        text: str = "", **details: Any,
+    ) -> int:  # fmt: skip
+        """Append an event.
+
+        Args:
+          kind: see `Kind`.
+          code: stable name of what happened.
+          severity: ERROR and FATAL are synced to disk.
+          cause: id of the event that this one follows from.
+          text: evidence or explanation; cut and escaped.
+          **details: other fields of the schema: `fault`, `rank`, `step`, `phase`, `rule`, `action`, `seconds`, `files`,
+            `log_only`, `exit_code`, `times`.
+
+        Returns:
+          The id of the event.
+        """
+        self._id += 1
+        now = time.time()
+        event = {
+            "v": VERSION, "id": self._id, "time": _utc(now), "unix": round(now, 6),
+            "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt, "kind": kind,
+            "code": code, "severity": str(severity), "cause": cause, "text": printable(text),
+        } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
+        try:
+            os.write(self._file, (json.dumps(event, allow_nan=False) + "\n").encode())
+            if severity in (Severity.ERROR, Severity.FATAL):
+                os.fsync(self._file)
+        except OSError:  # a full disk; the trainer reports it
+            pass
+        return self._id
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read the events of one node; lines that are torn or no events are left out."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    events = []
+    for line in content.splitlines():
+        try:
+            event = json.loads(line[:_LONGEST_LINE])
+            if isinstance(event["id"], int) and isinstance(event["attempt"], int) and event["v"] == VERSION:
+                float(event["unix"])
+                events.append(event)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return events
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float):
+        return round(value, 6) if math.isfinite(value) else None
+    return value
+
+
+def _utc(seconds: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{int(seconds % 1 * 1000):03d}Z"

@@ -1,0 +1,60 @@
+"""Evidence, collected before processes are killed: the stacks of all threads, the last lines, and the kernel's view."""
+
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from zaya_jax.aegis.processes import Gang, describe_process
+
+EVIDENCE = "evidence"
+_KEPT = 20  # folders of evidence
+_QUIET = 0.3  # seconds without new output after which the stacks are complete
+
+
+def collect(folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool], seconds: float) -> list[str]:
+    """Collect evidence about the processes of `gang`.
+
+    Args:
+      folder: of this supervisor.
+      attempt: number of the attempt.
+      gang: its processes.
+      pump: passes on output for at most that many seconds; returns whether there was any.
+      seconds: that all of it may take.
+
+    Returns:
+      The paths of the files, relative to `folder`; fewer if they cannot be written.
+    """
+    deadline = time.monotonic() + seconds
+    kernel = {rank.index: describe_process(rank.process.pid) for rank in gang.running}
+    for rank in gang.running:
+        if rank.progress is not None:  # the trainer prints its stacks; a command without a record would end
+            rank.send(signal.SIGUSR1)
+    quiet = time.monotonic() + 2 * _QUIET
+    while (now := time.monotonic()) < min(quiet, deadline):
+        if pump(0.05):
+            quiet = now + _QUIET
+    try:
+        target = folder / EVIDENCE / f"attempt-{attempt}"
+        target.mkdir(parents=True, exist_ok=True)
+        files = []
+        for rank in gang.ranks:
+            names = ("stdout", "stderr", "kernel")
+            texts = [b"\n".join(stream.last_lines) for stream in rank.streams] + [kernel.get(rank.index, "").encode()]
+            for name, text in zip(names, texts, strict=True):
+                if text:
+                    path = target / f"process-{rank.index}.{name}"
+                    path.write_bytes(text + b"\n")
+                    files.append(str(path.relative_to(folder)))
+        _prune(folder / EVIDENCE)
+    except OSError:  # a full disk must not keep a job from restarting
+        return []
+    return files
+
+
+def _prune(folder: Path) -> None:
+    """Remove all but the newest folders of evidence."""
+    attempts = [path for path in folder.iterdir() if path.name.removeprefix("attempt-").isdecimal()]
+    for path in sorted(attempts, key=lambda path: int(path.name.removeprefix("attempt-")))[:-_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)

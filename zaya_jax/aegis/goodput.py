@@ -1,0 +1,111 @@
+"""Goodput: which part of a job's time trained steps that counted, computed from the event log alone.
+
+Each second between the first start and the last end is in exactly one bucket. A step that is done again after a restart
+is wasted the first time. Attempts with a fault that a drill made are left out, with the pause after them.
+
+The buckets are those of Google's ml-goodput-measurement, with evaluation as its custom one.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BUCKETS = {
+    "productive": ("dispatch", "device_wait"),
+    "data_loading": ("data",),
+    "device_initialization": ("join",),
+    "training_preparation": ("start", "open"),
+    "program_startup": ("compile",),
+    "checkpoint_restore": ("restore",),
+    "checkpoint_save": ("save",),
+    "evaluation": ("evaluate",),
+    "wasted_progress": (),
+    "infrastructure_recovery": (),
+    "other": ("finish", "end"),
+}
+_BUCKET_OF = {phase: bucket for bucket, phases in BUCKETS.items() for phase in phases}
+
+
+@dataclasses.dataclass(frozen=True)
+class Goodput:
+    """How the time of a job was spent.
+
+    Attributes:
+      buckets: seconds by bucket; they add up to `seconds`.
+      seconds: between the first start and the last end, without excluded attempts.
+      attempts: number of attempts, excluded ones not counted.
+      steps: number of steps that count.
+      wasted_steps: number of steps that were done again.
+    """
+
+    buckets: Mapping[str, float]
+    seconds: float
+    attempts: int
+    steps: int
+    wasted_steps: int
+
+    @property
+    def fraction(self) -> float:
+        """The productive part of the time; also called effective training time ratio (ETTR). 0 without any time."""
+        return self.buckets["productive"] / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclasses.dataclass
+class _Done:
+    """Steps done in one attempt that still count."""
+
+    first: int
+    last: int
+    seconds: float  # of productive time
+
+
+def measure_goodput(events: Sequence[Mapping[str, Any]], now: float | None = None) -> Goodput:
+    """Compute the goodput of one node.
+
+    Args:
+      events: of the node, oldest first.
+      now: seconds since the epoch at which an attempt that still runs is counted up to; None leaves it out.
+    """
+    buckets = dict.fromkeys(BUCKETS, 0.0)
+    drills = {event["attempt"] for event in events if event["kind"] == "inject"}
+    starts = [event for event in events if event["kind"] == "start"]
+    ends = {event["attempt"]: event for event in events if event["kind"] == "end"}
+    done: list[_Done] = []
+    wasted_steps, seconds = 0, 0.0
+    for start, following in zip(starts, [*starts[1:], None], strict=True):
+        end = ends.get(start["attempt"])
+        until = following["unix"] if following else end["unix"] if end else now
+        if until is None or start["attempt"] in drills:
+            continue
+        seconds += until - start["unix"]
+        if end is None:  # it runs, or its supervisor was killed
+            buckets["other" if following is None else "infrastructure_recovery"] += until - start["unix"]
+            continue
+        buckets["infrastructure_recovery"] += until - end["unix"]
+        times: Mapping[str, float] = end.get("times") or {}
+        for phase, spent in times.items():
+            buckets[_BUCKET_OF.get(phase, "other")] += spent
+        rest = end["unix"] - start["unix"] - sum(times.values())
+        buckets["other" if end["code"] == "finished" else "infrastructure_recovery"] += rest
+        if end.get("first_step") is None:
+            continue
+        lost, lost_seconds = _truncate(done, end["first_step"])
+        wasted_steps += lost
+        buckets["productive"] -= lost_seconds
+        buckets["wasted_progress"] += lost_seconds
+        productive = sum(spent for phase, spent in times.items() if _BUCKET_OF.get(phase) == "productive")
+        done.append(_Done(end["first_step"], end["last_step"], productive))
+    counted = len([start for start in starts if start["attempt"] not in drills])
+    return Goodput(buckets, seconds, counted, sum(each.last - each.first for each in done), wasted_steps)
+
+
+def _truncate(done: list[_Done], step: int) -> tuple[int, float]:
+    """Drop the steps after `step`; return their number and seconds, at the mean rate of their attempt."""
+    steps, seconds = 0, 0.0
+    for each in done:
+        lost = min(max(each.last - step, 0), each.last - each.first)
+        if lost > 0:
+            part = each.seconds * lost / (each.last - each.first)
+            each.last, each.seconds = each.last - lost, each.seconds - part
+            steps, seconds = steps + lost, seconds + part
+    return steps, seconds

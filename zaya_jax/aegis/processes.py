@@ -1,0 +1,196 @@
+"""The trainer's processes of one attempt: started in sessions of their own, watched, and ended without a trace."""
+
+import contextlib
+import ctypes
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from zaya_jax.aegis.failure import RankEnd
+from zaya_jax.aegis.output import Output, Stream
+from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, Progress, read_progress
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Rank:
+    """One process of the trainer.
+
+    Attributes:
+      index: of the process among those of this supervisor.
+      process: the started command, leader of its session.
+      exit: file descriptor that becomes readable when it ends.
+      streams: its stdout and stderr.
+      end: how it ended; None while it runs.
+      killed: whether the supervisor has killed it.
+    """
+
+    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output]):
+        self.index = index
+        self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
+        os.truncate(self._record, SIZE)
+        variables = {**environment, VARIABLE: f"/proc/{os.getpid()}/fd/{self._record}", "PYTHONUNBUFFERED": "1"}
+        supervisor = os.getpid()
+
+        def die_with_the_supervisor() -> None:
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != supervisor:
+                os._exit(1)
+
+        try:
+            # The supervisor has one thread, so running Python between fork and exec is safe.
+            self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
+                list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True, preexec_fn=die_with_the_supervisor,  # noqa: PLW1509
+            )  # fmt: skip
+        except BaseException:
+            os.close(self._record)
+            raise
+        assert self.process.stdout is not None  # noqa: S101 (for the type checker)
+        assert self.process.stderr is not None  # noqa: S101
+        self.streams = [
+            Stream(os.dup(pipe.fileno()), output)
+            for pipe, output in zip((self.process.stdout, self.process.stderr), outputs, strict=True)
+        ]
+        self.process.stdout.close()
+        self.process.stderr.close()
+        self.exit = os.pidfd_open(self.process.pid)
+        self.end: RankEnd | None = None
+        self.killed = False
+
+    @property
+    def progress(self) -> Progress | None:
+        """What the trainer does, by its own record; None if a process of its session has not written one."""
+        progress = read_progress(self._record)
+        if progress is None or self.end is not None:
+            return progress
+        try:
+            return progress if os.getsid(progress.pid) == self.process.pid else None
+        except ProcessLookupError:
+            return progress  # it ended just now
+
+    def note_end(self) -> RankEnd:
+        """Reap the process, which has ended, and return how."""
+        status = self.process.wait()
+        progress = read_progress(self._record)
+        step, phase, words = (-1, Phase.START, None) if progress is None else (
+            progress.step if progress.first_step >= 0 else -1, progress.phase, progress.last_words)  # fmt: skip
+        self.end = RankEnd(self.index, status, time.monotonic(), step, phase, words, self.killed)
+        return self.end
+
+    def send(self, number: int) -> None:
+        """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
+        progress = self.progress
+        pid = self.process.pid if progress is None else progress.pid
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+    def kill(self) -> None:
+        """Kill the whole session, data workers included."""
+        self.killed = self.killed or self.end is None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close all file descriptors of an ended process."""
+        for stream in self.streams:
+            stream.close()
+        os.close(self.exit)
+        os.close(self._record)
+
+
+class Gang:
+    """The processes of one attempt, and a selector that waits for their output and end."""
+
+    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str], outputs: Sequence[Output]):
+        self.selector = selectors.DefaultSelector()
+        self.ranks: list[Rank] = []
+        self.final_progress: Progress | None = None  # of the first process, once closed
+        address = f"127.0.0.1:{_free_port()}"
+        try:
+            for index in range(count):
+                flags = ["--coordinator", address, "--processes", str(count), "--process", str(index)]
+                self.ranks.append(Rank(index, [*command, *flags] if count > 1 else command, environment, outputs))
+        except OSError:
+            self.kill()
+            self.close()
+            raise
+        for rank in self.ranks:
+            self.selector.register(rank.exit, selectors.EVENT_READ, rank)
+            for stream in rank.streams:
+                self.selector.register(stream.file, selectors.EVENT_READ, (rank, stream))
+
+    @property
+    def running(self) -> list[Rank]:
+        """The processes that have not ended."""
+        return [rank for rank in self.ranks if rank.end is None]
+
+    def wait(self, seconds: float) -> tuple[list[RankEnd], list[tuple[Rank, bytes]]]:
+        """Wait for output or the end of a process; return those that ended and the lines that were written."""
+        ends, lines = [], []
+        for key, _ in self.selector.select(seconds):
+            if isinstance(key.data, Rank):
+                self.selector.unregister(key.fileobj)
+                ends.append(key.data.note_end())
+            elif isinstance(key.data, tuple):
+                rank, stream = key.data
+                lines += [(rank, line) for line in stream.read()]
+                if not stream.is_open:
+                    self.selector.unregister(key.fd)
+        return ends, lines
+
+    def kill(self) -> None:
+        """Kill every process that still runs, and wait for their ends."""
+        for rank in self.ranks:
+            rank.kill()
+        for rank in self.running:
+            rank.note_end()
+
+    def close(self) -> None:
+        """Kill what is left of the sessions, read the rest of the output, and close everything."""
+        self.kill()
+        for rank in self.ranks:
+            for stream in rank.streams:
+                if stream.is_open:
+                    stream.read()
+            self.final_progress = self.final_progress or rank.progress
+            rank.close()
+        self.selector.close()
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all descendants whose parents end, so that none of them is left running."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_strays(spared: Collection[int]) -> None:
+    """Kill and reap descendants that left the sessions of the trainer's processes; `spared` are pids to leave alone."""
+    strays = [child for child in psutil.Process().children(recursive=True) if child.pid not in spared]
+    for stray in strays:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            stray.kill()
+    psutil.wait_procs(strays, timeout=1.0)
+
+
+def describe_process(pid: int, root: Path = Path("/proc")) -> str:
+    """Return what the kernel knows of a process: state, memory, threads, where it waits."""
+    text = []
+    for name in ("status", "wchan", "syscall", "io"):
+        with contextlib.suppress(OSError):
+            text.append(f"--- {name}\n{(root / str(pid) / name).read_text(encoding='utf-8', errors='replace')[:4096]}")
+    return "\n".join(text)
+
+
+def _free_port() -> int:
+    with socket.socket() as unbound:
+        unbound.bind(("127.0.0.1", 0))
+        return unbound.getsockname()[1]

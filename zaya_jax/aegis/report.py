@@ -1,0 +1,137 @@
+"""What happened to a run: `status` shows it now, `report` all of it. Both read the files of its supervisors."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.state import STATE, VERDICT
+from zaya_jax.config.checks import counted
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_object
+
+AEGIS = "aegis"  # folder in a run folder, with one folder per node
+_STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
+
+
+def node_folders(run_dir: Path) -> list[Path]:
+    """Return the folder of each node that supervised the run; `InputError` if there is none."""
+    folders = sorted(path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))
+    if not folders:
+        raise InputError(f"{run_dir} was not run under aegis: it contains no {AEGIS}/NODE/{EVENTS}.")
+    return folders
+
+
+def describe_run(run_dir: Path) -> dict[str, Any]:
+    """Describe a run, for JSON: for each node its faults, goodput, verdict and present state.
+
+    Raises:
+      InputError: the run was not supervised.
+    """
+    return {folder.name: _describe_node(folder) for folder in node_folders(run_dir)}
+
+
+def _describe_node(folder: Path) -> dict[str, Any]:
+    events = read_events(folder / EVENTS)
+    state, verdict = (_read(folder / name) for name in (STATE, VERDICT))
+    is_running = state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
+    goodput = measure_goodput(events, time.time() if is_running else None)
+    return {
+        "running": is_running,
+        "state": state,
+        "verdict": {} if is_running else verdict,
+        "faults": _faults(events),
+        "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
+                    "steps": goodput.steps, "wasted_steps": goodput.wasted_steps,
+                    "buckets": dict(goodput.buckets)},
+    }  # fmt: skip
+
+
+def _faults(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return each fault with what followed from it, by the links of the events."""
+    faults = []
+    for event in events:
+        if event["kind"] != "detect":
+            continue
+        follow_ups = [each for each in events if each.get("cause") == event["id"]]
+        end = next((each for each in follow_ups if each["kind"] == "end"), event)
+        recover = next((each for each in follow_ups if each["kind"] == "recover"), {})
+        decision = next((each for each in follow_ups if each["kind"] == "decide"), {})
+        faults.append({
+            "time": event["time"], "attempt": event["attempt"], "fault": end.get("fault", event.get("fault")),
+            "code": end["code"], "rank": end.get("rank", event.get("rank")), "step": event.get("step"),
+            "text": end.get("text") or event["text"], "action": decision.get("action"), "rule": decision.get("code"),
+            "detect_seconds": event.get("seconds", {}).get("detect"),
+            "recover_seconds": recover.get("seconds", {}).get("recover"),
+            "files": [file for each in follow_ups for file in each.get("files", ())],
+        })  # fmt: skip
+    return faults
+
+
+def format_report(run_dir: Path) -> str:
+    """Format the report of a run as text."""
+    return "\n\n".join(_format_node(name, node) for name, node in describe_run(run_dir).items())
+
+
+def _format_node(name: str, node: dict[str, Any]) -> str:
+    goodput, faults, verdict = node["goodput"], node["faults"], node["verdict"]
+    lines = [f"Node {name}: {counted(goodput['attempts'], 'attempt')}, {counted(len(faults), 'fault')}, "
+             f"{counted(goodput['steps'], 'step')} done, {goodput['wasted_steps']:,} done again"]  # fmt: skip
+    if node["running"]:
+        lines += _format_ranks(node["state"])
+    if verdict:
+        lines.append(f"Ended with exit code {verdict.get('exit_code')} ({verdict.get('meaning')}): "
+                     f"{verdict.get('why')}")  # fmt: skip
+    for fault in faults:
+        place = "" if fault["rank"] is None else f" of process {fault['rank']}"
+        step = "" if fault["step"] is None or fault["step"] < 0 else f" after step {fault['step']}"
+        seconds = fault["recover_seconds"]
+        after = "" if seconds is None else f", training again after {seconds:.1f} s"
+        lines.append(f"  {fault['time']}  {fault['fault']}: {fault['code']}{place}{step} -> "
+                     f"{fault['action'] or 'no action'}{after}")  # fmt: skip
+        if fault["text"]:
+            lines.append(f"      {fault['text']}")
+    lines.append(f"Goodput {100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.1f} s:")
+    lines += [f"  {bucket:<24}{seconds:>12,.1f} s{100 * seconds / max(goodput['seconds'], 1e-9):>8.1f} %"
+              for bucket, seconds in goodput["buckets"].items() if seconds]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _format_ranks(state: dict[str, Any]) -> list[str]:
+    rows = [f"Attempt {state.get('attempt')}:"]
+    for rank in state.get("ranks", ()):
+        loss = rank.get("loss")
+        rows.append(f"  process {rank.get('rank')} (pid {rank.get('pid')}): {rank.get('phase')}, step "
+                    f"{'-' if rank.get('step') is None else rank['step']}, loss "
+                    f"{'-' if loss is None else f'{loss:.4f}'}")  # fmt: skip
+    return rows
+
+
+def format_status(run_dir: Path) -> str:
+    """Format what the supervisors of a run do now, in a few lines."""
+    lines = []
+    for name, node in describe_run(run_dir).items():
+        goodput: dict[str, Any] = node["goodput"]
+        verdict = node["verdict"]
+        what = "running" if node["running"] else (
+            f"ended with exit code {verdict['exit_code']} ({verdict['meaning']})" if verdict
+            else "gone without a verdict"
+        )  # fmt: skip
+        lines.append(f"Node {name}: {what}; {counted(len(node['faults']), 'fault')}, goodput "
+                     f"{100 * goodput['fraction']:.1f} % of {goodput['seconds']:,.0f} s")  # fmt: skip
+        lines += _format_ranks(node["state"]) if node["running"] else []
+    return "\n".join(lines)
+
+
+def report_json(run_dir: Path) -> str:
+    """Format the report of a run as JSON."""
+    return json.dumps(describe_run(run_dir), indent=1)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return read_object(path)
+    except InputError:  # missing, or being replaced
+        return {}

@@ -1,0 +1,54 @@
+"""What a supervisor is doing now (`state.json`), and how it ended (`verdict.json`)."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis.exit_codes import MEANINGS, SupervisorExit
+from zaya_jax.aegis.observation import printable
+from zaya_jax.aegis.processes import Rank
+from zaya_jax.run.files import write_atomically
+
+STATE = "state.json"
+VERDICT = "verdict.json"
+
+
+def describe_ranks(ranks: Sequence[Rank]) -> list[dict[str, Any]]:
+    """Describe the processes, for JSON: index, pid, phase, step, loss, exit status."""
+    return [_describe(rank) for rank in ranks]
+
+
+def _describe(rank: Rank) -> dict[str, Any]:
+    progress, status = rank.progress, None if rank.end is None else rank.end.status
+    row: dict[str, Any] = {"rank": rank.index, "pid": rank.process.pid, "exit_status": status}
+    if progress is None:
+        return row | {"phase": "start", "step": None, "loss": None}
+    loss = progress.loss if math.isfinite(progress.loss) else None
+    step = progress.step if progress.first_step >= 0 else None
+    return row | {"phase": progress.phase.name.lower(), "step": step, "loss": loss}
+
+
+def write_state(folder: Path, **state: Any) -> None:
+    """Replace `state.json`, without waiting for the disk; a full disk is ignored."""
+    path = folder / STATE
+    part = path.with_name(f"{STATE}.partial")
+    try:
+        part.write_text(json.dumps({"unix": time.time(), "pid": os.getpid(), **state}) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        return
+
+
+def write_verdict(folder: Path, code: SupervisorExit, why: str, attempts: int, step: int) -> None:
+    """Write how the supervisor ended, since some schedulers hide exit codes; a full disk is ignored."""
+    verdict = {"exit_code": int(code), "name": code.name.lower(), "meaning": MEANINGS[code],
+               "why": printable(why, 2000), "attempts": attempts, "step": step if step >= 0 else None,
+               "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}  # fmt: skip
+    try:
+        write_atomically(folder / VERDICT, json.dumps(verdict, indent=1) + "\n")
+    except OSError:
+        return

@@ -1,0 +1,70 @@
+"""How long a process may stay in a phase: learned from the longest stays, within the policy's limits."""
+
+import json
+import time
+from pathlib import Path
+
+from zaya_jax.aegis.policy import TimeoutPolicy
+from zaya_jax.errors import InputError
+from zaya_jax.run.files import read_object, write_atomically
+from zaya_jax.run.progress_record import Phase, Progress
+
+_FILE = "timeouts.json"
+
+
+class Timeouts:
+    """The timeouts of the phases, kept in a file, so that a restarted supervisor need not learn them again."""
+
+    def __init__(self, policy: TimeoutPolicy, folder: Path, command: str) -> None:
+        """Read what was learned in `folder` from the same `command`, a digest."""
+        self._policy, self._path, self._command = policy, folder / _FILE, command
+        self._longest: dict[str, float] = {}
+        try:
+            learned = read_object(self._path)
+            if learned["command"] == command:
+                self._longest = {phase.name: float(learned["longest"][phase.name])
+                                 for phase in Phase if phase.name in learned["longest"]}  # fmt: skip
+        except (InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
+            self._longest = {}
+
+    def limit(self, phase: Phase) -> float:
+        """Return the seconds that a process may stay in `phase`."""
+        most = self._policy.of(phase)
+        if phase.name not in self._longest:
+            return most
+        return min(most, max(self._policy.floor, self._policy.factor * self._longest[phase.name]))
+
+    def learn(self, progress: Progress) -> None:
+        """Learn from the stays of a process that has trained for enough steps."""
+        if progress.first_step < 0 or progress.step - progress.first_step < self._policy.learn_after:
+            return
+        for phase in (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT, Phase.EVALUATE, Phase.SAVE):
+            if progress.longest[phase] > self._longest.get(phase.name, 0.0):
+                self._longest[phase.name] = progress.longest[phase]
+
+    def save(self) -> None:
+        """Write what was learned; a full disk is ignored."""
+        try:
+            write_atomically(self._path, json.dumps({"command": self._command, "longest": self._longest}) + "\n")
+        except OSError:
+            return
+
+
+class Silence:
+    """How long a process has made no progress, as seen by the supervisor.
+
+    It adds up the time between looks, each counted with at most `most` seconds: a supervisor that was stopped, or whose
+    machine slept, has not seen the process be silent meanwhile. No clock of the process is used.
+    """
+
+    def __init__(self, most: float) -> None:
+        """Start now."""
+        self._most, self._looked, self._writes, self.seconds = most, time.monotonic(), -1, 0.0
+
+    def look(self, writes: int) -> float:
+        """Return the seconds of silence, given the number of writes to the record."""
+        now = time.monotonic()
+        passed, self._looked = now - self._looked, now
+        self.seconds = 0.0 if writes != self._writes else self.seconds + min(passed, self._most)
+        self._writes = writes
+        return self.seconds

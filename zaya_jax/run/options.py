@@ -1,0 +1,38 @@
+"""The command line of `zaya_jax.main`, which a supervisor reads, too, to find the run of a command."""
+
+import argparse
+
+from zaya_jax.hardware.data_sheets import HARDWARE
+
+_EXAMPLES = """examples:
+  python -m zaya_jax.main --config configs/tiny.yaml
+  python -m zaya_jax.main --config configs/tiny.yaml run_dir=runs/other seed=1
+  python -m zaya_jax.main --config configs/zaya1_8b.yaml --dry-run --devices 1024 --hardware mi300x
+
+Rerunning a command resumes from the newest checkpoint in run_dir."""
+
+
+def training_parser() -> argparse.ArgumentParser:
+    """Return the parser of the training command, whose positional arguments may stand anywhere."""
+    parser = argparse.ArgumentParser(
+        prog="python -m zaya_jax.main", description="Train a ZAYA1 model, or resume its training.", epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="configuration file, such as configs/tiny.yaml")
+    add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
+    add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
+    add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
+    add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
+    add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
+        f"only): {', '.join(HARDWARE)}")  # fmt: skip
+    add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "
+        "(dry run only)")  # fmt: skip
+    add("--json", action="store_true", help="print the result as JSON (dry run only)")
+    add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
+    add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
+    add("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+    add("--peer-timeout", type=float, metavar="SECONDS", help="stop when another process has been silent for this long "
+        "(default: set by the preset)")  # fmt: skip
+    add("overrides", nargs="*", metavar="section.key=value", help="configuration value to override, such as seed=1")
+    return parser
