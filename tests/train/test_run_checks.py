@@ -94,6 +94,7 @@ def test_what_to_do_about_rows_that_were_read_is_said():
             check_past(old, new, step)
         return str(caught.value)
 
+    check_past(CONFIG, change(CONFIG, {"data.skip_rows": ((80, 200),)}), 10)
     assert refusal((), ((79, 200),), 10) == (  # of 8 rows a step
         "data.skip_rows has the new range [79, 200], but the checkpoint at step 10 is past its start: the first unread "
         "row is 80. Restore the old value, or go back to a checkpoint of step 9 or earlier: in this run_dir with "
