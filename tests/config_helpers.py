@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import strategies as st
 
 from tests.helpers import TINY
 from zaya_jax.config import Config, DataConfig, PhaseConfig, SourceConfig, Table, load_config
@@ -29,6 +30,13 @@ def refused(changes: dict[str, Any], config: Config = SMALL) -> str:
     with pytest.raises(InputError) as caught:
         changed(config, changes).check()
     return str(caught.value)
+
+
+@st.composite
+def row_ranges(draw: st.DrawFn, end: int = 200) -> tuple[tuple[int, int], ...]:
+    """Ranges of rows below `end`, of which some touch."""
+    edges = sorted(draw(st.lists(st.integers(0, end), max_size=8)))
+    return tuple((first, last) for first, last in zip(edges[::2], edges[1::2], strict=False) if first < last)
 
 
 def written(folder: Path, text: str, name: str = "run.yaml") -> Path:

@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.checkpoint`: ls, verify, inspect, diff and prune."""
+"""`python -m zaya_jax.checkpoint`: ls, verify, inspect, diff, prune and rollback."""
 
 import fcntl
 import json
@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from tests.checkpoint.saved_helpers import flip, save_run
 from tests.hf.test_safetensors import VALUES
-from tests.train_helpers import MODEL, ROOT
+from tests.train_helpers import MODEL, ROOT, snapshot
 from zaya_jax.checkpoint import __main__ as module
 from zaya_jax.checkpoint.__main__ import main
 from zaya_jax.checkpoint.listing import size_text
 from zaya_jax.checkpoint.prune import prune
 from zaya_jax.config import CheckpointConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
-from zaya_jax.run.checkpoints import saved_steps
+from zaya_jax.run.checkpoints import checkpoint_folder, saved_steps
 from zaya_jax.run.digests import digest
+from zaya_jax.run.run import open_run
 from zaya_jax.run.status import track_status
 
 
@@ -104,7 +105,18 @@ def test_the_document_shows_what_there_is(tmp_path):
     text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
     commands = re.findall(r"^python -m zaya_jax\.checkpoint (.*)$", text, re.MULTILINE)
     verbs = {module._parser().parse_args(shlex.split(command)).verb for command in commands}
-    assert verbs == {"ls", "verify", "inspect", "diff", "prune", "average", "export-hf", "import-hf", "verify-hf"}
+    assert verbs == {
+        "ls",
+        "verify",
+        "inspect",
+        "diff",
+        "prune",
+        "rollback",
+        "average",
+        "export-hf",
+        "import-hf",
+        "verify-hf",
+    }
     (section,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     (tmp_path / "config.yaml").write_text(f"extends: {ROOT / 'configs' / 'tiny.yaml'}\n{section}")
     assert load_config(tmp_path / "config.yaml").checkpoint.verify == "readback"
@@ -213,3 +225,43 @@ def test_a_run_that_trains_is_left_alone(tmp_path):
         with pytest.raises(InputError, match="in use"):
             prune(run, CheckpointConfig(keep=1))
     assert saved_steps(run / "checkpoints") == [1, 2]
+
+
+def test_a_run_is_rolled_back_and_loses_nothing(tmp_path, capsys):
+    run = save_run(tmp_path, [1, 2, 3])
+    folder = run / "checkpoints"
+    before = snapshot(folder)
+    flip(folder / "3")  # a damaged one is no hindrance
+    damaged = snapshot(folder / "3")
+    status, text = said(capsys, "rollback", run, 2)
+    (quarantined,) = open_run(run).quarantined
+    assert (status, text.out) == (0, f"The run resumes from step 2. Quarantined: {quarantined.name}.\n")
+    assert snapshot(quarantined) == damaged
+    assert checkpoint_folder(str(run)) == folder / "2"
+    said(capsys, "rollback", run, 1)
+    assert saved_steps(folder) == [1]
+    assert [path.name.partition("-")[0] for path in open_run(run).quarantined] == ["2.stale", "3.stale"]
+    after = snapshot(folder)
+    assert {name: content for name, content in after.items() if name.split("/")[0] == "1"} == {
+        name: content for name, content in before.items() if name.split("/")[0] == "1"
+    }
+    assert said(capsys, "rollback", run, 1)[1].out == "The run resumes from step 1. Quarantined: nothing.\n"
+    assert snapshot(folder) == after
+
+
+def test_a_run_is_not_rolled_back_to_what_cannot_be_restored(tmp_path, capsys):
+    run = save_run(tmp_path, [1, 2, 3])
+    flip(run / "checkpoints" / "1")
+    before = snapshot(run)
+    for step, match in (
+        (1, "does not match its checksum. Choose another checkpoint"),
+        (0, "must be one of .*: 1, 2, 3"),
+    ):
+        status, text = said(capsys, "rollback", run, step)
+        assert status == 2
+        assert re.search(match, text.err)
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, text = said(capsys, "rollback", run, 2)
+        assert (status, "in use" in text.err) == (2, True)
+    assert snapshot(run) == before

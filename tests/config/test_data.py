@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.config_helpers import NO_PATHS, SMALL, SOURCES, changed, refused
-from zaya_jax.config import DataConfig, PhaseConfig, SourceConfig, Table
+from tests.config_helpers import NO_PATHS, SMALL, SOURCES, changed, refused, refused_to_load, written
+from zaya_jax.config import DataConfig, PhaseConfig, SourceConfig, Table, load_config, to_yaml
 
 
 @pytest.mark.parametrize(("key", "value"), [
@@ -16,12 +16,35 @@ def test_what_is_outside_its_range_is_named(key, value):
 
 @pytest.mark.parametrize("changes", [
     {"data.workers": 256},
+    {"data.skip_rows": ((0, 1), (1, 2), (5, 10**15))},
     {"data.sources": SOURCES},
     {"data.sources": SOURCES, "phases": (PhaseConfig(1, mixture=Table({"code": 1e-9})),)},
     {"data.sources": Table({"a-b_9": SourceConfig("x", 1e-3)})},
 ])  # fmt: skip
 def test_the_edges_of_the_possible(changes):
     changed(SMALL, changes).check()
+
+
+@pytest.mark.parametrize(("ranges", "index", "before"), [
+    (((3, 3),), 0, 0), (((-1, 3),), 0, 0), (((4, 3),), 0, 0), (((2, 5), (4, 6)), 1, 5), (((2, 5), (0, 1)), 1, 5),
+    (((0, 1, 2),), 0, 0), (((0,),), 0, 0),
+])  # fmt: skip
+def test_ranges_of_rows_are_pairs_in_order_without_overlap(ranges, index, before):
+    said = refused({"data.skip_rows": ranges})
+    expected = f"data.skip_rows.{index} is {list(ranges[index])}, but must be [first, end] with {before} <= first < end"
+    assert said.startswith(expected)
+
+
+def test_the_last_row_of_a_range_has_a_bound():
+    assert refused({"data.skip_rows": ((0, 10**16),)}).startswith("data.skip_rows.0.1 is 10000000000000000, but ")
+
+
+def test_ranges_of_rows_are_read_from_a_file_and_from_an_override(tmp_path):
+    path = written(tmp_path, to_yaml(changed(SMALL, {"data.skip_rows": ((0, 1), (5, 9))})))
+    assert load_config(path).data.skip_rows == ((0, 1), (5, 9))
+    assert load_config(path, ["data.skip_rows=[[2, 4]]"]).data.skip_rows == ((2, 4),)
+    assert refused_to_load(path, "data.skip_rows=[2, 4]") == "data.skip_rows.0 is 2, but must be a list."
+    assert refused_to_load(path, "data.skip_rows=[[2, a]]").startswith("data.skip_rows.0.1 is 'a'")
 
 
 def test_a_source_is_read_more_often_than_never():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.config_helpers import SMALL, changed
+from tests.config_helpers import SMALL, changed, row_ranges
 from zaya_jax.config import BatchConfig, BatchSizeConfig, PhaseConfig, ScheduleConfig
 from zaya_jax.config.stages import (
     first_step,
@@ -16,6 +16,7 @@ from zaya_jax.config.stages import (
     schedule_spans,
     stage_at,
     stages,
+    step_rows,
     tokens_before,
     total_steps,
 )
@@ -126,6 +127,19 @@ def test_a_schedule_spans_the_phases_up_to_the_next_one(config):
         own = [step for step in steps if index <= step.phase <= index + len(carried)]
         assert span.schedule == (phase.schedule or ScheduleConfig())
         assert (span.first_token, span.tokens) == (own[0].tokens_before, sum(step.tokens for step in own))
+
+
+@given(runs(), row_ranges())
+def test_steps_read_the_rows_that_are_not_skipped_in_order(config, ranges):
+    skipping = changed(config, {"data.skip_rows": ranges})
+    assert stages(skipping) == stages(config)
+    kept = itertools.filterfalse(lambda row: any(first <= row < end for first, end in ranges), itertools.count())
+    unread = 0
+    for step in range(min(total_steps(config), 60)):
+        assert rows_before(skipping, step) == unread
+        rows = list(itertools.islice(kept, rows_before(config, step + 1) - rows_before(config, step)))
+        assert step_rows(skipping, step) == rows
+        unread = rows[-1] + 1
 
 
 def test_budgets_of_trillions_are_exact():

@@ -56,6 +56,13 @@ def test_a_batch_that_rises_is_told_by_its_sizes(config):
     assert "Phase phase1: steps 10 to 14, 8 rows of 128 tokens per step, bins, 4,096 tokens" in text
 
 
+def test_skipped_rows_are_told_with_the_phase_that_skips_them(config):
+    data = dataclasses.replace(config.data, skip_rows=((30, 40), (45, 46)))  # the first phase ends with row 41
+    text = describe(dataclasses.replace(config, data=data), samples=0)
+    assert "8 rows of 16 tokens per step, windows, 512 tokens in all, 10 rows skipped" in text
+    assert "8 rows of 128 tokens per step, bins, 4,096 tokens in all, 1 row skipped" in text
+
+
 @pytest.mark.parametrize("value", [0, -1, math.nan, math.inf])
 def test_a_step_or_a_storage_of_nothing_is_refused_by_its_option(config, value):
     for option in ("step_seconds", "max_iops"):

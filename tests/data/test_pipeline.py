@@ -14,10 +14,12 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.config_helpers import changed, row_ranges
 from tests.data_helpers import run_config, write_source
-from zaya_jax.config import BatchConfig, PhaseConfig
-from zaya_jax.config.stages import first_step, rows_before, stage_at, total_steps
+from zaya_jax.config import BatchConfig, PhaseConfig, SourceConfig, Table
+from zaya_jax.config.stages import first_step, phase_steps, rows_before, stage_at, total_steps
 from zaya_jax.data.pipeline import _part_bytes, heldout_batches, heldout_text, train_batches
+from zaya_jax.data.plan import plan_run
 from zaya_jax.data.rows import DocumentPart
 from zaya_jax.data.shards import Text
 from zaya_jax.data.sources import open_sources
@@ -270,18 +272,29 @@ def together(config, prepared, count, steps, state=None):
     return stream, states[0]
 
 
-@given(phases=st.lists(settings, min_size=1, max_size=3), before=st.sampled_from([1, 2, 4]),
+def skipping(config, ranges):
+    """`config` with these rows skipped."""
+    return changed(config, {"data.skip_rows": ranges})
+
+
+def is_skipped(config, row):
+    return any(first <= row < end for first, end in config.data.skip_rows)
+
+
+@given(phases=st.lists(settings, min_size=1, max_size=3), ranges=row_ranges(), before=st.sampled_from([1, 2, 4]),
        after=st.sampled_from([1, 2, 4]), stop=st.floats(0, 1), first=st.integers(0, 2))  # fmt: skip
 def test_phases_of_any_batches_are_the_same_on_any_processes_after_any_interruption(
-    two_sources, phases, before, after, stop, first
+    two_sources, phases, ranges, before, after, stop, first
 ):
     start = None if first == 0 else f"phase{min(first, len(phases)) - 1}"
     config, prepared = two_source_run(two_sources, phases, start_phase=start)
+    config = skipping(config, ranges)
     begin, end = first_step(config), total_steps(config)
     with train_batches(config, prepared) as batches:
         assert batches.get_state()["sequences"] == rows_before(config, begin)
         stream = list(batches)
-        rows = [batches.plan[row] for row in range(rows_before(config, begin), len(batches.plan))]
+        rows = [batches.plan[row] for row in range(rows_before(config, begin), len(batches.plan))
+                if not is_skipped(config, row)]  # fmt: skip
     assert len(stream) == end - begin
     for step, batch in zip(range(begin, end), stream, strict=True):
         stage = stage_at(config, step)
@@ -297,6 +310,55 @@ def test_phases_of_any_batches_are_the_same_on_any_processes_after_any_interrupt
     with train_batches(config, prepared) as batches:
         batches.set_state(last)
         assert not list(batches)
+
+
+@given(phases=st.lists(settings, min_size=1, max_size=3), ranges=row_ranges())
+def test_a_run_that_skips_rows_reads_the_others_of_a_run_whose_phases_have_all_of_them(two_sources, phases, ranges):
+    config, prepared = two_source_run(two_sources, phases)
+    kept = itertools.filterfalse(lambda row: is_skipped(skipping(config, ranges), row), itertools.count())
+    expected, first, longer = [], 0, []
+    for phase, (begin, end) in zip(phases, phase_steps(config), strict=True):
+        rows = list(itertools.islice(kept, rows_before(config, end) - rows_before(config, begin)))
+        expected += rows
+        size = phase["context"]  # of a step of one row
+        longer.append({**phase, "tokens": (rows[-1] + 1 - first) * size, "batch": {"tokens": size}})
+        first = rows[-1] + 1
+    with train_batches(two_source_run(two_sources, longer)[0], prepared) as batches:
+        all_rows = [{name: array[0] for name, array in batch.items()} for batch in batches]
+    with train_batches(skipping(config, ranges), prepared) as batches:
+        read = [{name: batch[name][row] for name in batch} for batch in batches for row in range(len(batch["tokens"]))]
+    chex.assert_trees_all_equal(read, [all_rows[row] for row in expected])
+
+
+@given(stop=st.integers(0, 15), ranges=row_ranges(), later=row_ranges())
+def test_a_range_that_is_added_after_the_position_gives_what_it_gives_from_the_start(two_sources, stop, ranges, later):
+    config, prepared = two_source_run(two_sources, PHASES)
+    unread = rows_before(skipping(config, ranges), stop)
+    before = tuple(ends for ends in ranges if ends[0] < unread)
+    whole = skipping(config, (*before, *(ends for ends in later if ends[0] >= unread)))
+    with train_batches(skipping(config, ranges), prepared) as batches:
+        read = [next(batches) for _ in range(stop)]
+        state = json.loads(json.dumps(batches.get_state()))
+    assert state["sequences"] == unread
+    with train_batches(whole, prepared) as batches:
+        batches.set_state(state)
+        read += batches
+    with train_batches(whole, prepared) as batches:
+        chex.assert_trees_all_equal(read, list(batches))
+
+
+def test_skipped_rows_count_as_read_and_those_after_the_run_as_nothing(two_sources):
+    config, prepared = two_source_run(two_sources, [{"tokens": 64, "mixture": {"a": 1}}])
+    plan = plan_run(config, prepared)
+    share = plan.phases[0].shares["a"]
+    more = plan_run(skipping(config, ((1, 1 + share.phase_rows.later.rows.per_epoch),)), prepared).phases[0]
+    assert more.rows - plan.phases[0].rows == share.phase_rows.later.rows.per_epoch
+    assert more.shares["a"].epochs == pytest.approx(share.epochs + 1)
+    once = changed(config, {"data.sources": Table({name: SourceConfig(str(two_sources / name), 1.0) for name in "ab"})})
+    prepared = open_sources(once)
+    plan_run(skipping(once, ((len(plan), 10**9),)), prepared)
+    with pytest.raises(InputError, match=r"the source a would be read .* times, but data\.sources\.a\.max_epochs is 1"):
+        plan_run(skipping(once, ((1, 10**9),)), prepared)
 
 
 PHASES = [{"tokens": 640, "mixture": {"a": 2, "b": 1}}, {"tokens": 512, "batch": {"tokens": 64}}, {"tokens": 256}]

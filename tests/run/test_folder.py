@@ -31,7 +31,7 @@ from zaya_jax.run.folder import (
 SECTIONS = {"checkpoint": CheckpointConfig, "evaluation": EvaluationConfig, "parallel": ParallelConfig}
 FREE = {"run_dir", "train.log_every", "data.cache_dir", "data.workers", "sample.prompt", "sample.tokens",
         "sample.temperature", "preset", "train.batch.micro_batch", "train.remat", "train.spike.window",
-        "train.spike.threshold", "train.max_skipped_steps",
+        "train.spike.threshold", "train.max_skipped_steps", "data.skip_rows",
         *(f"{name}.{field.name}" for name in SECTIONS for field in dataclasses.fields(SECTIONS[name]))}  # fmt: skip
 
 
@@ -123,6 +123,20 @@ def test_changes_are_recorded_once_with_their_step(config, begun):
         }  # fmt: skip
         assert load_config(begun / CONFIG) == changed
         (begun / CONFIG).write_text(to_yaml(config))  # as where a process is killed in between
+
+
+def test_rows_to_skip_are_recorded_and_their_key_may_be_missing(config, begun):
+    tree = to_dict(config)
+    tree["data"].pop("skip_rows")
+    (begun / CONFIG).write_text(yaml.safe_dump(tree))  # as an earlier version does
+    with claimed(config):
+        record_changes(begun, config, 3)
+    assert not (begun / CHANGES).exists()
+    changed = change(config, {"data.skip_rows": ((7, 9),)})
+    with claimed(changed):
+        record_changes(begun, changed, 5)
+    assert json.loads((begun / CHANGES).read_text()) == {"step": 5, "changes": {"data.skip_rows": [[], [[7, 9]]]}}
+    assert load_config(begun / CONFIG) == changed
 
 
 @pytest.mark.parametrize(

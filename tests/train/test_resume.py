@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.train.test_interruption import metric_rows, train_until
-from tests.train_helpers import CONFIG, change, differing, small_run, snapshot, trained
+from tests.train_helpers import CONFIG, change, differing, restore, small_run, snapshot, trained
+from zaya_jax.checkpoint.rollback import rollback
 from zaya_jax.config import PhaseConfig, ScheduleConfig, SpikeConfig, load_config, to_dict
 from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.run.manifest import read_manifest
+from zaya_jax.run.run import open_run
 from zaya_jax.train import loop, trainer
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.run_checks import warn_about_positions
@@ -131,6 +134,45 @@ def test_a_run_that_spikes_stopped_resumes_with_other_settings_and_says_so(finis
     assert line["changes"]["train.max_skipped_steps"] == [1, 2]
 
 
+def test_a_run_rolled_back_before_bad_rows_equals_one_that_never_read_them(finished, tmp_path, capsys):
+    config = change(finished[0], {"checkpoint.every": 2, "checkpoint.keep": 9, "run_dir": str(tmp_path / "bad")})
+    skip = {"data.skip_rows": ((18, 23), (30, 31))}  # of 4 rows a step
+    clean = change(config, {**skip, "run_dir": str(tmp_path / "clean")})
+    train_until(clean, 8)
+    whole = run_training(clean)
+    assert [row["loss"] for row in metric_rows(whole.run_dir)] != [
+        row["loss"] for row in metric_rows(finished[1].run_dir)
+    ]
+    assert restore(clean, 12)[1]["sequences"] == 12 * 4 + 6
+    assert read_manifest(tmp_path / "clean" / "checkpoints" / "12").metadata["config"]["data"]["skip_rows"] == [
+        [18, 23], [30, 31]
+    ]  # fmt: skip
+
+    train_until(config, 11)
+    before = snapshot(tmp_path / "bad")
+    with pytest.raises(InputError, match=r"^data\.skip_rows has the new range \[18, 23\], but the checkpoint at step "
+                       r"10 .* first unread row is 40\. .* checkpoint of step 4 or earlier: .* rollback"):  # fmt: skip
+        run_training(change(config, skip))
+    assert snapshot(tmp_path / "bad") == before
+    elsewhere = change(config, {**skip, "run_dir": str(tmp_path / "new"), "resume_from": config.run_dir})
+    with pytest.raises(InputError, match=r"^resume_from=.*: data\.skip_rows has the new range"):
+        run_training(elsewhere)
+    again = run_training(change(elsewhere, {"resume_from": f"{config.run_dir}/checkpoints/4"}))
+    assert not differing(again.state, whole.state)
+
+    rollback(tmp_path / "bad", 4)
+    capsys.readouterr()
+    result = run_training(change(config, skip))
+    assert "Resuming after step 4 of 12." in capsys.readouterr().out
+    assert not differing(result.state, whole.state)
+    assert metric_rows(result.run_dir) == metric_rows(whole.run_dir)
+    assert restore(config, 12)[1] == restore(clean, 12)[1]
+    assert json.loads((result.run_dir / "changes.jsonl").read_text()) == {
+        "step": 4, "changes": {"data.skip_rows": [[], [[18, 23], [30, 31]]]}
+    }  # fmt: skip
+    assert len(open_run(result.run_dir).quarantined) == 3
+
+
 def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_path, monkeypatch):
     config = change(finished[0], {"run_dir": str(tmp_path / "run")})
 
@@ -138,6 +180,7 @@ def test_checkpoints_without_a_history_of_skipped_steps_resume(finished, tmp_pat
         def save(self, step, state, about, ready):
             state = dataclasses.replace(state, recent=state.recent._replace(skipped=None))
             about = {key: value for key, value in about.items() if key != "first_step"}
+            del about["config"]["data"]["skip_rows"]  # nor the keys that came later
             super().save(step, state, about, ready)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,13 @@
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from tests.train_helpers import small_run
+from tests.config_helpers import row_ranges
+from tests.train_helpers import CONFIG, change, small_run
 from zaya_jax.config import BatchConfig, ParallelConfig, ScheduleConfig
+from zaya_jax.config.stages import rows_before, step_rows
 from zaya_jax.errors import InputError
 from zaya_jax.train.run_checks import check_past
 
@@ -64,3 +68,40 @@ def test_a_run_can_become_shorter_down_to_what_is_done(config):
     bigger = dataclasses.replace(before, train=dataclasses.replace(config.train, batch=BatchConfig(tokens=256)))
     with pytest.raises(InputError, match=r"train\.batch"):
         check_past(before, bigger, 6)
+
+
+def rows_read(config, steps):
+    return [step_rows(config, step) for step in range(steps)]
+
+
+@given(row_ranges(), row_ranges(), st.integers(0, 30))
+def test_rows_to_skip_may_change_after_the_position_alone(ranges, others, step):
+    old = change(CONFIG, {"data.skip_rows": ranges})
+    unread = rows_before(old, step)
+    ahead = tuple(ends for ends in others if ends[0] >= unread)
+    behind = tuple(ends for ends in ranges if ends[0] < unread)
+    check_past(old, change(old, {"data.skip_rows": (*behind, *ahead)}), step)
+    other = change(old, {"data.skip_rows": others})
+    if rows_read(old, step) != rows_read(other, step):
+        with pytest.raises(InputError, match=r"^data\.skip_rows .* the first unread row is"):
+            check_past(old, other, step, rates=False)
+
+
+def test_what_to_do_about_rows_that_were_read_is_said():
+    def refusal(old, new, step):
+        old, new = (change(CONFIG, {"data.skip_rows": ranges}) for ranges in (old, new))
+        with pytest.raises(InputError) as caught:
+            check_past(old, new, step)
+        return str(caught.value)
+
+    check_past(CONFIG, change(CONFIG, {"data.skip_rows": ((80, 200),)}), 10)
+    assert refusal((), ((79, 200),), 10) == (  # of 8 rows a step
+        "data.skip_rows has the new range [79, 200], but the checkpoint at step 10 is past its start: the first unread "
+        "row is 80. Restore the old value, or go back to a checkpoint of step 9 or earlier: in this run_dir with "
+        "python -m zaya_jax.checkpoint rollback RUN_DIR STEP, in a new one with resume_from=RUN_DIR/checkpoints/STEP."
+    )
+    assert refusal(((16, 24), (40, 41)), ((16, 24),), 10).startswith(
+        "data.skip_rows no longer has the range [40, 41], but the checkpoint at step 10 is past its start: the first "
+        "unread row is 89. Restore the old value, or go back to a checkpoint of step 4 or earlier: "
+    )
+    assert refusal((), ((7, 8),), 1).endswith("Restore the old value, or start a new run_dir.")

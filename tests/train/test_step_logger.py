@@ -118,6 +118,15 @@ def test_a_skipped_step_is_recorded_with_its_rows_and_many_end_the_run(logger):
     ]  # fmt: skip
 
 
+def test_the_rows_of_a_skipped_step_are_those_of_the_data(clock):
+    config = change(CONFIG, {"data.skip_rows": ((4, 5), (16, 30), (38, 40))})
+    logger = StepLogger(config, [rows := Rows()])
+    for step in (1, 2, 3, 4):
+        logger.start_step(step, metrics(1, 1), 0.0)
+    logger.record()
+    assert [row["rows"] for row in rows.metrics] == [[0, 9], [9, 31], [31, 41], [41, 49]]
+
+
 # --- the console -----------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""`python -m zaya_jax.checkpoint VERB`: list, verify, compare, prune, average, import and export checkpoints."""
+"""`python -m zaya_jax.checkpoint VERB`: list, verify, compare, prune, average, import, export; roll a run back."""
 
 import argparse
 import sys
@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
                      help="also keep the N checkpoints with the lowest held-out loss")  # fmt: skip
     add.add_argument("--quarantined", action="store_true", help="also remove quarantined checkpoints")
     add.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+
+    add = add_verb("rollback", "quarantine newer checkpoints, so that a run resumes from an older one", "runs/tiny 200")
+    add.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=run_dir)
+    add.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint to resume from")
 
     add = add_verb("average", "average checkpoints into a new one, usable as init_from",
                    "runs/tiny/checkpoints/200 runs/tiny/checkpoints/250 --output runs/average")  # fmt: skip
@@ -120,6 +124,10 @@ def _run(options: argparse.Namespace) -> ExitCode:
 
             config = CheckpointConfig(keep=options.keep, keep_every=options.keep_every, keep_best=options.keep_best)
             print(prune(options.run_dir, config, options.quarantined, options.dry_run))
+        case "rollback":
+            from zaya_jax.checkpoint.rollback import rollback
+
+            print(rollback(options.run_dir, options.step))
         case "average":
             from zaya_jax.weights.average import average_checkpoints
 

@@ -60,6 +60,7 @@ LARGEST: dict[str, float] = {
     "ScheduleConfig.peak": 1e6,
     "ScheduleConfig.warmup_tokens": _TOKENS,
     "ScheduleConfig.decay_tokens": _TOKENS,
+    "DataConfig.skip_rows": _TOKENS,
     "PhaseConfig.tokens": _TOKENS,
     "BatchConfig.tokens": _STEP_TOKENS,
     "BatchConfig.start": _STEP_TOKENS,

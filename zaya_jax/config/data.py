@@ -28,6 +28,7 @@ class DataConfig:
     cache_dir: str = "runs/data"  # caches tokenized corpora and rendered conversations, keyed by content
     context: Positive[int] = 512  # tokens per row, for held-out text and for phases that do not set their own
     workers: int = 0  # processes that build batches; 0 uses threads of the training process
+    skip_rows: tuple[tuple[int, int], ...] = ()  # [first, end] of rows of the run's data never to train on, in order
 
     def check(self) -> None:
         """Raise `InputError` if a value is out of range."""
@@ -36,6 +37,11 @@ class DataConfig:
         require(0 < self.heldout_fraction < 1, "data.heldout_fraction", self.heldout_fraction, "between 0 and 1")
         require(len(self.suffixes) > 0, "data.suffixes", list(self.suffixes), "a list with at least one file suffix")
         require(0 <= self.workers <= 256, "data.workers", self.workers, "between 0 and 256")
+        before = 0
+        for index, ends in enumerate(self.skip_rows):
+            require(len(ends) == 2 and before <= ends[0] < ends[1], f"data.skip_rows.{index}", list(ends),
+                    f"[first, end] with {before} <= first < end: ranges are sorted and do not overlap")  # fmt: skip
+            before = ends[1]
         for name, source in self.sources.items():
             require(is_name(name), "data.sources", name, "a name of at most 200 letters, digits, _ and -")
             require(source.path != "", f"data.sources.{name}.path", source.path, "the path of a folder")

@@ -17,7 +17,7 @@ class BatchStage(NamedTuple):
     steps: int
     context: int  # tokens per row
     sequences: int  # rows per step
-    first_row: int  # index in the run, from 0
+    first_row: int  # index among the rows that the run trains on, from 0
     first_token: int  # index in the run, from 0, padding included
 
     @property
@@ -101,9 +101,28 @@ def tokens_before(config: Config, step: int) -> int:
 
 
 def rows_before(config: Config, step: int) -> int:
-    """Count the rows of all steps before `step`."""
+    """Count the rows of the data up to the last one read before `step`, including the skipped ones among them."""
+    return _data_row(config, _rows_trained_before(config, step) - 1) + 1
+
+
+def step_rows(config: Config, step: int) -> list[int]:
+    """List the rows that `step` reads, as indices in the run's data."""
+    first = _rows_trained_before(config, step)
+    return [_data_row(config, row) for row in range(first, first + stage_at(config, step).sequences)]
+
+
+def _rows_trained_before(config: Config, step: int) -> int:
     stage = stage_at(config, step)
     return stage.first_row + (step - stage.first_step) * stage.sequences
+
+
+def _data_row(config: Config, row: int) -> int:
+    """Return the index in the data of row `row` of those that the run trains on, see `data.skip_rows`."""
+    for first, end in config.data.skip_rows:
+        if row < first:
+            break
+        row += end - first
+    return row
 
 
 def schedule_spans(config: Config) -> list[Span]:

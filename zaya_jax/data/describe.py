@@ -125,9 +125,11 @@ def _phase(phase: PhasePlan, stages: list[BatchStage]) -> str:
                                  for outcome in get_args(Outcome))  # fmt: skip
             trimmed.append(f"{name}: conversations trimmed to {phase.context:,} tokens: {outcomes}")
     batch = " then ".join(f"{stage.sequences:,}" for stage in stages)
+    trained = sum(stage.steps * stage.sequences for stage in stages)
+    skipped = f", {counted(phase.rows - trained, 'row')} skipped" if trained < phase.rows else ""
     head = (f"Phase {settings.name}: steps {stages[0].first_step:,} to {stages[-1].end:,}, {batch} rows of "
-            f"{phase.context:,} tokens per step, {settings.packing}, {phase.rows * phase.context:,} tokens in all"
-            )  # fmt: skip
+            f"{phase.context:,} tokens per step, {settings.packing}, {trained * phase.context:,} tokens in all"
+            f"{skipped}")  # fmt: skip
     return "\n".join([head, _table(rows), *trimmed])
 
 

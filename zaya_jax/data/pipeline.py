@@ -8,7 +8,7 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.config.checks import counted
-from zaya_jax.config.stages import BatchStage, first_step, rows_before, stages
+from zaya_jax.config.stages import first_step, rows_before, stage_at, stages, step_rows, total_steps
 from zaya_jax.data.plan import RunPlan, heldout_phase, make_packer, plan_run
 from zaya_jax.data.rows import DocumentPart, PackedRows, Row
 from zaya_jax.data.shards import Documents, Text
@@ -28,20 +28,17 @@ _PREFETCHED = 4  # batches
 class TrainBatches(Iterator[Batch]):
     """Iterates over training batches with Grain, prefetching in threads or processes.
 
-    The state is the number of rows read so far, which is independent of the number of processes, workers and threads
-    and of the batch size. Grain's own iterator state is not used: it assigns every n-th row to a process, so a
+    The state is the number of rows read or skipped so far, which is independent of the number of processes, workers and
+    threads and of the batch size. Grain's own iterator state is not used: it assigns every n-th row to a process, so a
     checkpoint could not be resumed with another number of processes.
     """
 
-    def __init__(
-        self, plan: RunPlan, steps: tuple[BatchStage, ...], *, start: int = 0, workers: int = 0,
-        shares: Sequence[ProcessShare] = (),
-    ) -> None:  # fmt: skip
-        """Start at the row `start`; see `train_batches`."""
+    def __init__(self, config: Config, plan: RunPlan, shares: Sequence[ProcessShare] = ()) -> None:
+        """Start at the first step of the run; see `train_batches`."""
         self.plan = plan
-        self._stages, self._workers = steps, workers
+        self._config = config
         self._shares = shares or [(0, 1)] * len(plan.phases)
-        self._sequences = start  # rows of the run returned so far, by all processes together
+        self._step = first_step(config)  # the next one
         self._batches = self._start()
 
     def __next__(self) -> Batch:
@@ -59,9 +56,9 @@ class TrainBatches(Iterator[Batch]):
             code = str(error).partition("exit code ")[2].partition(".")[0].replace("-", "signal ")
             raise WorkerLost(
                 f"A data worker process was killed ({code}), probably because memory ran out. Lower data.workers "
-                f"(now {self._workers}; 0 reads data in the training process), or give the run more memory."
+                f"(now {self._config.data.workers}; 0 reads data in the training process), or give the run more memory."
             ) from error
-        self._sequences += _stage_at_row(self._stages, self._sequences).sequences
+        self._step += 1
         return batch
 
     def __enter__(self) -> Self:
@@ -82,7 +79,8 @@ class TrainBatches(Iterator[Batch]):
 
     def get_state(self) -> dict[str, Any]:
         """Return the position as JSON, for `set_state`."""
-        return {"sequences": self._sequences, "order": self._order(self._sequences)}
+        sequences = rows_before(self._config, self._step)
+        return {"sequences": sequences, "order": self._order(sequences)}
 
     def _order(self, sequences: int) -> list[str]:
         """Return the orders of the phases that have started after so many rows."""
@@ -94,65 +92,54 @@ class TrainBatches(Iterator[Batch]):
         Raises:
           InputError: the position belongs to other data or other batch sizes.
         """
-        if state["order"] != self._order(int(state["sequences"])):
+        sequences = int(state["sequences"])
+        if state["order"] != self._order(sequences):
             raise InputError(
                 "The saved position belongs to other data. Since the checkpoint, one of these has changed: a source or "
                 "the corpus, a key of data or of a phase that has started, model.vocab_size, seed, or the version of "
                 "zaya_jax. Restore the old values, or start a new run_dir."
             )
-        if not _is_step_boundary(self._stages, int(state["sequences"])):
+        # Over all possible steps, because the run may end before the position.
+        step = bisect.bisect_left(range(2**31), sequences, key=lambda step: rows_before(self._config, step))
+        if rows_before(self._config, step) != sequences:
             raise InputError(
-                f"The saved position, after {state['sequences']} rows, is not a whole number of steps: the batch size "
+                f"The saved position, after {sequences} rows, is not a whole number of steps: the batch size "
                 "of a phase that has started was changed. Restore it, or start a new run_dir."
             )
         self._batches.close()
-        self._sequences = int(state["sequences"])
+        self._step = step
         self._batches = self._start()
 
     def _start(self) -> Any:
-        self._started = not self._workers
+        workers = self._config.data.workers
+        self._started = not workers
         import grain  # here, because it imports jax, which data preparation must not
 
-        batches = grain.MapDataset.source(_Batches(self.plan, self._stages, self._sequences, self._shares))
+        batches = grain.MapDataset.source(_Batches(self._config, self.plan, self._step, self._shares))
         threads = grain.ReadOptions(num_threads=_THREADS, prefetch_buffer_size=_PREFETCHED)
         dataset = batches.to_iter_dataset(threads)
-        if self._workers:
+        if workers:
             # Each worker builds every n-th batch, so their number does not change the batches.
             _parse_absl_flags()
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(self._workers, _PREFETCHED))
+            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(workers, _PREFETCHED))
         return iter(dataset)
 
 
 class _Batches:
-    """Item i: one process's rows of the i-th batch after the row `start`."""
+    """Item i: one process's rows of the i-th batch from the step `first` on."""
 
-    def __init__(
-        self, plan: RunPlan, steps: tuple[BatchStage, ...], start: int, shares: Sequence[ProcessShare]
-    ) -> None:
-        self._plan, self._stages, self._shares = plan, steps, shares
-        stage = _stage_at_row(steps, start)
-        self._first = stage.first_step + (start - stage.first_row) // stage.sequences
+    def __init__(self, config: Config, plan: RunPlan, first: int, shares: Sequence[ProcessShare]) -> None:
+        self._config, self._plan, self._first, self._shares = config, plan, first, shares
 
     def __len__(self) -> int:
-        return max(0, self._stages[-1].end - self._first)
+        return max(0, total_steps(self._config) - self._first)
 
     def __getitem__(self, index: int) -> Batch:
         step = self._first + index
-        stage = self._stages[bisect.bisect_right(self._stages, step, key=lambda stage: stage.first_step) - 1]
-        index, count = self._shares[stage.phase]
-        rows = stage.sequences // count
-        start = stage.first_row + (step - stage.first_step) * stage.sequences + index * rows
-        return _stack([self._plan[row] for row in range(start, start + rows)])
-
-
-def _stage_at_row(steps: tuple[BatchStage, ...], row: int) -> BatchStage:
-    return steps[bisect.bisect_right(steps, row, key=lambda stage: stage.first_row) - 1]
-
-
-def _is_step_boundary(steps: tuple[BatchStage, ...], row: int) -> bool:
-    """Return whether a step, or the end of the run, starts after `row` rows."""
-    stage = _stage_at_row(steps, row)
-    return (row - stage.first_row) % stage.sequences == 0
+        rows = step_rows(self._config, step)
+        share, count = self._shares[stage_at(self._config, step).phase]
+        size = len(rows) // count
+        return _stack([self._plan[row] for row in rows[share * size : (share + 1) * size]])
 
 
 def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[ProcessShare] = ()) -> TrainBatches:
@@ -176,9 +163,7 @@ def train_batches(config: Config, prepared: Prepared, *, shares: Sequence[Proces
                 f"The batch of phase {config.phases[stage.phase].name} has {counted(stage.sequences, 'sequence')} per "
                 f"step, but must have a multiple of {count}, the number of processes that share it."
             )
-    start = rows_before(config, first_step(config))
-    return TrainBatches(plan_run(config, prepared), stages(config), start=start, workers=config.data.workers,
-                        shares=shares)  # fmt: skip
+    return TrainBatches(config, plan_run(config, prepared), shares)
 
 
 class HeldoutText(NamedTuple):

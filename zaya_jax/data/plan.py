@@ -23,7 +23,7 @@ from zaya_jax.errors import InputError
 
 
 class SourceShare(NamedTuple):
-    """The rows that a phase reads from one source."""
+    """The rows that a phase reads from one source, including those that it skips."""
 
     rows: int
     epochs: float  # passes over the source in this phase
@@ -34,7 +34,7 @@ class SourceShare(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PhasePlan:
-    """The rows of one phase."""
+    """The rows of one phase, including those that it skips."""
 
     config: PhaseConfig
     context: int  # tokens per row
@@ -61,7 +61,10 @@ class PhasePlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """All rows of a run as a sequence, see `rows.PackedRows.row`. Picklable and thread-safe."""
+    """All rows of a run as a sequence, including those that it skips; see `rows.PackedRows.row`.
+
+    Picklable and thread-safe.
+    """
 
     phases: tuple[PhasePlan, ...]
 
@@ -79,7 +82,7 @@ def plan_run(config: Config, prepared: Prepared) -> RunPlan:
     The plan is a pure function of the configuration and the content of the sources.
 
     Args:
-      config: uses `data`, `seed` and `phases`.
+      config: uses `data`, `seed`, `phases` and `train.batch`.
       prepared: the sources.
 
     Raises:

@@ -5,7 +5,7 @@ Names in it:
 - `100.g3`: unfinished, being saved by the holder of fencing token 3
 - `100.g3.orbax-checkpoint-tmp…`: unfinished, being written by Orbax
 - `100.corrupt-…`: quarantined because it was damaged
-- `100.stale-…`: quarantined because a superseded process saved it
+- `100.stale-…`: quarantined because a superseded process saved it, or the run was rolled back to an older one
 - `100.deleted`: being removed
 
 A file `PINNED` in a checkpoint protects it from removal. A file `VERIFIED` records that all its checksums matched.

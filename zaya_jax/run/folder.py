@@ -25,8 +25,8 @@ STATUS = "status.json"
 _LOCK = ".lock"
 
 # Keys that may change when a run resumes and affect the computation; `record_changes` records them. Training checks
-# which phases may change.
-_RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.")
+# which phases and rows to skip may change.
+_RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro_batch", "train.remat", "train.log_every",
          "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip
@@ -112,7 +112,8 @@ def record_changes(folder: Path, config: Config, step: int) -> None:
 
 def _recorded(tree: dict[str, Any]) -> dict[str, Any]:
     phases = {phase["name"]: phase for phase in tree["phases"]}
-    return {key: value for key, value in flatten_keys({**tree, "phases": phases}) if key.startswith(_RECORDED)}
+    keys = {"data.skip_rows": []} | dict(flatten_keys({**tree, "phases": phases}))  # earlier versions did not write it
+    return {key: value for key, value in keys.items() if key.startswith(_RECORDED)}
 
 
 def write_phase_ends(folder: Path, config: Config, steps: Collection[int]) -> None:

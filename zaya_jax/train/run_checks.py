@@ -1,5 +1,6 @@
 """Check that weights fit a configuration, and that a changed configuration does not alter steps already done."""
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 
 from zaya_jax.config import Config, ModelConfig, PhaseConfig, to_dict
 from zaya_jax.config.checks import shown
-from zaya_jax.config.stages import phase_steps, schedule_spans, stage_at, stages, tokens_before
+from zaya_jax.config.stages import phase_steps, rows_before, schedule_spans, stage_at, stages, tokens_before
 from zaya_jax.errors import InputError
 from zaya_jax.optim.schedule import learning_rate_factor
 from zaya_jax.parallel.multihost import is_primary
@@ -82,7 +83,7 @@ def warn_about_positions(config: Config, theirs: ModelConfig, what: str, phase: 
 
 
 def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> None:
-    """Raise `InputError` if `new` has other batches or learning rates than `old` in the first `step` steps.
+    """Raise `InputError` if `new` has other batches, rows or learning rates than `old` in the first `step` steps.
 
     Args:
       old: configuration of the run so far.
@@ -113,8 +114,27 @@ def check_past(old: Config, new: Config, step: int, *, rates: bool = True) -> No
                              "in that phase. Set it to at least that number.")  # fmt: skip
         raise InputError(f"train.batch or data.context was changed, but {step} steps have already used the old "
                          "values. Restore them, or append a phase with the new ones.")  # fmt: skip
+    _check_skipped_rows(old, new, step)
     if rates:
         _check_rates(old, new, step, phases_started)
+
+
+def _check_skipped_rows(old: Config, new: Config, step: int) -> None:
+    """Raise `InputError` if `data.skip_rows` changes among the rows up to the last one of the steps done."""
+    unread = rows_before(old, step)
+    past, new_past = ([ends for ends in config.data.skip_rows if ends[0] < unread] for config in (old, new))
+    if past == new_past:
+        return
+    first, end = min(set(past).symmetric_difference(new_past))
+    newest = bisect.bisect_right(range(step), first, key=lambda index: rows_before(old, index)) - 1
+    change = "has the new range" if (first, end) in new_past else "no longer has the range"
+    earlier = (f"go back to a checkpoint of step {newest} or earlier: in this run_dir with python -m "
+               "zaya_jax.checkpoint rollback RUN_DIR STEP, in a new one with resume_from=RUN_DIR/checkpoints/STEP."
+               )  # fmt: skip
+    raise InputError(
+        f"data.skip_rows {change} [{first}, {end}], but the checkpoint at step {step} is past its start: the first "
+        f"unread row is {unread}. Restore the old value, or {earlier if newest else 'start a new run_dir.'}"
+    )
 
 
 def _check_rates(old: Config, new: Config, step: int, phases_started: int) -> None:

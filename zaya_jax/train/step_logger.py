@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from zaya_jax.config import Config
-from zaya_jax.config.stages import rows_before, stage_at, tokens_before
+from zaya_jax.config.stages import stage_at, step_rows, tokens_before
 from zaya_jax.errors import RunStopped
 from zaya_jax.run.metrics import MetricSink
 from zaya_jax.train.spikes import REASONS
@@ -63,7 +63,8 @@ class StepLogger:
         if step % config.train.log_every:
             row = {name: value for name, value in row.items() if name not in _DETAILS}
         if reason := REASONS[row.pop("skip")]:
-            row |= {"skip": reason, "rows": [rows_before(config, step - 1), rows_before(config, step)]}
+            rows = step_rows(config, step - 1)
+            row |= {"skip": reason, "rows": [rows[0], rows[-1] + 1]}
         row |= scores
         timings = {"step": step, "seconds": seconds, "data_wait": data_wait,
                    **throughput(config, step, row["tokens"], seconds, *self._devices)}  # fmt: skip
