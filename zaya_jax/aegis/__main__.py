@@ -8,14 +8,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_jax.aegis.checks import check_timeouts
+from zaya_jax.aegis.command import read_command
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.report import AEGIS, format_report, format_status, report_json
-from zaya_jax.aegis.supervisor import Job, Supervisor
-from zaya_jax.config import load_config
+from zaya_jax.aegis.supervisor import Supervisor
 from zaya_jax.errors import ExitCode, InputError, last_words
+from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.files import locked
-from zaya_jax.run.options import training_parser
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
@@ -45,11 +46,15 @@ def _run(options: argparse.Namespace) -> int:
     if options.processes < 1:
         raise InputError(f"--processes is {options.processes}, but must be at least 1.")
     policy = load_policy(options.policy)
-    run_dir = _run_dir(options.command) if options.run_dir is None else Path(options.run_dir).expanduser()
+    command = read_command(options.command, options.processes, options.run_dir)
+    if command.config is not None:
+        preset = select_preset(command.config.preset)
+        peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
+        check_timeouts(policy, preset, peer_timeout, os.environ)
     node = os.uname().nodename
-    folder = run_dir / AEGIS / node
+    folder = command.run_dir / AEGIS / node
     with locked(folder / ".lock", "The folder of the supervisor", wait=False):
-        return Supervisor(Job(options.command, options.processes, folder, node, os.environ), policy).run()
+        return Supervisor(command, policy, folder, node, _environment(folder)).run()
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -67,14 +72,14 @@ def _report(options: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
-def _run_dir(command: Sequence[str]) -> Path:
-    """Return the run folder of a training command, after checking its configuration."""
-    module = "zaya_jax.main"
-    if module not in command:
-        raise InputError(f"--run-dir is missing. It can be left out only if the command contains -m {module}.")
-    arguments = list(command[command.index(module) + 1 :])
-    options = training_parser().parse_intermixed_args(arguments)
-    return Path(load_config(options.config, options.overrides).run_dir).expanduser()
+def _environment(folder: Path) -> dict[str, str]:
+    """Return the environment of the processes, with a compilation cache of the run unless one is set.
+
+    A restart then compiles nothing. The cache contains native code, so only its owner may enter the folder.
+    """
+    cache = folder / "compiled"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    return {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
 
 
 def _parser() -> argparse.ArgumentParser:

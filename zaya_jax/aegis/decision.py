@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
 from zaya_jax.aegis.observation import FaultClass
-from zaya_jax.aegis.policy import Policy
+from zaya_jax.aegis.policy import Action, Policy
 
 _HOUR = 3600.0  # seconds
 
@@ -23,12 +23,14 @@ class Decision:
 
     Attributes:
       rule: name of the rule that decided.
+      action: of the policy.
       exit_code: of the supervisor, if it ends; None to restart.
       delay: seconds to wait before the restart.
       why: a sentence.
     """
 
     rule: str
+    action: Action
     exit_code: SupervisorExit | None
     delay: float = 0.0
     why: str = ""
@@ -54,28 +56,30 @@ def decide(
     action = policy.rules.of(failure.fault)
     if action == "stop":
         code = _STOP_CODES.get(failure.fault, SupervisorExit.DO_NOT_REQUEUE)
-        return Decision(f"rules.{failure.fault}", code, why=f"The policy stops the run on {_name(failure)}.")
+        return Decision(f"rules.{failure.fault}", action, code, why=f"The policy stops the run on {_name(failure)}.")
     if action == "replace_node" and can_act:
-        return Decision(f"rules.{failure.fault}", SupervisorExit.RETRY_ELSEWHERE,
+        return Decision(f"rules.{failure.fault}", action, SupervisorExit.RETRY_ELSEWHERE,
                         why=f"The policy asks for another node on {_name(failure)}.")  # fmt: skip
     alike = [each for _, each in failures if each.same == failure.same]
     if failure.words and failure.fault is not FaultClass.HANG and len(alike) >= restart.same_failure:
         where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
-        return Decision("restart.same_failure", SupervisorExit.DO_NOT_REQUEUE, why=(
+        return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
             f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"
         ))  # fmt: skip
     stuck = _without_progress([each for _, each in failures])
     if stuck > restart.no_progress:
-        return Decision("restart.no_progress", SupervisorExit.DO_NOT_REQUEUE, why=(
+        return Decision("restart.no_progress", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
             f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
         ))  # fmt: skip
     recent = sum(now - time < _HOUR for time, _ in failures[:-1])
     if recent >= restart.per_hour:
-        return Decision("restart.per_hour", SupervisorExit.BUDGET_SPENT, why=(
+        return Decision("restart.per_hour", "stop", SupervisorExit.BUDGET_SPENT, why=(
             f"{recent} restarts within an hour are the limit (restart.per_hour)."
         ))  # fmt: skip
     delay = restart.delays[min(stuck, len(restart.delays) - 1)]
-    return Decision("restart", None, delay * (1 + restart.jitter * jitter), f"Restarting after {_name(failure)}.")
+    change: Action = action if can_act and action in ("fewer_devices", "roll_back") else "restart"
+    why = f"Restarting after {_name(failure)}."
+    return Decision(f"rules.{failure.fault}", change, None, delay * (1 + restart.jitter * jitter), why)
 
 
 def _name(failure: Failure) -> str:

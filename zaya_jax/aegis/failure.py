@@ -78,6 +78,13 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
         return None
     progress = max(end.step for end in ends)
     origins = [end for end in failed if not end.followed]
+    given_up = [end for end in ends if end.was_killed]
+    if not origins and len(given_up) == 1:  # the others were right: it sent no heartbeat, and did not end
+        end = given_up[0]
+        words = next(each.words.sentence for each in failed if each.words is not None)
+        return Failure(
+            FaultClass.HANG, f"hang-{end.phase.name.lower()}", end.rank, end.step, printable(words), progress
+        )
     if not origins:
         words = next(end.words.sentence for end in failed if end.words is not None)
         return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words), progress)
@@ -109,7 +116,7 @@ def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation 
     severe = [each for each in observations if each.severity in (Severity.ERROR, Severity.FATAL)
               and each.rank in (None, origin.rank)]  # fmt: skip
     order = (FaultClass.GPU, FaultClass.HOST_MEMORY, FaultClass.DISK, FaultClass.CHECKPOINT, FaultClass.DEVICE_MEMORY,
-             FaultClass.NETWORK)  # fmt: skip
+             FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)  # fmt: skip
     for fault in order:
         if fault is FaultClass.HOST_MEMORY and origin.status != -signal.SIGKILL:
             continue  # the out-of-memory killer sends SIGKILL

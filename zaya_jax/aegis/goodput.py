@@ -72,7 +72,7 @@ def measure_goodput(events: Sequence[Mapping[str, Any]], now: float | None = Non
     ends = {event["attempt"]: event for event in events if event["kind"] == "end"}
     done: list[_Done] = []
     wasted_steps, seconds = 0, 0.0
-    for start, following in zip(starts, [*starts[1:], None], strict=True):
+    for start, following in zip(starts, [*starts[1:], None], strict=False):
         end = ends.get(start["attempt"])
         until = following["unix"] if following else end["unix"] if end else now
         if until is None or start["attempt"] in drills:

@@ -10,9 +10,10 @@ from zaya_jax.config.checks import require
 from zaya_jax.config.loader import load_as
 from zaya_jax.run.progress_record import Phase
 
-# restart: all processes, from the newest intact checkpoint. replace_node: stop, and ask the scheduler for another node.
-# stop: do not requeue. report: write an event, nothing else.
-Action = Literal["restart", "replace_node", "stop", "report"]
+# restart: all processes, from the newest intact checkpoint. fewer_devices: the same without the device of the process
+# that failed. roll_back: to a checkpoint before the bad steps, and on without their rows of data. replace_node: stop,
+# and ask the scheduler for another node. stop: do not requeue. report: write an event, nothing else.
+Action = Literal["restart", "fewer_devices", "roll_back", "replace_node", "stop", "report"]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class TimeoutPolicy:
     save: Positive[float] = 1800.0
     finish: Positive[float] = 3600.0
     end: Positive[float] = 60.0
-    floor: Positive[float] = 60.0
+    floor: Positive[float] = 240.0
     factor: Positive[float] = 5.0
     learn_after: Positive[int] = 5  # steps
 
@@ -62,6 +63,18 @@ class RestartPolicy:
 
 
 @dataclass(frozen=True)
+class TrainingPolicy:
+    """When the training itself looks wrong."""
+
+    spike_window: Positive[int] = 128  # losses compared with
+    spike_threshold: Positive[float] = 6.0  # robust standard deviations above their median
+    spike_steps: Positive[int] = 10  # steps in a row with a high loss, or one that is not finite
+    straggler_steps: Positive[int] = 50  # steps of a window
+    straggler_windows: Positive[int] = 2  # windows in a row in which a process is slow
+    straggler_score: Positive[float] = 0.7  # time of a window without a process' delay, relative to the time it took
+
+
+@dataclass(frozen=True)
 class RulePolicy:
     """What to do about each class of fault, when it is seen to end or endanger the run."""
 
@@ -69,8 +82,8 @@ class RulePolicy:
     crash: Action = "restart"
     network: Action = "restart"
     gpu: Action = "replace_node"
-    non_finite: Action = "report"
-    spike: Action = "report"
+    non_finite: Action = "roll_back"
+    spike: Action = "roll_back"
     straggler: Action = "report"
     host_memory: Action = "restart"
     device_memory: Action = "stop"
@@ -91,6 +104,7 @@ class Policy:
       timeouts: see `TimeoutPolicy`.
       restart: see `RestartPolicy`.
       rules: see `RulePolicy`.
+      training: see `TrainingPolicy`.
       log_only: classes of faults whose action is only reported as what would have been done, while the run continues.
         A process that has ended is restarted in any case.
       grace_seconds: that a run which is asked to stop may take to save, before it is killed.
@@ -101,6 +115,7 @@ class Policy:
     timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     rules: RulePolicy = field(default_factory=RulePolicy)
+    training: TrainingPolicy = field(default_factory=TrainingPolicy)
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
     grace_seconds: NonNegative[float] = 300.0
     settle_seconds: NonNegative[float] = 2.0
@@ -109,7 +124,6 @@ class Policy:
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""
         check_bounds(self, "")
-        check_bounds(self.timeouts, "timeouts")
         self.restart.check()
         names = [rule.name for rule in fields(RulePolicy)]
         for name in self.log_only:

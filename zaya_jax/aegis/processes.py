@@ -5,7 +5,6 @@ import ctypes
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -34,7 +33,10 @@ class Rank:
       killed: whether the supervisor has killed it.
     """
 
-    def __init__(self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output]):
+    def __init__(
+        self, index: int, command: Sequence[str], environment: Mapping[str, str], outputs: Sequence[Output]
+    ) -> None:
+        """Start `command` in `environment`; its output goes to `outputs`, stdout and stderr."""
         self.index = index
         self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
@@ -111,15 +113,14 @@ class Rank:
 class Gang:
     """The processes of one attempt, and a selector that waits for their output and end."""
 
-    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str], outputs: Sequence[Output]):
+    def __init__(self, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], outputs: Sequence[Output]) -> None:
+        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started."""
         self.selector = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         self.final_progress: Progress | None = None  # of the first process, once closed
-        address = f"127.0.0.1:{_free_port()}"
         try:
-            for index in range(count):
-                flags = ["--coordinator", address, "--processes", str(count), "--process", str(index)]
-                self.ranks.append(Rank(index, [*command, *flags] if count > 1 else command, environment, outputs))
+            for index, (command, environment) in enumerate(processes):
+                self.ranks.append(Rank(index, command, environment, outputs))
         except OSError:
             self.kill()
             self.close()
@@ -188,9 +189,3 @@ def describe_process(pid: int, root: Path = Path("/proc")) -> str:
         with contextlib.suppress(OSError):
             text.append(f"--- {name}\n{(root / str(pid) / name).read_text(encoding='utf-8', errors='replace')[:4096]}")
     return "\n".join(text)
-
-
-def _free_port() -> int:
-    with socket.socket() as unbound:
-        unbound.bind(("127.0.0.1", 0))
-        return unbound.getsockname()[1]

@@ -100,6 +100,8 @@ _HOPPER = (
 # retries, so network errors are reported first.
 _CLUSTER = {"join_seconds": 600, "peer_timeout": 180}
 
+HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeat timeout exceeds the peer timeout
+
 PRESETS = {
     preset.name: preset
     for preset in (

@@ -15,6 +15,7 @@ import jax
 from jax._src import clusters, distributed
 
 from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
+from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.relay import relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
@@ -25,7 +26,6 @@ T = TypeVar("T")
 # Values that processes may exchange. Tuples and enums would arrive as lists and plain values.
 Json = TypeVar("Json", bound=bool | int | float | str | list[Any] | dict[str, Any] | None)
 
-_HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeat timeout exceeds the peer timeout
 # Words in jax's errors that mean another process failed.
 _PEER_ERRORS = ("gloo", "nccl", "rccl", "unavailable", "deadline_exceeded", "heartbeat", "connection")
 _PATIENCE = 600  # seconds that processes may take to load their configuration
@@ -83,8 +83,8 @@ def join(
     try:
         jax.distributed.initialize(
             relay(job.host, job.port) if job.process else job.address, job.processes, job.process,
-            initialization_timeout=join_seconds + _HEARTBEAT_MARGIN,
-            heartbeat_timeout_seconds=math.ceil(peer_timeout) + _HEARTBEAT_MARGIN,
+            initialization_timeout=join_seconds + HEARTBEAT_MARGIN,
+            heartbeat_timeout_seconds=math.ceil(peer_timeout) + HEARTBEAT_MARGIN,
             shutdown_timeout_seconds=math.ceil(peer_timeout),
         )  # fmt: skip
     except (RuntimeError, ValueError) as error:

@@ -1,0 +1,259 @@
+"""One attempt: the processes from their start until all have ended, and why they failed if they did."""
+
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.aegis import evidence
+from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.failure import Failure, RankEnd, find_failure
+from zaya_jax.aegis.hang import find_suspects
+from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.aegis.output import Output
+from zaya_jax.aegis.policy import Policy
+from zaya_jax.aegis.processes import Gang, Rank, kill_strays
+from zaya_jax.aegis.state import describe_ranks, write_state
+from zaya_jax.aegis.timeouts import Silence, Timeouts
+from zaya_jax.aegis.watch import Watch
+from zaya_jax.errors import ExitCode
+from zaya_jax.run.progress_record import Phase
+
+_TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
+_STATE_EVERY = 1.0  # seconds
+
+
+class Detected(NamedTuple):
+    """A failure from which the job has not recovered.
+
+    Attributes:
+      event: id of the event.
+      time: of the detection, of `time.monotonic`.
+      attempt: in which it happened.
+    """
+
+    event: int
+    time: float
+    attempt: int
+
+
+class Shared:
+    """What the attempts of a supervisor share.
+
+    Attributes:
+      folder: of the supervisor.
+      policy: of the supervisor.
+      log: its event log.
+      timeouts: of the phases, as learned so far.
+      outputs: its stdout and stderr.
+      signals: numbers of the signals that asked to stop.
+      detected: the failure that is not recovered from; None if there is none.
+      best_step: greatest number of steps done; -1 before the first.
+    """
+
+    def __init__(self, folder: Path, policy: Policy, log: EventLog, timeouts: Timeouts) -> None:
+        self.folder, self.policy, self.log, self.timeouts = folder, policy, log, timeouts
+        self.outputs = Output(1), Output(2)
+        self.signals: list[int] = []
+        self.detected: Detected | None = None
+        self.best_step = -1
+
+    @property
+    def cause(self) -> int | None:
+        """The event of the failure that is not recovered from."""
+        return None if self.detected is None else self.detected.event
+
+
+class Attempt:
+    """Starts the processes; `run` returns when all have ended."""
+
+    def __init__(
+        self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch
+    ) -> None:  # fmt: skip
+        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started."""
+        self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
+        self._log.attempt += 1
+        self._gang = Gang(processes, shared.outputs)
+        self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
+        self._silences = {rank.index: Silence(4 * _TICK) for rank in self._gang.ranks}
+        self._observations: list[Observation] = []
+        self._planned: Failure | None = None  # why the supervisor ends the attempt
+        self._kill_at: float | None = None  # when to kill what still runs
+        self._asked = 0  # signals that were passed on
+        self._wrote_state = 0.0
+
+    def run(self) -> Failure | None:
+        """Run the processes to their end; return why they failed, or None if all finished."""
+        gang = self._gang
+        try:
+            while gang.running:
+                self._pump(_TICK)
+                self._step(time.monotonic())
+        finally:
+            gang.close()
+            kill_strays(self._watch.pids)
+        ends = [rank.end for rank in gang.ranks if rank.end is not None]
+        failure = self._planned or find_failure(ends, self._observations)
+        if failure is not None and not self._has_failed:
+            self._detect_end(next(end for end in ends if end.status != 0), time.monotonic())
+        self._write_end(ends, failure)
+        return failure
+
+    def _step(self, now: float) -> None:
+        """Look at everything once, and act."""
+        self._look(now)
+        for observation in self._watch.poll(self._gang.ranks, now):
+            self._observe(observation, can_act=True)
+        failed = [rank.end for rank in self._gang.ranks if rank.end is not None and rank.end.status != 0]
+        signals = self._shared.signals
+        if signals and not self._asked:
+            event = self._log.write("detect", signal.Signals(signals[0]).name, fault=FaultClass.PREEMPTION)
+            self._ask_to_stop(signal.SIGINT if signals[0] == signal.SIGINT else signal.SIGTERM, event)
+        elif len(signals) > 1:
+            self._kill("Asked a second time to stop.")
+        elif self._kill_at is not None:
+            if now > self._kill_at:
+                self._kill("The processes did not end by themselves.")
+        elif failed:
+            self._detect_end(failed[0], now)
+            is_stopping = failed[0].status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+            self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
+        elif (hang := self._find_hang()) is not None:
+            self._planned = hang
+            self._kill(hang.words)
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether a failure of this attempt was detected."""
+        return self._shared.detected is not None and self._shared.detected.attempt == self._log.attempt
+
+    def _pump(self, seconds: float) -> bool:
+        """Pass on output, and note processes that ended; return whether anything was written."""
+        _, lines = self._gang.wait(seconds)
+        for output in self._shared.outputs:
+            output.flush()
+        for observation in self._watch.read_lines(lines):
+            self._observe(observation, can_act=False)
+        return bool(lines)
+
+    def _look(self, now: float) -> None:
+        """Read the progress records: learn timeouts, notice recovery, and write the state."""
+        shared, detected = self._shared, self._shared.detected
+        for rank in self._gang.ranks:
+            progress = rank.progress
+            if progress is None or progress.first_step < 0:
+                continue
+            shared.timeouts.learn(progress)
+            shared.best_step = max(shared.best_step, progress.step)
+            trains = rank.end is None and progress.step > progress.first_step
+            if detected is not None and detected.attempt < self._log.attempt and trains:
+                self._log.write("recover", "first-step", cause=detected.event, step=progress.step,
+                                seconds={"recover": now - detected.time})  # fmt: skip
+                shared.detected = detected = None
+        if now - self._wrote_state >= _STATE_EVERY:
+            self._wrote_state = now
+            write_state(shared.folder, attempt=self._log.attempt, state="running",
+                        ranks=describe_ranks(self._gang.ranks))  # fmt: skip
+
+    def _observe(self, observation: Observation, *, can_act: bool) -> None:
+        """Write an observation; end the attempt if the policy wants that, and `can_act`.
+
+        A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself.
+        """
+        self._observations.append(observation)
+        event = self._log.write("detect", observation.code, severity=observation.severity, text=observation.text,
+                                fault=observation.fault, rank=observation.rank)  # fmt: skip
+        action = self._policy.rules.of(observation.fault)
+        is_severe = observation.severity in (Severity.ERROR, Severity.FATAL)
+        if not can_act or not is_severe or action == "report" or self._planned is not None:
+            return
+        if observation.fault in self._policy.log_only:
+            self._log.write("decide", f"rules.{observation.fault}", cause=event, log_only=action)
+            return
+        step = self._shared.best_step
+        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, step)
+        self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
+        if action == "roll_back":
+            self._kill(observation.text)  # saving would keep what is to be undone
+        else:
+            self._ask_to_stop(signal.SIGTERM, event)
+
+    def _detect_end(self, end: RankEnd, now: float) -> None:
+        """Write that a process ended with an error; `find_failure` decides later which was the first."""
+        if self._has_failed:
+            return
+        words = "" if end.words is None else end.words.sentence
+        event = self._log.write("detect", f"exit-{end.status}", severity=Severity.ERROR, text=words,
+                                fault=FaultClass.CRASH, rank=end.rank, step=end.step,
+                                phase=end.phase.name.lower())  # fmt: skip
+        self._shared.detected = Detected(event, now, self._log.attempt)
+
+    def _find_hang(self) -> Failure | None:
+        """Return the failure if a process has been silent for longer than the timeout of its phase."""
+        running = self._gang.running
+        progress = {rank.index: rank.progress for rank in running}
+        late = None
+        for index, each in progress.items():
+            phase = Phase.START if each is None else each.phase
+            seconds = self._silences[index].look(-1 if each is None else each.writes)
+            if seconds > self._shared.timeouts.limit(phase):
+                late = late or (phase, seconds)
+        if late is None:
+            return None
+        phase, seconds = late
+        stopped = [rank.index for rank in running if is_stopped(rank)]
+        suspects = find_suspects(progress, stopped)
+        who = "all processes alike" if len(suspects) == len(progress) > 1 else f"process {suspects[0]}"
+        words = (f"No progress for {seconds:.1f} s in phase {phase.name.lower()}, more than its timeout; the cause "
+                 f"seems to be {who}{' (stopped by a signal)' if suspects[0] in stopped else ''}.")  # fmt: skip
+        rank = suspects[0] if len(suspects) == 1 else None
+        suspect = progress[suspects[0]]
+        step = -1 if suspect is None or suspect.first_step < 0 else suspect.step
+        event = self._log.write("detect", "hang", severity=Severity.ERROR, text=words, fault=FaultClass.HANG, rank=rank,
+                                step=step, phase=phase.name.lower(), seconds={"detect": seconds})  # fmt: skip
+        self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
+        return Failure(FaultClass.HANG, f"hang-{phase.name.lower()}", rank, step, words, self._shared.best_step)
+
+    def _ask_to_stop(self, number: int, event: int) -> None:
+        """Ask the trainer to save and stop, and give it the time of grace."""
+        self._asked = number
+        self._kill_at = time.monotonic() + self._policy.grace_seconds
+        self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": self._policy.grace_seconds})
+        for rank in self._gang.running:
+            rank.send(number)
+
+    def _kill(self, why: str) -> None:
+        """Collect evidence, then kill all processes."""
+        began = time.monotonic()
+        files = evidence.collect(self._shared.folder, self._log.attempt, self._gang, self._pump,
+                                 self._policy.evidence_seconds)  # fmt: skip
+        self._gang.kill()
+        self._log.write("act", "kill", severity=Severity.WARNING, cause=self._shared.cause, text=why, files=files,
+                        seconds={"act": time.monotonic() - began})  # fmt: skip
+
+    def _write_end(self, ends: Sequence[RankEnd], failure: Failure | None) -> None:
+        """Write the end of the attempt, with the seconds that its first process spent in each phase."""
+        progress = self._gang.final_progress
+        details: dict[str, Any] = {"exit_statuses": [end.status for end in sorted(ends, key=lambda end: end.rank)]}
+        if progress is not None:
+            details["times"] = {phase.name.lower(): seconds
+                                for phase, seconds in zip(Phase, progress.seconds, strict=True) if seconds}  # fmt: skip
+            if progress.first_step >= 0:
+                details |= {"first_step": progress.first_step, "last_step": progress.step}
+        if failure is None:
+            self._log.write("end", "finished", **details)
+        else:
+            self._log.write("end", failure.code, severity=Severity.ERROR, cause=self._shared.cause, text=failure.words,
+                            fault=failure.fault, rank=failure.rank, **details)  # fmt: skip
+
+
+def is_stopped(rank: Rank) -> bool:
+    """Return whether the kernel shows the trainer as stopped, by SIGSTOP or a debugger."""
+    progress = rank.progress
+    pid = rank.process.pid if progress is None else progress.pid
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in ("T", "t")

@@ -1,0 +1,58 @@
+"""Roll a run back past bad data: to the newest checkpoint before it, and on without its rows."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import NamedTuple
+
+from zaya_jax.aegis.command import TrainingCommand, to_rows
+from zaya_jax.aegis.failure import Failure
+from zaya_jax.config.stages import rows_before
+from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
+
+_LONGEST = 3600.0  # seconds that verifying the checkpoint may take
+
+
+class Rollback(NamedTuple):
+    """A roll-back.
+
+    Attributes:
+      step: of the checkpoint to resume from.
+      first: first row of the data to skip.
+      end: the row after the last one.
+    """
+
+    step: int
+    first: int
+    end: int
+
+
+def plan_rollback(command: TrainingCommand, failure: Failure, bad_steps: int) -> Rollback | None:
+    """Plan to undo the last `bad_steps` steps before a failure.
+
+    Returns:
+      None if the rows of the steps are not known, or no checkpoint is old enough.
+    """
+    if command.config is None:
+        return None
+    last_good = max(failure.progress - bad_steps, 0)
+    steps = [each.step for each in usable_checkpoints(command.run_dir / CHECKPOINTS) if each.step <= last_good]
+    if not steps or failure.progress <= last_good:
+        return None
+    rows = tuple(sorted({*to_rows(command.config), *command.skipped_rows}))
+    config = dataclasses.replace(command.config, data=dataclasses.replace(command.config.data, skip_rows=rows))
+    return Rollback(max(steps), rows_before(config, last_good), rows_before(config, failure.progress))
+
+
+def roll_back(command: TrainingCommand, plan: Rollback) -> TrainingCommand:
+    """Quarantine the later checkpoints, and return the command that skips the rows.
+
+    Raises:
+      InputError: the checkpoint is damaged, or the run is in use.
+    """
+    argv = [sys.executable, "-m", "zaya_jax.checkpoint", "rollback", str(command.run_dir), str(plan.step)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=_LONGEST, check=False)  # noqa: S603
+    if done.returncode:
+        raise InputError(f"The run could not be rolled back to step {plan.step}: {done.stderr.strip()[-300:]}")
+    return command.without_rows(plan.first, plan.end)
