@@ -34,6 +34,7 @@ from zaya_jax.evaluate.__main__ import main  # noqa: E402
 from zaya_jax.evaluate.lm_eval_model import ZayaLM  # noqa: E402
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, load_suite, named_tasks  # noqa: E402
 from zaya_jax.generate import decode  # noqa: E402
+from zaya_jax.generate.sampling import Sampling  # noqa: E402
 from zaya_jax.hf.exporter import save_pretrained  # noqa: E402
 
 NAMES = "letters", "endings", "texts", "written"
@@ -195,6 +196,19 @@ def test_reasoning_is_not_part_of_an_answer(folder, export):
     answers = ours(export, think_end=end).generate_until(asked)
     assert answers == [text.split(end)[-1].lstrip().split("e")[0].split("\n")[0] for text in whole]
     assert answers != plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, Sampling()),
+        ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"temperature": 0.7, "top_k": 3}, Sampling(0.7, top_k=3)),
+        ({"do_sample": True, "min_p": None}, Sampling(1.0)),
+    ],
+)
+def test_settings_of_a_task_are_those_of_transformers(export, settings, sampling):
+    assert ours(export)._prompt("written", "a", {"max_gen_toks": 8, **settings}, 0).sampling == sampling
 
 
 def test_a_special_token_may_end_an_answer_and_no_other_stays_in_it(export):

@@ -30,7 +30,7 @@ from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
 
-# Settings of tasks that change nothing here.
+# Other settings of continuations that tasks may have: read below, or without effect here.
 _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "seed"}
 
 
@@ -143,17 +143,17 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
         keys, seen, missing = [], Counter(), []
         for request in requests:
             context, settings = request.args
-            samples, name = self.samples.get(request.task_name, 1), repr(sorted(settings.items()))
-            first = seen[context, name] * samples
-            seen[context, name] += 1
-            keys.append((context, name, first + self.sample))
-            missing += [(request.task_name, context, name, first + sample, settings) for sample in range(samples)
-                        if (context, name, first + sample) not in self._written]  # fmt: skip
-        prompts = [self._prompt(task, context, settings, sample) for task, context, _, sample, settings in missing]
+            samples, setting = self.samples.get(request.task_name, 1), repr(sorted(settings.items()))
+            first = seen[context, setting] * samples
+            seen[context, setting] += 1
+            keys.append((context, setting, first + self.sample))
+            missing += [(key, request.task_name, settings) for sample in range(samples)
+                        if (key := (context, setting, first + sample)) not in self._written]  # fmt: skip
+        prompts = [self._prompt(task, context, settings, sample) for (context, _, sample), task, settings in missing]
         if prompts:
             written = self.writer.write(prompts, progress=self._progress("continuations"))
-            for (_, context, name, sample, settings), tokens in zip(missing, written, strict=True):
-                self._written[context, name, sample] = self._answer(tokens, settings)
+            for (key, _, settings), tokens in zip(missing, written, strict=True):
+                self._written[key] = self._answer(tokens, settings)
         return [self._written[key] for key in keys]
 
     def _answer(self, tokens: list[int], settings: Mapping[str, Any]) -> str:
@@ -187,8 +187,9 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
             raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for at least 1 and "
                              f"fewer than the model's {longest:,} positions. Set max_new_tokens.")  # fmt: skip
         greedy = not normalized["do_sample"]
-        values = {name: normalized[name] for name in Sampling._fields if normalized.get(name) is not None}
-        sampling = Sampling() if greedy else Sampling(temperature=1.0)._replace(**values)
+        fields = ("repetition_penalty",) if greedy else Sampling._fields
+        values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
+        sampling = Sampling(temperature=0.0 if greedy else 1.0)._replace(**values)
         sampling.check(f"The task {task}'s ")
         stop = tuple(text for text in normalized.get("until") or () if text)
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
