@@ -1,8 +1,10 @@
 """`python -m zaya_jax.evaluate` on a run, on text files and on bad input; lm-eval's tasks are in tests/parity."""
 
+import errno
 import importlib.util
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -89,14 +91,24 @@ def test_training_and_text_need_no_lm_eval():
         (["RUN", "--text", "EMPTY/x"], "cannot be read"),
         (["RUN", "--tasks", "a", "--config", "b"], "--tasks and --config"),
         (["RUN", "--config", "nowhere.yaml"], "nowhere.yaml cannot be read"),
+        (["RUN", "--tasks", "a,,b"], "--tasks is 'a,,b', but must be names of tasks"),
+        (["RUN", "--tasks", "a,b,a"], "--tasks is 'a,b,a', but must be names of tasks"),
         (["RUN", "--limit", "3"], "--limit is only for tasks"),
+        (["RUN", "--seed", "0"], "--seed is only for tasks"),
+        (["RUN", "--text", "TEXT", "--batch-rows", "2"], "--batch-rows is only for tasks"),
+        (["RUN", "--dtype", "float32"], "--dtype is only for tasks and texts"),
+        (["RUN", "--tokenizer", "RUN"], "--tokenizer is only for tasks and texts"),
+        (["RUN", "--batch-tokens", "9"], "--batch-tokens is only for tasks and texts"),
+        (["RUN", "--poll", "0"], "--poll is only for a run that is followed: add --follow"),
+        (["RUN", "--follow", "--poll", "nan"], "--poll is .nan, but must be finite"),
         (["RUN", "--peer", "hf:x"], "--peer is only for tasks"),
         (["RUN", "--run-generated-code"], "--run-generated-code is only for tasks"),
         (["RUN", "--tasks", "a", "--limit", "0"], "--limit is 0"),
         (["RUN", "--batch-tokens", "0"], "--batch-tokens is 0"),
         (["RUN", "--tasks", "a", "--peer", "hf:x", "--follow"], "--peer does not go with --follow"),
         (["nowhere", "--follow"], "is not a folder"),
-        (["RUN", "--output", "RUN"], "--output"),
+        (["EXPORT", "--follow"], "has files but no run"),
+        (["RUN", "--output", "RUN"], "The scores cannot be written to"),
         (["RUN", "--process", "1"], "must be given together"),
         (["DAMAGED"], "DAMAGED"),
         (["RUN", "--text", "TEXT", "--tokenizer", "LARGE"], "more than model.vocab_size"),
@@ -113,12 +125,56 @@ def test_bad_input_is_one_sentence(run, arguments, said, capsys, tmp_path):
         damage(folder, tmp_path / "DAMAGED")
     if "LARGE" in arguments:
         enlarge(export, tmp_path / "LARGE")
-    given = [str(names.get(text.partition("@")[0], text)) + "".join(text.partition("@")[1:]) for text in arguments]
-    assert main(given) == 2
+    paths = [str(names.get(text.partition("@")[0], text)) + "".join(text.partition("@")[1:]) for text in arguments]
+    assert main(paths) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("Error: ")
     assert said in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_each_evaluation_has_a_file_that_others_do_not_overwrite(run, tmp_path):
+    folder, _, export = run
+    (tmp_path / "a.txt").write_text("the model")
+    text = ["--text", str(tmp_path / "a.txt")]
+    variants = [text, [*text, "--dtype", "bfloat16"], [*text, "--tokenizer", str(export)]]
+    for arguments in (*variants, text):
+        assert main([str(folder), *arguments]) == 0
+    files = list((folder / "evaluations").glob("text-*-12.json"))
+    assert len(files) == len(variants)
+    for _ in range(2):
+        assert main([str(folder), *text, "--follow"]) == 0
+    assert main([str(folder), "--follow"]) == 0
+    (path,) = (folder / "evaluations").glob("text-*.jsonl")
+    rows = read_rows(path)
+    assert [row["name"] for row in rows] == [path.stem] * len(rows)
+    assert f"{path.stem}-12.json" in {file.name for file in files}
+    assert {row["step"] for row in read_rows(folder / "evaluations" / "heldout.jsonl")} == {row["step"] for row in rows}
+
+
+def test_a_run_is_followed_by_one_process(run, capsys, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    assert main([str(run[0]), "--follow"]) == 2
+    assert capsys.readouterr().err == (
+        "Error: --follow runs in one process, but this job has 2. Start one process, or remove --follow.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "x.json"), 2, "Error: x.json: Permission denied."),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "Stopped: .* Free some space"),
+        (TimeoutError("Process 1 did not answer."), 1, "Stopped: Process 1 did not answer."),
+    ],
+)
+def test_an_error_of_the_system_is_one_sentence(run, error, status, said, capsys, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("zaya_jax.evaluate.command._score", fail)
+    assert main([str(run[0])]) == status
+    assert re.match(said, capsys.readouterr().err)
 
 
 def damage(run: Path, target: Path) -> None:

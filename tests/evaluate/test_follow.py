@@ -6,7 +6,7 @@ import pytest
 
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import follow as module
-from zaya_jax.evaluate.follow import append_row, follow, has_ended
+from zaya_jax.evaluate.follow import append_row, check_followed, follow, has_ended
 from zaya_jax.run.folder import CONFIG, lock_folder
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.run.status import FINISHED, RUNNING, Status, track_status
@@ -43,22 +43,25 @@ def test_each_checkpoint_is_scored_once_until_training_ends(tmp_path, monkeypatc
     path = tmp_path / "evaluations" / "scores.jsonl"
     looks = (RUNNING, []), (RUNNING, [5]), (RUNNING, [5, 10]), (FINISHED, [10, 12])
     training = Training(monkeypatch, tmp_path, *looks)
-    follow(tmp_path, path, training.score, 3, said.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
     assert training.scored == [5, 10, 12]
     assert training.slept == [3, 3, 3]
-    assert read_rows(path) == [{"score": step / 10, "step": step} for step in (5, 10, 12)]
+    assert read_rows(path) == [{"name": "a-1", "score": step / 10, "step": step} for step in (5, 10, 12)]
     assert "3 checkpoints" in said[-1]
 
 
 def test_what_was_scored_before_is_not_scored_again_and_half_a_line_is_cut_off(tmp_path, monkeypatch, said):
     path = tmp_path / "scores.jsonl"
-    append_row(path, {"step": 5})
+    append_row(path, {"name": "a-1", "step": 5})
+    append_row(path, {"name": "a-2", "step": 10})  # of another evaluation
     with path.open("a") as file:
         file.write('{"step": 10, "sc')
     training = Training(monkeypatch, tmp_path, (None, [5, 10]))
-    follow(tmp_path, path, training.score, 3, said.append, training.sleep)
+    follow(tmp_path, path, "a-1", training.score, 3, said.append, training.sleep)
     assert training.scored == [10]
-    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [5, 10]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["name"], row["step"]) for row in rows] == [("a-1", 5), ("a-2", 10), ("a-1", 10)]
+    assert said[-1].endswith("the scores of 2 checkpoints.")
 
 
 def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, monkeypatch, said):
@@ -70,7 +73,7 @@ def test_a_checkpoint_that_retention_removes_meanwhile_is_left_out(tmp_path, mon
             raise InputError("It is gone.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
     assert training.scored == [10]
     assert said[0] == "Step 5 is not scored: its checkpoint was removed first."
 
@@ -83,7 +86,7 @@ def test_a_damaged_checkpoint_is_left_out(tmp_path, monkeypatch, said):
             raise InputError("It is damaged.")
         return training.score(step)
 
-    follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
     assert training.scored == [10]
     assert said[0] == "Step 7 is not scored: its checkpoint is damaged."
 
@@ -95,9 +98,7 @@ def test_an_intact_checkpoint_that_cannot_be_scored_is_an_error(tmp_path, monkey
         raise InputError("It does not fit.")
 
     with pytest.raises(InputError, match="does not fit"):
-        follow(tmp_path, tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
-    with pytest.raises(InputError, match=r"--follow .*nowhere is not a folder"):
-        follow(tmp_path / "nowhere", tmp_path / "scores.jsonl", score, 3, said.append, training.sleep)
+        follow(tmp_path, tmp_path / "scores.jsonl", "a-1", score, 3, said.append, training.sleep)
 
 
 def test_a_training_that_starts_has_not_ended(tmp_path):
@@ -119,5 +120,21 @@ def test_a_training_that_has_not_begun_is_waited_for(tmp_path, monkeypatch, said
         if len(training.looks) == 1:
             (tmp_path / CONFIG).write_text("")
 
-    follow(tmp_path, tmp_path / "scores.jsonl", training.score, 3, said.append, sleep)
+    follow(tmp_path, tmp_path / "scores.jsonl", "a-1", training.score, 3, said.append, sleep)
     assert training.scored == [1]
+    assert said == [f"Waiting for a training to start in {tmp_path}.",
+                    f"The training has ended; {tmp_path / 'scores.jsonl'} has the scores of 1 checkpoint."]  # fmt: skip
+
+
+def test_only_a_run_or_a_folder_for_one_is_followed(tmp_path):
+    with pytest.raises(InputError, match=r"--follow .*nowhere is not a folder"):
+        check_followed(tmp_path / "nowhere")
+    check_followed(tmp_path)
+    (tmp_path / "evaluations").mkdir()  # of an earlier --follow
+    with lock_folder(tmp_path):
+        (tmp_path / "checkpoints").mkdir()
+        check_followed(tmp_path)  # a training has started, but not written its configuration yet
+    with pytest.raises(InputError, match=r"--follow .* has files but no run"):
+        check_followed(tmp_path)
+    (tmp_path / CONFIG).write_text("")
+    check_followed(tmp_path)

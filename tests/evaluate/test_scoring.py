@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 
 from tests.helpers import jit, random_model, tiny_config
 from tests.train_helpers import on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.errors import InputError
 from zaya_jax.evaluate import scoring
 from zaya_jax.evaluate.scoring import Request, Score, Scorer
 from zaya_jax.evaluate.texts import windows
 from zaya_jax.evaluate.writing import Prompt, Writer, prompt_seed
 from zaya_jax.generate import decode
+from zaya_jax.generate.placement import decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.model.zaya import Zaya, logits
 
@@ -27,7 +30,12 @@ def scorer(max_length: int = LENGTH) -> Scorer:
     """Rows of 8 and 24 tokens, two and one in a batch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scoring, "ROW", 8)
-        return Scorer(random_model(tiny_config()), max_length=max_length, tokens=16)
+        return make_scorer(random_model(tiny_config()), max_length=max_length, tokens=16)
+
+
+def make_scorer(model: Zaya, **options) -> Scorer:
+    """A scorer on all devices here."""
+    return Scorer(model, decode_placement(model, ParallelConfig()), **options)
 
 
 def requests(count: int, seed: int = 0, longest: int = 30) -> list[Request]:
@@ -111,7 +119,8 @@ def test_progress_reaches_the_end():
 
 @pytest.mark.parametrize("empty", [Request([], [1]), Request([1], []), Request([1], [1] * (LENGTH + 1))])
 def test_what_cannot_be_scored_is_an_error(empty):
-    with pytest.raises(ValueError, match="Request 0 has"):
+    said = f"score {len(empty.continuation)} tokens? after {len(empty.context)} tokens? .* must ask for 1 to {LENGTH} "
+    with pytest.raises(InputError, match=said):
         scorer().score([empty])
 
 
@@ -146,7 +155,7 @@ def prompts(count: int = 11) -> list[Prompt]:
 
 
 def writer(model: Zaya) -> Writer:
-    shared = Scorer(model, tokens=64)
+    shared = make_scorer(model, tokens=64)
     return Writer(shared.model, Letters(), [7], shared.placement, 2)
 
 
@@ -169,7 +178,7 @@ def test_continuations_depend_neither_on_the_batch_nor_on_its_order():
 def on_one_or_more() -> tuple[list[Score], list[list[int]]]:
     """What all devices here score and write."""
     model = random_model(tiny_config(**LONG))
-    shared = Scorer(model, tokens=512)
+    shared = make_scorer(model, tokens=512)
     asked = [*requests(40), *(Request([1, 2], [letter]) for letter in range(9))]
     return shared.score(asked), writer(model).write(prompts())
 

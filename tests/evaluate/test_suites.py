@@ -56,8 +56,9 @@ def test_a_mistake_in_a_suite_names_the_key(tmp_path, text, said):
 
 def test_tasks_are_named_on_the_command_line():
     assert [task.name for task in named_tasks("a, b").tasks] == ["a", "b"]
-    with pytest.raises(InputError, match="name is ''"):
-        named_tasks("a,,b")
+    for names in ("a,,b", "a,b,a", ""):
+        with pytest.raises(InputError, match=f"--tasks is '{names}', but must be names of tasks .* each name once"):
+            named_tasks(names)
 
 
 def test_a_suite_replaces_values_of_a_tasks_own(tmp_path):

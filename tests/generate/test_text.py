@@ -15,6 +15,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.generate import text as module
 from zaya_jax.generate.chat import Chat
 from zaya_jax.generate.decode import Continuation
+from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel
 from zaya_jax.generate.text import encode_prompt, generate_text, stream_text
@@ -97,7 +98,8 @@ def opened(template=None):
     from zaya_jax.data.chat import DEFAULT_TEMPLATE
 
     special = SpecialTokens(EOT_TEXT, EOT_TEXT, EOT_TEXT)
-    return TextModel(model(), tokenizer(), special, [tokenizer().eot], Sampling(), template or DEFAULT_TEMPLATE)
+    return TextModel(model(), tokenizer(), special, [tokenizer().eot], Sampling(), template or DEFAULT_TEMPLATE,
+                     decode_placement(model(), FIRST_DEVICE))  # fmt: skip
 
 
 def ask(chat, message):

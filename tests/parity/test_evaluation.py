@@ -5,6 +5,8 @@ The tasks are local: their YAML and data are written here, and nothing reads the
 
 import json
 import random
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -25,17 +27,21 @@ from tests.evaluate_helpers import write_tasks  # noqa: E402
 from tests.helpers import random_model, tiny_config  # noqa: E402
 from tests.train_helpers import WORDS  # noqa: E402
 from zaya_jax.data.chat import DEFAULT_TEMPLATE  # noqa: E402
-from zaya_jax.data.tokenizer import EOT_TEXT, train_tokenizer  # noqa: E402
+from zaya_jax.data.tokenizer import EOT_TEXT, Tokenizer, train_tokenizer  # noqa: E402
 from zaya_jax.errors import InputError  # noqa: E402
 from zaya_jax.evaluate import harness, scoring  # noqa: E402
 from zaya_jax.evaluate.__main__ import main  # noqa: E402
 from zaya_jax.evaluate.lm_eval_model import ZayaLM  # noqa: E402
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig, load_suite, named_tasks  # noqa: E402
 from zaya_jax.generate import decode  # noqa: E402
+from zaya_jax.generate.sampling import Sampling  # noqa: E402
 from zaya_jax.hf.exporter import save_pretrained  # noqa: E402
 
 NAMES = "letters", "endings", "texts", "written"
 SUITE = named_tasks(",".join(NAMES))
+# As of published models: it ends a turn, and strips the content.
+TEMPLATE = """{% for m in messages %}<|{{ m.role }}|> {{ m.content | trim }}<|end|>
+{% endfor %}{% if add_generation_prompt %}<|assistant|> {% endif %}"""
 ROOT = Path(__file__).parents[2]
 
 
@@ -73,7 +79,7 @@ def write_model(path: Path, bos: bool) -> Path:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": bos, "eos_token": EOT_TEXT,
                 "bos_token": EOT_TEXT, "pad_token": EOT_TEXT, "clean_up_tokenization_spaces": False}  # fmt: skip
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (path / "chat_template.jinja").write_text(DEFAULT_TEMPLATE)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
     (path / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}))
     if bos:
         backend = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
@@ -94,12 +100,12 @@ def peer(path: Path, suite: SuiteConfig = SUITE):
 
 def requests(folder: Path, suite: SuiteConfig = SUITE) -> dict[str, list]:
     """All requests of the tasks, by kind."""
-    found: dict[str, list] = {}
+    kinds: dict[str, list] = {}
     for task in harness.load_tasks(suite, folder=folder).tasks.values():
         task.build_all_requests(rank=0, world_size=1)
         for instance in task.instances:
-            found.setdefault(instance.request_type, []).append(instance)
-    return found
+            kinds.setdefault(instance.request_type, []).append(instance)
+    return kinds
 
 
 def largest_difference(asked, mine, theirs) -> float:
@@ -137,19 +143,29 @@ def test_a_tokenizer_that_adds_a_token_adds_it_here_too(folder, tmp_path):
     assert mine.generate_until(asked["generate_until"][:9]) == theirs.generate_until(asked["generate_until"][:9])
 
 
+def assert_same_scores(mine, theirs):
+    """The same tasks, prompts and metrics, and equal values up to rounding."""
+    assert mine.keys() == theirs.keys()
+    for name, result in theirs.items():
+        own, other = mine[name]["metrics"], result["metrics"]
+        assert mine[name] | {"metrics": other} == result
+        assert own.keys() == other.keys()
+        for metric, score in other.items():
+            close = {key: pytest.approx(value, rel=1e-4) for key, value in score.items() if value is not None}
+            assert own[metric] == score | close, metric
+
+
 def test_scores_of_tasks_are_the_same_and_need_few_compilations(folder, export):
-    suite = SuiteConfig(tuple(TaskConfig(name, fewshot=1) for name in NAMES if name != "texts"), chat_template=True)
-    results, programs = [], [scoring.score_batch, decode._prefill, decode._decode]
+    chat = [
+        SuiteConfig(tuple(TaskConfig(name, fewshot) for name in NAMES if name != "texts"), chat_template=True)
+        for fewshot in (0, 1)
+    ]
+    programs = [scoring.score_batch, decode._prefill, decode._decode]
     jax.clear_caches()
-    for chosen in (SUITE, suite):
-        mine = ours(export)
-        harness.score_tasks(mine, loaded := harness.load_tasks(chosen, folder=folder), seed=0)
-        results.append(harness.score_tasks(ours(export), loaded, seed=0))
-        theirs = harness.score_tasks(peer(export), loaded, seed=0)
-        assert results[-1].keys() == theirs.keys()
-        for name, result in theirs.items():
-            assert results[-1][name].pop("metrics").keys() == result["metrics"].keys()
-            assert results[-1][name] | {"metrics": result["metrics"]} == result
+    for suite in (SUITE, *chat):
+        loaded = harness.load_tasks(suite, folder=folder)
+        mine = harness.score_tasks(ours(export), loaded, seed=0)
+        assert_same_scores(mine, harness.score_tasks(peer(export), loaded, seed=0))
     compiled = {program.__name__: program._cache_size() for program in programs}
     print(compiled)
     assert 0 < sum(compiled.values()) <= 8
@@ -174,7 +190,7 @@ def test_reasoning_is_not_part_of_an_answer(folder, export):
     asked = requests(folder, named_tasks("written"))["generate_until"][:16]
     plain = ours(export).generate_until(asked)
     model = ours(export)
-    prompts = [model._prompt(*instance.args, 0)._replace(stop=()) for instance in asked]
+    prompts = [model._prompt("written", *instance.args, 0)._replace(stop=()) for instance in asked]
     whole = [model.opened.tokenizer.decode(tokens, special=False) for tokens in model.writer.write(prompts)]
     end = max("abcdfghijklmnopqrstuvwxyz", key=lambda letter: sum(letter in text for text in whole))
     answers = ours(export, think_end=end).generate_until(asked)
@@ -182,11 +198,75 @@ def test_reasoning_is_not_part_of_an_answer(folder, export):
     assert answers != plain
 
 
+@pytest.mark.parametrize(
+    ("settings", "sampling"),
+    [
+        ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, Sampling()),
+        ({"repetition_penalty": 1.2}, Sampling(repetition_penalty=1.2)),
+        ({"temperature": 0.7, "top_k": 3}, Sampling(0.7, top_k=3)),
+        ({"do_sample": True, "min_p": None}, Sampling(1.0)),
+    ],
+)
+def test_settings_of_a_task_are_those_of_transformers(export, settings, sampling):
+    assert ours(export)._prompt("written", "a", {"max_gen_toks": 8, **settings}, 0).sampling == sampling
+
+
+def test_a_special_token_may_end_an_answer_and_no_other_stays_in_it(export):
+    model, backend = ours(export), tokenizers.Tokenizer.from_file(str(export / "tokenizer.json"))
+    backend.add_special_tokens(["<|end|>", "<|end|>ed", "</think>"])
+    model.opened = model.opened._replace(tokenizer=Tokenizer(backend, EOT_TEXT))
+    tokens = model.tok_encode(f"so</think>the<|end|>ed model<|end|> reads{EOT_TEXT} a row")
+    assert model._answer(tokens, {"until": ["<|end|> "]}) == "sothe model"
+    assert model._answer(tokens, {"until": [EOT_TEXT]}) == "sothe model reads"
+    assert model._answer(tokens, {}) == "sothe model reads a row"
+    model._think_end = "</think>"
+    assert model._answer(tokens, {"until": ["so", "<|end|> reads"]}) == "the model"
+
+
+# --- chat ------------------------------------------------------------------------------------------------------
+
+USER, ASSISTANT = {"role": "user", "content": "the model"}, {"role": "assistant", "content": "reads"}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[USER], [{"role": "system", "content": "a row"}, USER], [USER, ASSISTANT, USER], [USER, ASSISTANT],
+     [USER, {"role": "assistant", "content": "the model "}]],
+)  # fmt: skip
+def test_messages_are_rendered_as_by_transformers(export, messages):
+    mine, theirs = ours(export), peer(export)
+    for add in (True, False):
+        assert mine.apply_chat_template(messages, add) == theirs.apply_chat_template(messages, add)
+
+
+def test_a_template_without_a_generation_prompt_opens_the_assistants_turn(export):
+    model = ours(export)
+    model.opened = model.opened._replace(template=DEFAULT_TEMPLATE)
+    assert model.apply_chat_template([USER]).endswith("the model<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "message", "said"),
+    [
+        (TEMPLATE, {"role": "user", "content": None}, "Message 1 of a task's chat is .*must have a role and a content"),
+        (TEMPLATE, {"role": "user", "content": "\ud800"}, "Message 1 of a task's chat contains an unpaired surrogate"),
+        ("{{ raise_exception('no users') }}", USER, "cannot render the conversation: .*no users"),
+        ("{{ messages[0].content | upper }}", USER, "changes the message 'the model', so the model cannot continue"),
+    ],
+)
+def test_messages_that_cannot_be_rendered_are_an_error(export, template, message, said):
+    model = ours(export)
+    model.opened = model.opened._replace(template=template)
+    with pytest.raises(InputError, match=said):
+        model.apply_chat_template([message], add_generation_prompt=False)
+
+
 # --- the command -----------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_and_writes_scores_next_to_a_peers(folder, export, tmp_path, capsys):
-    (tmp_path / "suite.yaml").write_text("tasks: [{name: letters, fewshot: 2}, {name: written}]\nnot_covered: [Other]")
+    (tmp_path / "suite.yaml").write_text("tasks: [{name: letters, fewshot: 2}, {name: written}]\n"
+                                         "chat_template: true\nnot_covered: [Other]")  # fmt: skip
     output = tmp_path / "scores.json"
     arguments = [str(export), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--limit", "20",
                  "--output", str(output)]  # fmt: skip
@@ -231,9 +311,9 @@ def test_a_bad_task_is_one_sentence_before_anything_is_compiled(
     (tmp_path / "SAMPLED").write_text("tasks: [{name: letters, temperature: 1}]")
     (tmp_path / "GREEDY").write_text("tasks: [{name: written, samples: 3}]")
     monkeypatch.setattr("zaya_jax.evaluate.command.open_text_model", lambda *_: pytest.fail("It went on."))
-    given = [str(tmp_path / text) if (tmp_path / text).suffix == "" and text.isupper() else text for text in arguments]
-    folder_given = [] if "--task-folder" in given else ["--task-folder", str(tmp_path)]
-    assert main([str(export), *given, *folder_given]) == 2
+    paths = [str(tmp_path / text) if text.isupper() else text for text in arguments]
+    tasks = [] if "--task-folder" in paths else ["--task-folder", str(tmp_path)]
+    assert main([str(export), *paths, *tasks]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
     assert said in line
 
@@ -247,12 +327,33 @@ def test_a_missing_package_names_the_command_that_installs_it(export, capsys, mo
         assert f"pip install 'zaya-jax{extra}'" in capsys.readouterr().err
 
 
-def test_a_setting_that_is_not_supported_is_named(export):
-    with pytest.raises(InputError, match="sets num_return_sequences"):
-        ours(export)._prompt("a", {"num_return_sequences": 2}, 0)
-    model = ours(export)
-    with pytest.raises(InputError, match="asks for 128 new tokens"):
-        model.writer.write([model._prompt("a", {"max_gen_toks": 128}, 0)])
+@pytest.mark.parametrize(
+    ("suite", "generation", "template", "said"),
+    [
+        ("{name: written}", "num_return_sequences: 2", TEMPLATE, "The task written sets num_return_sequences"),
+        ("{name: written}", "repetition_penalty: 0.0, do_sample: true", TEMPLATE,
+         "The task written's repetition_penalty is 0.0"),
+        ("{name: written, max_new_tokens: 128}", "do_sample: false", TEMPLATE,
+         "The task written asks for 128 new tokens, but must ask for at least 1 and fewer than the model's 128"),
+        ("{name: letters}", "", "{{ raise_exception('no users') }}", "cannot render the conversation: .*no users"),
+    ],
+)  # fmt: skip
+def test_a_task_that_cannot_be_answered_is_one_sentence_before_scoring(
+    export, tmp_path, suite, generation, template, said, capsys, monkeypatch
+):
+    folder, model = write_tasks(tmp_path / "tasks", items=3), tmp_path / "model"
+    path = folder / "written.yaml"
+    path.write_text(path.read_text().replace("do_sample: false", generation))
+    shutil.copytree(export, model)
+    (model / "chat_template.jinja").write_text(template)
+    (tmp_path / "suite.yaml").write_text(f"tasks: [{suite}]\nchat_template: true")
+    (tmp_path / "text").write_text("the model")
+    for name in ("harness.score_tasks", "command.text_losses"):
+        monkeypatch.setattr(f"zaya_jax.evaluate.{name}", lambda *_, **__: pytest.fail("It went on."))
+    assert main([str(model), "--config", str(tmp_path / "suite.yaml"), "--task-folder", str(folder), "--text",
+                 str(tmp_path / "text")]) == 2  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("Error: ")]
+    assert re.search(said, line)
 
 
 def test_the_installed_lm_eval_has_all_tasks_of_the_shipped_suites():

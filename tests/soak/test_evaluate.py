@@ -47,7 +47,7 @@ def test_a_training_that_runs_is_followed_to_its_end(tmp_path):
     recorded = {row["step"]: row["heldout_loss"] for row in read_rows(run / METRICS) if "heldout_loss" in row}
     for row in rows:
         assert row["heldout"]["corpus"]["nats_per_token"] == pytest.approx(recorded[row["step"]], rel=1e-6)
-    assert f"{len(rows)} checkpoints are scored" in printed
+    assert f"the scores of {len(rows)} checkpoint" in printed
     said(start("zaya_jax.evaluate", "--follow", str(run)))
     assert read_rows(run / "evaluations" / "heldout.jsonl") == rows
 

@@ -1,12 +1,14 @@
 """`python -m zaya_jax.evaluate PATH`: score a model on held-out data, on text files, or on lm-eval's tasks."""
 
 import argparse
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
+from zaya_jax.config.checks import require
+from zaya_jax.errors import ExitCode, InputError, RunStopped, as_sentence, is_disk_full, last_words
+from zaya_jax.hardware.detection import select_preset
 
 _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny
@@ -14,21 +16,25 @@ _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny --tasks hellaswag,arc_easy --limit 100
   python -m zaya_jax.evaluate exported/ --config configs/evals/base.yaml --peer hf:Qwen/Qwen3-4B
   python -m zaya_jax.evaluate --follow runs/mine --tasks hellaswag"""
-_JOIN_SECONDS, _PEER_TIMEOUT = 300, 300.0
+_DEFAULTS = {"seed": 0, "batch_tokens": 8192, "batch_rows": 16, "poll": 30.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, see `ExitCode`."""
-    options, peers = _parser().parse_args(arguments), None
+    parser, peers = _parser(), None
+    options = parser.parse_args(arguments)
     try:
-        _check(options)
+        _check(options, parser.get_default)
         from zaya_jax.parallel.multihost import join
 
-        peers = join(options.coordinator, options.processes, options.process, _JOIN_SECONDS, _PEER_TIMEOUT)
+        preset = select_preset(None)
+        peers = join(options.coordinator, options.processes, options.process, preset.join_seconds, preset.peer_timeout)
         from zaya_jax.evaluate.command import evaluate
 
         evaluate(options)
-    except (InputError, RunStopped, KeyboardInterrupt) as error:
+    except (InputError, RunStopped, KeyboardInterrupt, OSError) as error:
+        if isinstance(error, OSError) and not isinstance(error, TimeoutError) and not is_disk_full(error):
+            error = InputError(as_sentence(error))
         sentence, status = last_words(error)
         if peers is not None:
             peers.leave(sentence, status)  # ends all processes of the job
@@ -56,17 +62,18 @@ def _parser() -> argparse.ArgumentParser:
         "this machine")  # fmt: skip
     add("--follow", action="store_true", help="score each checkpoint of the run PATH as it appears, until "
         "training ends")  # fmt: skip
-    add("--poll", type=float, default=30.0, metavar="SECONDS", help="seconds between looks at the run (--follow only; "
-        "default: 30)")  # fmt: skip
+    add("--poll", type=float, metavar="SECONDS", help="seconds to wait between checks of the run folder (--follow "
+        "only; default: 30)")  # fmt: skip
     add("--output", type=Path, metavar="FILE", help="JSON file to write (default: RUN_DIR/evaluations/NAME-STEP.json; "
-        "with --follow, RUN_DIR/evaluations/NAME.jsonl)")  # fmt: skip
-    add("--seed", type=int, default=0, metavar="N", help="seed of samples and of examples in prompts (default: 0)")
+        "with --follow, RUN_DIR/evaluations/NAME.jsonl). NAME is heldout, or what is scored (the name of the --config "
+        "file, else the tasks) and 8 digits of a sha256 of all settings that change a score")  # fmt: skip
+    add("--seed", type=int, metavar="N", help="seed of samples and of examples in prompts (tasks only; default: 0)")
     add("--dtype", choices=("float32", "bfloat16"), help="dtype to compute tasks and texts in (default: bfloat16 on "
         "GPUs, float32 on CPUs)")  # fmt: skip
     add("--tokenizer", metavar="FOLDER", help="tokenizer to use in place of the model's own")
-    add("--batch-tokens", type=int, default=8192, metavar="N", help="tokens of a device in one forward pass (default: "
-        "8192)")  # fmt: skip
-    add("--batch-rows", type=int, default=16, metavar="N", help="continuations that a device writes at once (default: "
+    add("--batch-tokens", type=int, metavar="N", help="tokens of a device in one forward pass (tasks and texts only; "
+        "default: 8192)")  # fmt: skip
+    add("--batch-rows", type=int, metavar="N", help="continuations that a device writes at once (tasks only; default: "
         "16)")  # fmt: skip
     add("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
     add("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
@@ -74,21 +81,36 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise `InputError` for options that do not go together, before jax is imported."""
+def _check(options: argparse.Namespace, unset: Callable[[str], object]) -> None:
+    """Raise `InputError` for options that do not go together, before jax is imported; else set the defaults.
+
+    Args:
+      options: the options.
+      unset: returns the value of an option that the user did not set.
+    """
     tasks = options.tasks is not None or options.config is not None
     if options.tasks is not None and options.config is not None:
         raise InputError("--tasks and --config do not go together: name the tasks in the file, or remove one.")
-    for name, value, least in (("limit", options.limit, 1), ("batch-tokens", options.batch_tokens, 1),
-                               ("batch-rows", options.batch_rows, 1), ("poll", options.poll, 0)):  # fmt: skip
-        if value is not None and value < least:
-            raise InputError(f"--{name} is {value}, but must be at least {least}.")
-    only: dict[str, Any] = {"--limit": options.limit, "--peer": options.peer, "--task-folder": options.task_folder,
-                            "--run-generated-code": options.run_generated_code}  # fmt: skip
-    if not tasks and (extra := [name for name, value in only.items() if value]):
-        raise InputError(f"{extra[0]} is only for tasks: add --tasks or --config, or remove it.")
+    for name, value in (("limit", options.limit), ("batch-tokens", options.batch_tokens),
+                        ("batch-rows", options.batch_rows)):  # fmt: skip
+        require(value is None or value >= 1, f"--{name}", value, "at least 1")
+    require(options.poll is None or 0 <= options.poll < math.inf, "--poll", options.poll, "finite and at least 0")
+    rules = [
+        (tasks, ("limit", "peer", "task_folder", "run_generated_code", "seed", "batch_rows"),
+         "is only for tasks: add --tasks or --config"),
+        (tasks or options.text, ("dtype", "tokenizer", "batch_tokens"),
+         "is only for tasks and texts, since held-out data is scored as in training: add --tasks, --config or --text"),
+        (options.follow, ("poll",), "is only for a run that is followed: add --follow"),
+    ]  # fmt: skip
+    for allowed, names, reason in rules:
+        extra = [name for name in names if getattr(options, name) != unset(name)]
+        if extra and not allowed:
+            raise InputError(f"--{extra[0].replace('_', '-')} {reason}, or remove it.")
     if options.follow and options.peer:
         raise InputError("--peer does not go with --follow: a peer's scores do not change. Remove one.")
+    for name, value in _DEFAULTS.items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 if __name__ == "__main__":

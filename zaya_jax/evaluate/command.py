@@ -2,23 +2,27 @@
 
 import argparse
 import functools
+import hashlib
 import importlib.metadata
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from zaya_jax.checkpoint.environment import environment, versions
+from zaya_jax.config import ParallelConfig
 from zaya_jax.config.loader import to_dict
 from zaya_jax.config.weight_source import HF
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate import harness
-from zaya_jax.evaluate.follow import follow
+from zaya_jax.evaluate.follow import check_followed, follow
 from zaya_jax.evaluate.heldout_run import RunHeldout
 from zaya_jax.evaluate.results import (
     FOLDER,
     check_writable,
-    default_path,
+    evaluation_name,
     report_progress,
     task_table,
     text_record,
@@ -31,7 +35,7 @@ from zaya_jax.evaluate.texts import read_texts, text_losses
 from zaya_jax.generate.source import open_text_model
 from zaya_jax.model.fingerprint import fingerprint
 from zaya_jax.model.tree import balancing_biases, parameters
-from zaya_jax.parallel.multihost import is_primary
+from zaya_jax.parallel.multihost import broadcast, is_primary
 from zaya_jax.run.checkpoints import CHECKPOINTS, checkpoint_folder
 from zaya_jax.weights.load import open_weights
 
@@ -39,7 +43,7 @@ _PACKAGES = ("lm_eval", "datasets", "torch", "transformers")
 
 
 class _Subject(NamedTuple):
-    """What is scored."""
+    """The model to score."""
 
     source: str
     run: Path | None  # None for a `transformers` folder
@@ -48,37 +52,61 @@ class _Subject(NamedTuple):
 
 def evaluate(options: argparse.Namespace) -> None:
     """Run the command; InputError before anything is compiled if an input cannot be used."""
-    suite = _suite(options)
-    texts = read_texts(options.text)
-    if options.output is not None:
-        check_writable(options.output)
+    suite, texts = _suite(options), read_texts(options.text)
     if suite is not None:
         harness.require_lm_eval()
-        peers = {peer: harness.require_peer(peer) for peer in options.peer}
+    name = _name(options, suite, texts)
+    if options.follow:
+        _follow(options, suite, texts, name)
     else:
-        peers = {}
-    subject = None if options.follow else _subject(options.path)
-    if subject is not None and subject.run is None and suite is None and not texts:
-        raise InputError(f"{options.path} is a transformers folder, which has no held-out data. Name what to score: "
-                         "--text FILE, --tasks A,B or --config FILE.")  # fmt: skip
-    tasks = None
-    if suite is not None:
-        if is_primary():
-            print("Reading lm-eval's tasks and their data.", flush=True)
-        tasks = harness.load_tasks(suite, folder=options.task_folder, runs_code=options.run_generated_code,
-                                   seed=options.seed)  # fmt: skip
-    score = functools.partial(_score, options, tasks=tasks, texts=texts, heldout=functools.cache(RunHeldout))
-    if subject is None:
-        _follow(options, score)
-        return
-    record = score(subject)
+        _evaluate_once(options, suite, texts, name)
+
+
+def _evaluate_once(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
+    peers = {peer: harness.require_peer(peer) for peer in options.peer}
+    # Process 0 decides, since a training may save another checkpoint before the next process looks for the newest.
+    subject = _subject(broadcast(_subject(options.path).source if is_primary() else ""))
+    output = options.output
+    if output is None and subject.run is not None:
+        output = subject.run / FOLDER / f"{name}-{subject.step}.json"
+    if output is not None and is_primary():
+        check_writable(output)
+    tasks = _load_tasks(options, suite)
+    record = _score(options, subject, tasks, texts, RunHeldout)
     if tasks is not None and peers:
-        record["peers"] = {peer: _score_peer(options, tasks, name, record["dtype"]) for peer, name in peers.items()}
+        record["peers"] = {peer: _score_peer(options, tasks, path, record["dtype"]) for peer, path in peers.items()}
     _show(record)
-    path = options.output or default_path(subject.run, _name(options), subject.step)
-    if path is not None and is_primary():
-        write_record(path, record)
-        print(f"Wrote {path}")
+    if output is not None and is_primary():
+        write_record(output, record)
+        print(f"Wrote {output}")
+
+
+def _follow(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str], name: str) -> None:
+    if jax.process_count() > 1:
+        raise InputError(f"--follow runs in one process, but this job has {jax.process_count()}. Start one process, or "
+                         "remove --follow.")  # fmt: skip
+    run = Path(options.path).expanduser().resolve()
+    check_followed(run)
+    output = options.output or run / FOLDER / f"{name}.jsonl"
+    check_writable(output)
+    tasks, heldout = _load_tasks(options, suite), functools.cache(RunHeldout)
+
+    def score(step: int) -> dict[str, Any]:
+        subject = _Subject(str(run / CHECKPOINTS / str(step)), run, step)
+        record = _score(options, subject, tasks, texts, heldout)
+        _show(record)
+        return record
+
+    follow(run, output, name, score, options.poll)
+
+
+def _load_tasks(options: argparse.Namespace, suite: SuiteConfig | None) -> harness.LoadedTasks | None:
+    if suite is None:
+        return None
+    if is_primary():
+        print("Reading lm-eval's tasks and their data.", flush=True)
+    return harness.load_tasks(suite, folder=options.task_folder, runs_code=options.run_generated_code,
+                              seed=options.seed)  # fmt: skip
 
 
 def _suite(options: argparse.Namespace) -> SuiteConfig | None:
@@ -87,14 +115,22 @@ def _suite(options: argparse.Namespace) -> SuiteConfig | None:
     return None if options.tasks is None else named_tasks(options.tasks)
 
 
-def _name(options: argparse.Namespace) -> str:
-    if options.config is not None:
-        return Path(options.config).stem
-    return "tasks" if options.tasks is not None else "text" if options.text else "heldout"
+def _name(options: argparse.Namespace, suite: SuiteConfig | None, texts: dict[str, str]) -> str:
+    """Return the NAME of this evaluation in files, see `evaluation_name`."""
+    scored = ["text"] if texts else []
+    if suite is not None:
+        scored += [task.name for task in suite.tasks] if options.config is None else [Path(options.config).stem]
+    folders = {key: None if value is None else str(Path(value).expanduser().resolve())
+               for key, value in (("task_folder", options.task_folder), ("tokenizer", options.tokenizer))}  # fmt: skip
+    return evaluation_name(scored, {
+        "suite": None if suite is None else to_dict(suite), **folders, "seed": options.seed, "limit": options.limit,
+        "texts": {path: hashlib.sha256(text.encode()).hexdigest() for path, text in texts.items()},
+        "dtype": options.dtype, "peers": options.peer,
+    })  # fmt: skip
 
 
 def _subject(source: str) -> _Subject:
-    """Find out what PATH is; InputError if nothing that can be scored."""
+    """Resolve PATH to one model; InputError if it is neither a checkpoint nor a `transformers` folder."""
     folder = Path(source).expanduser()
     if source.startswith(HF) or (folder / "config.json").is_file():
         return _Subject(source, None, None)
@@ -103,7 +139,7 @@ def _subject(source: str) -> _Subject:
 
 
 def _score(
-    options: argparse.Namespace, subject: _Subject, *, tasks: harness.LoadedTasks | None, texts: dict[str, str],
+    options: argparse.Namespace, subject: _Subject, tasks: harness.LoadedTasks | None, texts: dict[str, str],
     heldout: Callable[[Path], RunHeldout],
 ) -> dict[str, Any]:  # fmt: skip
     """Score one model; returns the record."""
@@ -113,25 +149,28 @@ def _score(
     progress = functools.partial(report_progress, show=is_primary())
     if tasks is None and not texts:
         if subject.run is None:
-            raise InputError(f"{subject.source} has no held-out data.")
+            raise InputError(f"{subject.source} is a transformers folder, which has no held-out data. Name what to "
+                             "score: --text FILE, --tasks A,B or --config FILE.")  # fmt: skip
         weights = open_weights(subject.source, "PATH")
         losses = heldout(subject.run).losses(weights)
         record["heldout"] = {name: text_record(loss) for name, loss in losses.items()}
     else:
-        opened = open_text_model(subject.source, options.dtype, options.tokenizer)
+        opened = open_text_model(subject.source, options.dtype, options.tokenizer, ParallelConfig())
+        scorer = Scorer(opened.model, opened.placement, tokens=options.batch_tokens)
+        model = None
+        if tasks is not None:  # first, since it refuses tasks that cannot be answered
+            model = harness.make_model(opened, scorer, tasks, seed=options.seed, rows=options.batch_rows,
+                                       progress=progress)  # fmt: skip
         record["dtype"] = opened.model.dtype.name
         record["fingerprint"] = fingerprint({**parameters(opened.model), **balancing_biases(opened.model)})
         if texts:
-            scorer = Scorer(opened.model, tokens=options.batch_tokens)
             losses = text_losses(scorer, opened.tokenizer, texts, progress("texts"))
             record["texts"] = {name: text_record(loss) for name, loss in losses.items()}
         if tasks is not None:
-            model = harness.make_model(opened, tasks.suite, seed=options.seed, tokens=options.batch_tokens,
-                                       rows=options.batch_rows, progress=progress)  # fmt: skip
             record["tasks"] = harness.score_tasks(model, tasks, seed=options.seed, limit=options.limit)
             record["suite"], record["not_covered"] = to_dict(tasks.suite), list(tasks.suite.not_covered)
-    record["settings"] = {"seed": options.seed, "limit": options.limit, "batch_tokens": options.batch_tokens,
-                          "batch_rows": options.batch_rows}  # fmt: skip
+        record["settings"] = {"seed": options.seed, "limit": options.limit, "batch_tokens": options.batch_tokens,
+                              "batch_rows": options.batch_rows}  # fmt: skip
     record["versions"] = versions() | {name: version for name in _PACKAGES if (version := _version(name)) is not None}
     record["environment"], record["seconds"] = environment(), round(time.monotonic() - started, 3)
     return record
@@ -161,15 +200,3 @@ def _show(record: dict[str, Any]) -> None:
         print(task_table({"this model": record["tasks"], **record.get("peers", {})}))
     for name in record.get("not_covered", ()):
         print(f"not covered by lm-eval: {name}")
-
-
-def _follow(options: argparse.Namespace, score: Callable[[_Subject], dict[str, Any]]) -> None:
-    run = Path(options.path).expanduser().resolve()
-    path = options.output or run / FOLDER / f"{_name(options)}.jsonl"
-
-    def score_step(step: int) -> dict[str, Any]:
-        record = score(_Subject(str(run / CHECKPOINTS / str(step)), run, step))
-        _show(record)
-        return record
-
-    follow(run, path, score_step, options.poll)

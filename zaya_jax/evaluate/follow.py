@@ -8,39 +8,42 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint.reader import verify_checkpoint
+from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
+from zaya_jax.evaluate.results import FOLDER
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
-from zaya_jax.run.folder import CONFIG, is_locked
+from zaya_jax.run.folder import CONFIG, STATUS, is_locked
 from zaya_jax.run.metrics import finite, read_rows
 from zaya_jax.run.status import RUNNING, read_status
 
 
 def follow(
-    run: Path, path: Path, score: Callable[[int], dict[str, Any]], seconds: float,
+    run: Path, path: Path, name: str, score: Callable[[int], dict[str, Any]], seconds: float,
     say: Callable[[str], object] = print, sleep: Callable[[float], object] = time.sleep,
 ) -> None:  # fmt: skip
     """Score the checkpoints of a run until its training ends.
 
     Args:
-      run: the run folder, of a training that runs, ended, or has not written its configuration yet.
-      path: JSONL file of the scores, one line a checkpoint; the steps in it are not scored again.
+      run: the run folder, see `check_followed`; its training runs, has ended, or has not started yet.
+      path: JSONL file of the scores, one line for each checkpoint. It may also have scores of other evaluations.
+      name: of the evaluation, see `results.evaluation_name`; the steps that `path` has under it are not scored again.
       score: scores the checkpoint of a step, and compares its checksums. A checkpoint for which it raises is left out
         if it is gone or damaged.
-      seconds: between two looks.
+      seconds: to wait between checks of the run folder.
       say: prints a line.
       sleep: waits.
 
     Raises:
-      InputError: the folder does not exist, or an intact checkpoint cannot be scored.
+      InputError: an intact checkpoint cannot be scored.
     """
-    if not run.is_dir():
-        raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
-    done = {row.get("step") for row in read_rows(path)}
+    if not (run / CONFIG).exists():
+        say(f"Waiting for a training to start in {run}.")
+    done = {row.get("step") for row in read_rows(path) if row.get("name") == name}
     missing: set[int] = set()
     while True:
-        ended = has_ended(run)  # first, so that a checkpoint saved between the two looks is not missed
+        ended = has_ended(run)  # first, so that a checkpoint saved between the two checks is not missed
         steps = [step for step in finished_steps(run) if step not in done | missing]
-        for step in steps[:1]:  # then look again, because scoring may take longer than the retention of the next one
+        for step in steps[:1]:  # then check again, because scoring may take longer than the retention of the next one
             try:
                 row = score(step)
             except (InputError, OSError):
@@ -50,13 +53,24 @@ def follow(
                 say(f"Step {step} is not scored: its checkpoint {'was removed first' if gone else 'is damaged'}.")
                 missing.add(step)
                 continue
-            append_row(path, {**row, "step": step})
+            append_row(path, {"name": name, **row, "step": step})
             done.add(step)
         if not steps:
             if ended:
-                say(f"The training has ended; {len(done)} checkpoints are scored in {path}.")
+                say(f"The training has ended; {path} has the scores of {counted(len(done), 'checkpoint')}.")
                 return
             sleep(seconds)
+
+
+def check_followed(run: Path) -> None:
+    """Raise `InputError` unless a folder has a run, or nothing that keeps a training from starting in it."""
+    if not run.is_dir():
+        raise InputError(f"--follow {run} is not a folder, but must be the folder of a run.")
+    if (run / CONFIG).exists() or is_locked(run):
+        return
+    if any(not entry.name.startswith(".") and entry.name not in (STATUS, FOLDER) for entry in run.iterdir()):
+        raise InputError(f"--follow {run} has files but no run. Name the folder of a run, or an empty one in which a "
+                         "training will start.")  # fmt: skip
 
 
 def has_ended(run: Path) -> bool:

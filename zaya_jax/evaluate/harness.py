@@ -21,7 +21,9 @@ import numpy as np
 
 from zaya_jax.errors import InputError, as_sentence
 from zaya_jax.evaluate.results import MakeProgress
+from zaya_jax.evaluate.scoring import Scorer
 from zaya_jax.evaluate.suites import SuiteConfig, TaskConfig
+from zaya_jax.generate.source import TextModel
 
 HF_PEER = "hf:"
 _ALLOW = "HF_ALLOW_CODE_EVAL"  # what the metric of HumanEval asks for
@@ -92,17 +94,17 @@ def load_tasks(
     loaded = LoadedTasks(suite, {}, {}, {}, runs_code)
     for entry in suite.tasks:
         try:
-            found = manager.load([entry.name])
+            members = manager.load([entry.name])
         except Exception as error:  # of the network, of a data set, of a package that a task needs
             reason = as_sentence(error)
             raise InputError(f"The task {entry.name} cannot be loaded; its data or a package is missing here. "
                              f"{type(error).__name__}: {reason}") from error  # fmt: skip
-        for name, task in found["tasks"].items():
+        for name, task in members["tasks"].items():
             if name in loaded.tasks:
                 raise InputError(f"The task {name} is in {entry.name} and in {loaded.entries[name].name}; remove one.")
             _apply(entry, task, seed)
             loaded.tasks[name], loaded.entries[name] = task, entry
-        loaded.groups.update(found["groups"])
+        loaded.groups.update(members["groups"])
     return loaded
 
 
@@ -237,11 +239,16 @@ def _digest(samples: Iterable[Mapping[str, Any]]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def make_model(opened: Any, suite: SuiteConfig, *, seed: int, tokens: int, rows: int, progress: MakeProgress) -> Any:
-    """Make the lm-eval model of an opened `TextModel`."""
+def make_model(
+    opened: TextModel, scorer: Scorer, loaded: LoadedTasks, *, seed: int, rows: int, progress: MakeProgress
+) -> Any:
+    """Make the lm-eval model of an opened model; InputError if it cannot answer a task."""
     from zaya_jax.evaluate.lm_eval_model import ZayaLM
 
-    return ZayaLM(opened, seed=seed, tokens=tokens, rows=rows, think_end=suite.think_end, progress=progress)
+    suite = loaded.suite
+    model: Any = ZayaLM(opened, seed=seed, rows=rows, think_end=suite.think_end, progress=progress, scorer=scorer)
+    model.check(loaded.tasks, chat=suite.chat_template)
+    return model
 
 
 def make_peer(name: str, suite: SuiteConfig, *, dtype: str, rows: int) -> Any:

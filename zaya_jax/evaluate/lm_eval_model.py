@@ -7,6 +7,7 @@
 # pyright: reportTypedDictNotRequiredAccess=false, reportIncompatibleMethodOverride=false
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportGeneralTypeIssues=false
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,18 +20,17 @@ from lm_eval.models.utils import (  # pyright: ignore[reportMissingImports]
 )
 
 from zaya_jax.config import ParallelConfig
-from zaya_jax.data.conversation import parse_conversation
+from zaya_jax.config.checks import counted
+from zaya_jax.data.conversation import check_pairs
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.scoring import TOKENS, Progress, Request, Scorer
-from zaya_jax.evaluate.texts import windows
+from zaya_jax.evaluate.texts import prefix_token, windows
 from zaya_jax.evaluate.writing import ROWS, Prompt, Writer, prompt_seed
-from zaya_jax.generate.chat import render
-from zaya_jax.generate.placement import decode_placement
+from zaya_jax.generate.chat import render, render_prompt
 from zaya_jax.generate.sampling import Sampling
 from zaya_jax.generate.source import TextModel, open_text_model
 
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-# Settings of tasks that change nothing here.
+# Other settings of continuations that tasks may have: read below, or without effect here.
 _IGNORED = {"do_sample", "until", "max_gen_toks", "num_beams", "use_cache", "pad_token_id", "seed"}
 
 
@@ -51,7 +51,8 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
     def __init__(
         self, path: str | TextModel, dtype: str | None = None, tokenizer: str | None = None,
         max_length: int | None = None, add_bos: bool | None = None, seed: int = 0, tokens: int = TOKENS,
-        rows: int = ROWS, think_end: str | None = None, progress: Callable[[str], Progress] | None = None, **_: Any,
+        rows: int = ROWS, think_end: str | None = None, progress: Callable[[str], Progress] | None = None,
+        scorer: Scorer | None = None, **_: Any,
     ) -> None:  # fmt: skip
         """Open a model.
 
@@ -65,22 +66,22 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
           seed: of all samples.
           tokens: tokens of a device in one forward pass.
           rows: prompts of a device in one batch of continuations.
-          think_end: text after which an answer begins, such as </think>; None to return continuations whole.
+          think_end: text after which an answer begins, such as </think>; None to return whole continuations.
           progress: makes a callback from the name of the kind of request.
+          scorer: scorer of the opened model to use; None to make one from `max_length` and `tokens`.
 
         Raises:
           InputError: see `open_text_model`.
         """
         super().__init__()
-        self.opened = open_text_model(path, dtype, tokenizer) if isinstance(path, str) else path
-        model, text = self.opened.model, self.opened.tokenizer
-        placement = decode_placement(model, ParallelConfig())
-        self.scorer = Scorer(model, placement, max_length=max_length, tokens=tokens)
-        self.writer = Writer(self.scorer.model, text, self.opened.stop_tokens, placement, rows)
+        opened = open_text_model(path, dtype, tokenizer, ParallelConfig()) if isinstance(path, str) else path
+        self.opened = opened
+        self.scorer = scorer or Scorer(opened.model, opened.placement, max_length=max_length, tokens=tokens)
+        self.writer = Writer(opened.model, opened.tokenizer, opened.stop_tokens, opened.placement, rows)
         self.samples: Mapping[str, int] = {}
         self.sample = 0
-        begins = self.opened.adds_bos if add_bos is None else add_bos
-        bos = self.opened.special.bos
+        begins = opened.adds_bos if add_bos is None else add_bos
+        bos = opened.special.bos
         self._bos, self._adds_bos, self._seed, self._think_end = bos, begins and bos is not None, seed, think_end
         self._progress = progress or (lambda _: lambda done, total: None)
         self._written: dict[tuple[str, str, int], str] = {}
@@ -93,8 +94,7 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
     @property
     def prefix_token_id(self) -> int:
         """The token before the first of a text."""
-        bos = None if self._bos is None else self.opened.tokenizer.token_id(self._bos)
-        return self.eot_token_id if bos is None else bos
+        return prefix_token(self.opened.tokenizer)
 
     @property
     def max_length(self) -> int:
@@ -143,43 +143,81 @@ class ZayaLM(TemplateLM):  # type: ignore[misc]
         keys, seen, missing = [], Counter(), []
         for request in requests:
             context, settings = request.args
-            samples, name = self.samples.get(request.task_name, 1), repr(sorted(settings.items()))
-            first = seen[context, name] * samples
-            seen[context, name] += 1
-            keys.append((context, name, first + self.sample))
-            missing += [(context, name, first + sample, settings) for sample in range(samples)
-                        if (context, name, first + sample) not in self._written]  # fmt: skip
-        prompts = [self._prompt(context, settings, sample) for context, _, sample, settings in missing]
+            samples, setting = self.samples.get(request.task_name, 1), repr(sorted(settings.items()))
+            first = seen[context, setting] * samples
+            seen[context, setting] += 1
+            keys.append((context, setting, first + self.sample))
+            missing += [(key, request.task_name, settings) for sample in range(samples)
+                        if (key := (context, setting, first + sample)) not in self._written]  # fmt: skip
+        prompts = [self._prompt(task, context, settings, sample) for (context, _, sample), task, settings in missing]
         if prompts:
             written = self.writer.write(prompts, progress=self._progress("continuations"))
-            for (context, name, sample, settings), tokens in zip(missing, written, strict=True):
-                text = self.opened.tokenizer.decode(tokens, special=False)
-                stop = normalize_gen_kwargs(dict(settings)).get("until")
-                self._written[context, name, sample] = postprocess_generated_text(text, stop, self._think_end)
+            for (key, _, settings), tokens in zip(missing, written, strict=True):
+                self._written[key] = self._answer(tokens, settings)
         return [self._written[key] for key in keys]
 
-    def _prompt(self, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
-        if unknown := sorted(set(normalized := normalize_gen_kwargs(dict(settings))) - {*_SAMPLED, *_IGNORED}):
-            raise InputError(f"A task sets {unknown[0]} for its continuations, which zaya_jax does not support; it "
-                             f"supports {', '.join(_SAMPLED)}, until and max_gen_toks.")  # fmt: skip
+    def _answer(self, tokens: list[int], settings: Mapping[str, Any]) -> str:
+        """Cut a continuation at its stop texts, which may be special tokens, then remove the special tokens left."""
+        tokenizer, stop = self.opened.tokenizer, normalize_gen_kwargs(dict(settings)).get("until")
+        text = postprocess_generated_text(tokenizer.decode(tokens), stop, self._think_end)
+        specials = sorted(tokenizer.specials, key=len, reverse=True)  # one may begin with another
+        return re.sub("|".join(map(re.escape, specials)), "", text) if specials else text
+
+    def check(self, tasks: Mapping[str, Any], chat: bool) -> None:
+        """Raise `InputError` if a task cannot be answered, before hours of scoring.
+
+        Args:
+          tasks: lm-eval's tasks by name.
+          chat: whether their prompts are rendered with the chat template.
+        """
+        if chat:
+            self.apply_chat_template([{"role": "user", "content": "a"}])
+        for name, task in tasks.items():
+            if task.get_config("output_type") == "generate_until":
+                self._prompt(name, "", task.get_config("generation_kwargs") or {}, 0)
+
+    def _prompt(self, task: str, context: str, settings: Mapping[str, Any], sample: int) -> Prompt:
+        """Make the prompt of a request; InputError if the settings of its task are invalid."""
+        if unknown := sorted(set(normalized := normalize_gen_kwargs(dict(settings))) - {*Sampling._fields, *_IGNORED}):
+            raise InputError(f"The task {task} sets {unknown[0]} for its continuations, which zaya_jax does not "
+                             f"support; it supports {', '.join(Sampling._fields)}, until and max_gen_toks."
+                             )  # fmt: skip
+        longest, new = self.opened.model.config.max_positions, int(normalized["max_gen_toks"])
+        if not 0 < new < longest:
+            raise InputError(f"The task {task} asks for {counted(new, 'new token')}, but must ask for at least 1 and "
+                             f"fewer than the model's {longest:,} positions. Set max_new_tokens.")  # fmt: skip
         greedy = not normalized["do_sample"]
-        values = {name: normalized[name] for name in _SAMPLED if normalized.get(name) is not None}
-        sampling = Sampling() if greedy else Sampling(temperature=1.0)._replace(**values)
+        fields = ("repetition_penalty",) if greedy else Sampling._fields
+        values = {name: normalized[name] for name in fields if normalized.get(name) is not None}
+        sampling = Sampling(temperature=0.0 if greedy else 1.0)._replace(**values)
+        sampling.check(f"The task {task}'s ")
         stop = tuple(text for text in normalized.get("until") or () if text)
         # With reasoning, a stop text ends the answer after it, not the reasoning, which lm-eval removes first.
         return Prompt(self.tok_encode(context) or [self.prefix_token_id], prompt_seed(self._seed, context, sample),
-                      int(normalized["max_gen_toks"]), sampling, stop if self._think_end is None else ())  # fmt: skip
+                      new, sampling, stop if self._think_end is None else ())  # fmt: skip
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the model's chat template.
+        """Render messages as they are with the model's chat template, up to the assistant's next turn.
 
         Without `add_generation_prompt` the model continues the last message, so what the template adds after it is cut.
+
+        Raises:
+          InputError: a message is not text with a role, or the template cannot render them.
         """
-        text = render(self.opened, parse_conversation(chat_history), generation_prompt=add_generation_prompt)
-        last = chat_history[-1]["content"]
+        for number, message in enumerate(chat_history, 1):
+            if not all(isinstance(message.get(key), str) for key in ("role", "content")):
+                raise InputError(f"Message {number} of a task's chat is {message!r:.200}, but must have a role and a "
+                                 "content that are text.")  # fmt: skip
+            try:
+                check_pairs(message, f"Message {number} of a task's chat")
+            except ValueError as error:
+                raise InputError(f"{error}.") from error
         if add_generation_prompt:
-            return text
+            return render_prompt(self.opened, chat_history)
+        text, last = render(self.opened, chat_history, generation_prompt=False), chat_history[-1]["content"]
         last = last if last in text else last.strip()
+        if last not in text:
+            raise InputError(f"The chat template changes the message {last!r:.200}, so the model cannot continue it.")
         return text[: text.rindex(last) + len(last)]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:

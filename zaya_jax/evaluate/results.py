@@ -1,8 +1,10 @@
 """Results of an evaluation: what is recorded, the table, and the file."""
 
+import hashlib
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +18,7 @@ from zaya_jax.run.files import write_atomically
 from zaya_jax.run.metrics import finite
 
 FOLDER = "evaluations"  # in a run folder
+_LONGEST_NAME = 100  # characters of the tasks' names
 _EVERY = 30.0  # seconds between lines of progress without a terminal
 
 
@@ -39,14 +42,14 @@ def task_table(models: Mapping[str, Mapping[str, Any]]) -> str:
     """Format the results of `harness.score_tasks` by model, side by side."""
     names, cells = list(models), []
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    about: dict[str, Any] = {}
+    first: dict[str, Any] = {}  # result of a task in the first model that has it
     for model, tasks in models.items():
         for task, result in tasks.items():
-            about.setdefault(task, result)
+            first.setdefault(task, result)
             for metric, value in result["metrics"].items():
                 rows.setdefault((task, metric), {})[model] = value
     for (task, metric), values in rows.items():
-        result, name = about[task], metric.removesuffix(",none")
+        result, name = first[task], metric.removesuffix(",none")
         samples = f"avg@{result['samples']}" if result.get("samples", 1) > 1 else ""
         label = " ".join(filter(None, [name, samples]))
         cells.append([task, _number(result.get("version")), _number(result.get("fewshot")), label,
@@ -76,9 +79,18 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )  # fmt: skip
 
 
-def default_path(run: Path | None, name: str, step: int | None) -> Path | None:
-    """Return RUN_DIR/evaluations/NAME-STEP.json; None without a run."""
-    return None if run is None else run / FOLDER / f"{name}-{step}.json"
+def evaluation_name(scored: Sequence[str], settings: Mapping[str, Any]) -> str:
+    """Return the NAME of an evaluation in `RUN_DIR/evaluations/`.
+
+    Args:
+      scored: names of what is scored, such as tasks; [] for the held-out data.
+      settings: all settings that change a score. The name ends with 8 digits of their sha256, so that an evaluation
+        with other settings neither replaces a file nor counts as done.
+    """
+    if not scored:
+        return "heldout"
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.+-]', '_', '+'.join(scored))[:_LONGEST_NAME]}-{digest}"
 
 
 def write_record(path: Path, record: Mapping[str, Any]) -> None:
@@ -93,8 +105,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 def check_writable(path: Path) -> None:
     """Raise `InputError` if a file cannot be written there, before hours of work."""
     folder = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--output {path} cannot be written; name a file in a folder that can be.")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK) or not folder.is_dir():
+        raise InputError(f"The scores cannot be written to {path}; name a file in a folder that can be with --output.")
 
 
 def report_progress(label: str, show: bool = True) -> Progress:

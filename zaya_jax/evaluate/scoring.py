@@ -1,9 +1,9 @@
 """Score continuations: their log-likelihoods, many requests packed into rows of a few fixed lengths.
 
-Packed documents never see each other, so a request scores the same in every row. Rows have one of a few lengths, and a
-batch always has the same number of rows of its length: any set of requests needs one compilation per length. Requests
-with the same input, such as the answers A, B, C and D to a question, are one document, and the head is applied only
-where a continuation is scored.
+Packed documents never see each other, so a request scores the same in every row. Rows have one of a few lengths, and
+all batches of a length have the same number of rows: any set of requests needs at most one compilation per length.
+Requests with the same input, such as the answers A, B, C and D to a question, are one document, and the head is applied
+only where a continuation is scored.
 """
 
 import functools
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config.checks import counted
 from zaya_jax.data.bins import pack
-from zaya_jax.generate.placement import decode_placement
+from zaya_jax.errors import InputError
 from zaya_jax.model.loss import chunked_logprobs
 from zaya_jax.model.zaya import Zaya
-from zaya_jax.parallel.mesh import BATCH_AXES, batch_shards, replicated
+from zaya_jax.parallel.decode import REPLICATED, ROWS, place
+from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.parallel.multihost import all_gather
 from zaya_jax.parallel.placement import Placement
 
@@ -28,7 +28,7 @@ ROW = 2048  # tokens of the shortest rows
 _GROWTH = 8  # factor between lengths of rows
 TOKENS = 8192  # tokens of a device in one forward pass, or one row if that is longer
 _AHEAD = 2  # batches in flight
-_PATIENCE = 24 * 3600  # seconds that processes may need longer than the fastest
+PEER_SECONDS = 24 * 3600  # how much longer the slowest process may take than the fastest
 
 Progress = Callable[[int, int], object]  # (requests done, requests in total)
 
@@ -72,22 +72,21 @@ class Scorer:
       model: the model, on every device of the placement.
       placement: see `generate.placement.decode_placement`.
       max_length: longest input in tokens; longer ones lose their beginning.
-      lengths: lengths of rows, each of them one compilation.
+      lengths: lengths of rows, with at most one compilation each.
     """
 
     def __init__(
-        self, model: Zaya, placement: Placement | None = None, *, max_length: int | None = None, tokens: int = TOKENS
+        self, model: Zaya, placement: Placement, *, max_length: int | None = None, tokens: int = TOKENS
     ) -> None:
         """Prepare to score.
 
         Args:
-          model: the model.
-          placement: where to; None for all devices of this process.
+          model: the model, as stored: one that is `unrolled` takes long to compile.
+          placement: see `generate.placement.decode_placement`.
           max_length: see above; None for the model's positions.
           tokens: tokens of a device in one forward pass.
         """
-        self.placement = decode_placement(model, ParallelConfig()) if placement is None else placement
-        self.model = jax.device_put(model, replicated(self.placement.mesh))
+        self.model, self.placement = place(placement.mesh, model, REPLICATED), placement
         self.max_length = min(max_length or model.config.max_positions, model.config.max_positions)
         self.lengths = [min(ROW, self.max_length)]
         while self.lengths[-1] < self.max_length:
@@ -103,11 +102,14 @@ class Scorer:
           requests: what to score. Inputs longer than `max_length` are truncated from the left.
           grouped: process the input of requests that share it only once.
           progress: called after each batch.
+
+        Raises:
+          InputError: a request is empty, or its continuation is longer than `max_length`.
         """
         count, part = jax.process_count(), jax.process_index()
         own = range(part, len(requests), count)
         logprobs, wrong = self._score([requests[index] for index in own], grouped, progress)
-        shares = all_gather("scores", list(map(list, zip(logprobs, wrong, strict=True))), _PATIENCE)
+        shares = all_gather("scores", list(map(list, zip(logprobs, wrong, strict=True))), PEER_SECONDS)
         scores = [Score(0.0, is_greedy=True)] * len(requests)
         for process, share in enumerate(shares):
             for index, (logprob, bad) in zip(range(process, len(requests), count), share, strict=True):
@@ -133,10 +135,9 @@ class Scorer:
             if progress is not None:
                 progress(round(len(requests) * done / queries), len(requests))
 
-        rows = NamedSharding(self.placement.mesh, PartitionSpec(BATCH_AXES))
         for batch in self._batches(requests, grouped):
-            placed = jax.device_put(batch.arrays, rows)
-            running.append((score_batch(self.model, placed, placement=self.placement), batch))
+            arrays = place(self.placement.mesh, batch.arrays, ROWS)
+            running.append((score_batch(self.model, arrays, placement=self.placement), batch))
             if len(running) > _AHEAD:
                 finish()
         while running:
@@ -163,7 +164,9 @@ def _documents(requests: Sequence[Request], longest: int, queries: int, grouped:
     last: dict[tuple[int, ...], int] = {}  # input → its newest document
     for index, (context, continuation) in enumerate(requests):
         if not context or not continuation or len(continuation) > longest:
-            raise ValueError(f"Request {index} has {len(context)} and {len(continuation)} tokens.")
+            raise InputError(f"A task asks to score {counted(len(continuation), 'token')} after "
+                             f"{counted(len(context), 'token')} of context, but must ask for 1 to {longest:,} after at "
+                             "least 1.")  # fmt: skip
         tokens = tuple([*context, *continuation][-(longest + 1) : -1])
         count, place = len(continuation), last.get(tokens) if grouped else None
         if place is not None and documents[place].queries + count <= max(queries, len(tokens)):
@@ -218,7 +221,6 @@ def score_batch(model: Zaya, batch: dict[str, jax.Array], *, placement: Placemen
     Returns:
       `loss.chunked_logprobs` of each device, [n, q].
     """
-    split = PartitionSpec(BATCH_AXES)
 
     def local(model: Zaya, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         out: Any = model(batch["tokens"], batch["segment_ids"], ops=placement.ops)
@@ -229,6 +231,6 @@ def score_batch(model: Zaya, batch: dict[str, jax.Array], *, placement: Placemen
         return logprobs[None], greedy[None]
 
     # check_vma rejects kernels, see `parallel.gradient`.
-    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(PartitionSpec(), split), out_specs=(split, split),
+    mapped = jax.shard_map(local, mesh=placement.mesh, in_specs=(REPLICATED, ROWS), out_specs=(ROWS, ROWS),
                            check_vma=False)  # fmt: skip
     return mapped(model, batch)

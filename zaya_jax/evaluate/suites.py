@@ -72,7 +72,8 @@ def load_suite(path: str | Path) -> SuiteConfig:
 
 
 def named_tasks(names: str) -> SuiteConfig:
-    """Make a suite of tasks with their own settings from `--tasks a,b,c`."""
-    suite = SuiteConfig(tuple(TaskConfig(name.strip()) for name in names.split(",")))
-    suite.check()
-    return suite
+    """Make a suite of tasks with their own settings from `--tasks a,b,c`; InputError if a name is empty or repeated."""
+    tasks = [name.strip() for name in names.split(",")]
+    require(all(tasks) and len({*tasks}) == len(tasks), "--tasks", names,
+            "names of tasks with commas between them, each name once")  # fmt: skip
+    return SuiteConfig(tuple(map(TaskConfig, tasks)))

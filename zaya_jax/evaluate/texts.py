@@ -40,11 +40,16 @@ def read_texts(paths: Sequence[str]) -> dict[str, str]:
     return texts
 
 
+def prefix_token(tokenizer: Tokenizer) -> int:
+    """Return the token before the first of a text: the one that begins a document, else the one that ends one."""
+    return [*tokenizer.prefix, tokenizer.eot][0]
+
+
 def text_losses(
     scorer: Scorer, tokenizer: Tokenizer, texts: dict[str, str], progress: Progress | None = None
 ) -> dict[str, TextLoss]:
-    """Compute the loss of each text, the first token after the token that begins a document."""
-    prefix = [*tokenizer.prefix, tokenizer.eot][0]
+    """Compute the loss of each text, the first token after `prefix_token`."""
+    prefix = prefix_token(tokenizer)
     encoded = {name: tokenizer.encode(text) for name, text in texts.items()}
     requests = [(name, window) for name, tokens in encoded.items()
                 for window in windows(tokens, prefix, scorer.max_length)]  # fmt: skip

@@ -1,5 +1,6 @@
-"""Continue many prompts: batches of one size and one cache, so that any set of prompts needs few compilations."""
+"""Continue many prompts: all batches have one size and one cache capacity, so that they share compilations."""
 
+import functools
 import hashlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
@@ -8,17 +9,15 @@ from typing import NamedTuple
 import jax
 
 from zaya_jax.data.tokenizer import Tokenizer
-from zaya_jax.errors import InputError
-from zaya_jax.evaluate.scoring import Progress
+from zaya_jax.evaluate.scoring import PEER_SECONDS, Progress
 from zaya_jax.generate.decode import BLOCK, cache_capacity, continuations
 from zaya_jax.generate.sampling import Sampling
-from zaya_jax.model.zaya import Zaya
+from zaya_jax.model.zaya import Zaya, unrolled
 from zaya_jax.parallel.mesh import batch_shards
 from zaya_jax.parallel.multihost import all_gather
 from zaya_jax.parallel.placement import Placement
 
 ROWS = 16  # prompts of a device in one batch
-_PATIENCE = 24 * 3600  # seconds that processes may need longer than the fastest
 
 
 class Prompt(NamedTuple):
@@ -27,7 +26,7 @@ class Prompt(NamedTuple):
     Attributes:
       tokens: of the prompt; too many lose their beginning.
       seed: of its random stream, see `prompt_seed`.
-      max_new_tokens: largest number of new tokens.
+      max_new_tokens: largest number of new tokens; fewer than the model's positions.
       sampling: how to draw them.
       stop: texts that end the continuation before them.
     """
@@ -48,7 +47,7 @@ class Writer:
     """Continues prompts.
 
     Attributes:
-      model: the model, on every device of the placement.
+      model: the model as stored, on every device of the placement.
       placement: see `generate.placement.decode_placement`.
       rows: prompts of a device in one batch.
     """
@@ -60,27 +59,24 @@ class Writer:
         self.model, self.placement, self.rows = model, placement, rows
         self._tokenizer, self._stops = tokenizer, stop_tokens
 
+    @functools.cached_property
+    def _unrolled(self) -> Zaya:
+        """A copy of the model, made once; otherwise decoding would make one for each batch."""
+        return unrolled(self.model)
+
     def write(self, prompts: Sequence[Prompt], *, progress: Progress | None = None) -> list[list[int]]:
         """Return the new tokens of each prompt, with those of a stop text.
 
         Each process of a job must pass the same prompts, and continues its share.
-
-        Raises:
-          InputError: `max_new_tokens` leaves no position for a prompt, or a setting is out of range.
         """
-        longest = self.model.config.max_positions
-        for prompt in prompts:
-            if not 0 < prompt.max_new_tokens < longest:
-                raise InputError(f"A task asks for {prompt.max_new_tokens} new tokens, but must ask for at least 1 and "
-                                 f"fewer than the model's {longest} positions. Set max_new_tokens.")  # fmt: skip
-        count = jax.process_count()
+        longest, count = self.model.config.max_positions, jax.process_count()
         own = range(jax.process_index(), len(prompts), count)
         # One capacity for all processes, so that they need the same time.
         capacity = max((cache_capacity(min(len(prompt.tokens), longest - prompt.max_new_tokens), prompt.max_new_tokens,
                                        self.model.config) for prompt in prompts), default=0)  # fmt: skip
         written = self._write([prompts[index] for index in own], capacity, progress)
         answers: list[list[int]] = [[] for _ in prompts]
-        for process, share in enumerate(all_gather("continuations", written, _PATIENCE)):
+        for process, share in enumerate(all_gather("continuations", written, PEER_SECONDS)):
             for index, tokens in zip(range(process, len(prompts), count), share, strict=True):
                 answers[index] = tokens
         return answers
@@ -118,7 +114,7 @@ class Writer:
             return any(end in text for end in stop)
 
         blocks = continuations(
-            self.model, [*tokens, *[tokens[-1][-1:]] * spare], new, sampling,
+            self._unrolled, [*tokens, *[tokens[-1][-1:]] * spare], new, sampling,
             seeds=[*(prompt.seed for prompt in prompts), *[0] * spare], stop_tokens=self._stops,
             placement=self.placement, stopped=stopped, capacity=capacity,
         )  # fmt: skip

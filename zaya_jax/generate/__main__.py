@@ -80,8 +80,8 @@ def _run(options: argparse.Namespace) -> int:
     layout = ParallelConfig(data=options.data, context=options.context)
     opened = open_text_model(options.path, options.dtype, options.tokenizer, layout)
     opened = opened._replace(model=unrolled(opened.model))
-    given = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
-    sampling = opened.sampling._replace(**given)
+    flags = {name: value for name in opened.sampling._fields if (value := getattr(options, name)) is not None}
+    sampling = opened.sampling._replace(**flags)
     sampling.check("--")
     if options.chat:
         return _chat(options, opened, sampling)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from zaya_jax.config.checks import counted
 from zaya_jax.data.conversation import THINK, THINK_END, Conversation, parse_conversation
 from zaya_jax.data.template_runner import run_template
 from zaya_jax.errors import InputError
@@ -39,7 +40,7 @@ class Chat:
         self._opened, self._sampling, self._max_new_tokens, self._seed = opened, sampling, max_new_tokens, seed
         self._system: Conversation = [] if system is None else [{"role": "system", "content": system}]
         self.conversation: Conversation = list(self._system)
-        _, after = self._around_answer([{"role": "user", "content": "a"}])
+        _, after = _around_answer(opened, [{"role": "user", "content": "a"}])
         self.stop = [end] if (end := after.strip()) else []
 
     def reset(self) -> None:
@@ -48,7 +49,7 @@ class Chat:
 
     def prompt(self, message: str) -> list[int]:
         """Return the tokens that the model continues after a message of the user."""
-        text, _ = self._around_answer([*self.conversation, {"role": "user", "content": message}])
+        text = render_prompt(self._opened, [*self.conversation, {"role": "user", "content": message}])
         return self._opened.tokenizer.encode_template(text)
 
     def ask(self, message: str) -> Iterator[TextContinuation]:
@@ -61,8 +62,8 @@ class Chat:
         tokens = self.prompt(message)
         room = opened.model.config.max_positions - len(tokens)
         if room < 1:
-            raise InputError(f"The conversation has {len(tokens)} tokens, but model.max_positions is "
-                             f"{opened.model.config.max_positions}. Start a new one with /reset.")  # fmt: skip
+            raise InputError(f"The conversation has {counted(len(tokens), 'token')}, but model.max_positions is "
+                             f"{opened.model.config.max_positions:,}. Start a new one with /reset.")  # fmt: skip
         answer = ""
         try:
             for (row,) in stream_text(opened.model, opened.tokenizer, [tokens], min(self._max_new_tokens, room),
@@ -78,17 +79,24 @@ class Chat:
             self.conversation += parse_conversation(messages)
             self._seed += 1
 
-    def _around_answer(self, conversation: Conversation) -> tuple[str, str]:
-        """Render a conversation; returns the text before and after the assistant's answer."""
-        whole = render(
-            self._opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False
-        )
-        before, found, after = whole.partition(_ANSWER)
-        if not found:
-            raise InputError("The chat template leaves out the content of the assistant's messages.")
-        if "add_generation_prompt" in self._opened.template:
-            before = render(self._opened, conversation, generation_prompt=True)
-        return before, after
+
+def render_prompt(opened: TextModel, conversation: Conversation) -> str:
+    """Render a conversation up to the assistant's next turn; InputError if the template cannot.
+
+    A template without a generation prompt, as the built-in one, gets what it writes before an assistant's message.
+    """
+    if "add_generation_prompt" in opened.template:
+        return render(opened, conversation, generation_prompt=True)
+    return _around_answer(opened, conversation)[0]
+
+
+def _around_answer(opened: TextModel, conversation: Conversation) -> tuple[str, str]:
+    """Render a conversation; returns the text before and after the assistant's next answer."""
+    whole = render(opened, [*conversation, {"role": "assistant", "content": _ANSWER}], generation_prompt=False)
+    before, mark, after = whole.partition(_ANSWER)
+    if not mark:
+        raise InputError("The chat template leaves out the content of the assistant's messages.")
+    return before, after
 
 
 def render(opened: TextModel, conversation: Conversation, *, generation_prompt: bool) -> str:

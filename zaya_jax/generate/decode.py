@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.config import ModelConfig
+from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.generate.placement import FIRST_DEVICE, decode_placement
 from zaya_jax.generate.sampling import Branches, Sampling, draw
@@ -150,7 +151,7 @@ def _check(
         raise InputError(f"max_new_tokens is {max_new_tokens}, but must be at least 1.")
     longest = max(map(len, rows))
     if longest + max_new_tokens > config.max_positions:
-        raise InputError(f"The longest prompt ({longest} tokens) and max_new_tokens={max_new_tokens} exceed "
+        raise InputError(f"The longest prompt ({counted(longest, 'token')}) and max_new_tokens={max_new_tokens} exceed "
                          f"model.max_positions={config.max_positions}. Shorten one of them.")  # fmt: skip
 
 

@@ -23,7 +23,6 @@ from zaya_jax.weights.load import open_weights
 from zaya_jax.weights.sources import Weights
 
 TEMPERATURE = 0.8  # of a model whose generation_config.json says nothing
-_SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class TextModel(NamedTuple):
@@ -36,8 +35,8 @@ class TextModel(NamedTuple):
       stop_tokens: tokens that end a text.
       sampling: that of `generation_config.json`, or the default.
       template: source of the chat template; the built-in one if the model has none.
+      placement: the devices to generate on, which all have the model.
       adds_bos: whether texts begin with the token that begins a document, see `find_special_tokens`.
-      placement: the devices to generate on, which all have the model; None for the first one.
     """
 
     model: Zaya
@@ -46,8 +45,8 @@ class TextModel(NamedTuple):
     stop_tokens: list[int]
     sampling: Sampling
     template: str
+    placement: Placement
     adds_bos: bool = True
-    placement: Placement | None = None
 
 
 def open_text_model(
@@ -82,7 +81,7 @@ def open_text_model(
     model = weights.load_model(jnp.dtype(dtype))
     placement = decode_placement(model, parallel)
     return TextModel(place(placement.mesh, model, REPLICATED), text, special, sorted(set(stops)), sampling, template,
-                     adds_bos, placement)  # fmt: skip
+                     placement, adds_bos)  # fmt: skip
 
 
 def _tokenizer_file(weights: Weights, source: str, named: str | None) -> Path:
@@ -108,7 +107,7 @@ def _end_tokens(folder: Path) -> list[int]:
 def _sampling(path: Path) -> Sampling:
     """Read the settings of `generation_config.json` that are set."""
     tree: dict[str, Any] = read_object(path) if path.is_file() else {}
-    values = {name: tree[name] for name in _SAMPLED if isinstance(tree.get(name), int | float)}
+    values = {name: tree[name] for name in Sampling._fields if isinstance(tree.get(name), int | float)}
     if tree.get("do_sample") is False:
         values["temperature"] = 0.0
     sampling = Sampling(TEMPERATURE)._replace(**values)
@@ -119,7 +118,10 @@ def _sampling(path: Path) -> Sampling:
 def _template(folder: Path) -> str:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"The chat template {path} cannot be read: {error}.") from error
     config = folder / "tokenizer_config.json"
     template = read_object(config).get("chat_template") if config.is_file() else None
     return template if isinstance(template, str) else DEFAULT_TEMPLATE

@@ -15,12 +15,13 @@ from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import INDEX
 from zaya_jax.hf.legacy import legacy_tensors
 from zaya_jax.hf.legacy_config import to_legacy
-from zaya_jax.hf.output import json_text, output_folder
+from zaya_jax.hf.output import output_folder
 from zaya_jax.hf.safetensors import DTYPES, Buffer, Described, write_file
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.tree import balancing_biases, is_balancing_bias, parameters
 from zaya_jax.model.zaya import Zaya
+from zaya_jax.run.files import json_text
 from zaya_jax.run.progress import WorkProgress
 
 Layout = Literal["hf", "legacy"]

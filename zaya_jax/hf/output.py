@@ -1,11 +1,9 @@
 """Write a folder as a whole or not at all."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import sync_folder
@@ -43,11 +41,6 @@ def output_folder(folder: Path, files: Mapping[str, Path | str]) -> Iterator[Pat
     except BaseException:
         shutil.rmtree(partial)
         raise
-
-
-def json_text(tree: Mapping[str, Any]) -> str:
-    """Return the content of a JSON file."""
-    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
 def _remove_remains(partial: Path) -> None:

@@ -14,7 +14,7 @@ import jax
 from zaya_jax.config import LoraConfig, ModelConfig
 from zaya_jax.hf.config import to_hf
 from zaya_jax.hf.exporter import Read, stored_dtype, write_tensors
-from zaya_jax.hf.output import json_text, output_folder
+from zaya_jax.hf.output import output_folder
 from zaya_jax.hf.tensors import Tensor, tensors
 from zaya_jax.hf.tokenizer_files import complete_tokenizer_files
 from zaya_jax.model.experts import HF_EXPERTS
@@ -22,6 +22,7 @@ from zaya_jax.model.hf_names import transposed
 from zaya_jax.model.lora import ADAPTED, adapter_names
 from zaya_jax.model.tree import roles
 from zaya_jax.model.zaya import abstract_model
+from zaya_jax.run.files import json_text
 
 
 def write_peft_folder(folder: str | Path, config: ModelConfig, lora: LoraConfig, base: str, read: Read,

@@ -6,8 +6,7 @@ from typing import Any
 from zaya_jax.data.special_tokens import find_special_tokens, token_text
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.hf.output import json_text
-from zaya_jax.run.files import read_object
+from zaya_jax.run.files import json_text, read_object
 from zaya_jax.run.tokenizer import (
     GENERATION,
     SPECIAL_MAP,

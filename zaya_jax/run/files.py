@@ -6,7 +6,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +58,11 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path} is not JSON: {str(error)[:200]}.") from error
+
+
+def json_text(tree: Mapping[str, Any]) -> str:
+    """Return the content of a JSON file, as `transformers` formats it."""
+    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_object(path: Path) -> dict[str, Any]:

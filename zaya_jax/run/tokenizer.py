@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import read_object, write_atomically
+from zaya_jax.run.files import json_text, read_object, write_atomically
 
 TOKENIZER_FOLDER = "tokenizer"  # in a run folder
 GENERATION = "generation_config.json"
@@ -53,7 +53,7 @@ def copy_tokenizer(source: Path, run: Path) -> None:
             shutil.copyfile(path, target / path.name)
         generation = read_object(target / GENERATION) if (target / GENERATION).exists() else {}
         if ids.keys() - _known(generation).keys():  # those that config.json alone has
-            write_atomically(target / GENERATION, _json(ids | _known(generation)))
+            write_atomically(target / GENERATION, json_text(ids | _known(generation)))
     except OSError as error:
         raise InputError(f"{target} cannot be written: {error.strerror}.") from error
 
@@ -104,7 +104,7 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
         files[_TEMPLATE] = template
         settings.pop("chat_template", None)
     if TOKENIZER_CONFIG not in files or template is not None:
-        files[TOKENIZER_CONFIG] = _json(settings)
+        files[TOKENIZER_CONFIG] = json_text(settings)
 
     generation = ids | (_known(_object(files[GENERATION])) if GENERATION in files else {})
     stops = generation.get("eos_token_id") or []
@@ -115,7 +115,7 @@ def _contents(tokenizer: TrainedTokenizer) -> dict[str, str]:
     defaults = {"bos_token_id": None if tokenizer.bos is None else token_id(tokenizer.bos),
             "pad_token_id": token_id(tokenizer.stops[0])}  # fmt: skip
     generation = defaults | generation | {"eos_token_id": stops[0] if len(stops) == 1 else stops}
-    return files | {GENERATION: _json(_known(generation))}
+    return files | {GENERATION: json_text(_known(generation))}
 
 
 def tokenizer_settings(bos: str | None, eos: str | None, pad: str) -> dict[str, Any]:
@@ -126,10 +126,6 @@ def tokenizer_settings(bos: str | None, eos: str | None, pad: str) -> dict[str, 
 
 def _known(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in tree.items() if value is not None}
-
-
-def _json(tree: Mapping[str, Any]) -> str:
-    return json.dumps(tree, indent=2, ensure_ascii=False) + "\n"
 
 
 def _object(text: str) -> dict[str, Any]:
