@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import random
+import shlex
 import shutil
 import sys
 import time
@@ -10,19 +12,24 @@ from pathlib import Path
 
 from zaya_jax.aegis.checks import check_timeouts
 from zaya_jax.aegis.command import read_command
+from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.report import AEGIS, format_report, format_status, report_json
 from zaya_jax.aegis.supervisor import Supervisor
+from zaya_jax.config import load_config
+from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import ExitCode, InputError, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.run.files import locked
+from zaya_jax.run.options import training_parser
 
 _EXAMPLES = """examples:
   python -m zaya_jax.aegis run -- python -m zaya_jax.main --config configs/tiny.yaml
   python -m zaya_jax.aegis run --processes 2 --policy site.yaml -- python -m zaya_jax.main --config configs/tiny.yaml
   python -m zaya_jax.aegis status runs/tiny --follow
-  python -m zaya_jax.aegis report runs/tiny"""
+  python -m zaya_jax.aegis report runs/tiny
+  python -m zaya_jax.aegis drill --folder runs/drill --faults 5 -- --config configs/tiny.yaml"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -72,6 +79,22 @@ def _report(options: argparse.Namespace) -> int:
     return ExitCode.OK
 
 
+def _drill(options: argparse.Namespace) -> int:
+    trainer = training_parser().parse_intermixed_args(options.trainer)
+    config = load_config(trainer.config, trainer.overrides)
+    if options.processes < 1 or options.faults < 1:
+        raise InputError("--processes and --faults must be at least 1.")
+    rng = random.Random(options.seed)
+    faults = draw_faults(options.faults, options.processes, total_steps(config), config.checkpoint.every, rng)
+    drill = Drill(Path(options.folder), options.trainer, options.processes, faults, options.hang_seconds)
+    card = drill.run(lambda sentence: print(sentence, flush=True))
+    print(format_card(card))
+    if options.output is not None:
+        write_card(card, Path(options.output), "python -m zaya_jax.aegis " + shlex.join(sys.argv[1:]))
+    healthy = card["identical"] and card["made"] == card["faults"] and not card["false_alarms"]
+    return ExitCode.OK if healthy else ExitCode.STOPPED
+
+
 def _environment(folder: Path) -> dict[str, str]:
     """Return the environment of the processes, with a compilation cache of the run unless one is set.
 
@@ -95,6 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start on this machine; with "
                      "more than one, each gets --coordinator, --processes and --process (default: 1)")  # fmt: skip
     run.add_argument("command", nargs="*", metavar="-- COMMAND", help="the training command")
+    drill = commands.add_parser("drill", help="make faults in a small run, and score how they are dealt with")
+    drill.set_defaults(action=_drill)
+    drill.add_argument("--folder", required=True, metavar="DIR", help="new folder for the drill")
+    drill.add_argument("--processes", type=int, default=2, metavar="N", help="processes of the run (default: 2)")
+    drill.add_argument("--faults", type=int, default=10, metavar="N", help="number of faults (default: 10)")
+    drill.add_argument("--hang-seconds", type=float, default=3.0, metavar="SECONDS", help="timeout of the phases of a "
+                       "step (default: 3)")  # fmt: skip
+    drill.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the faults (default: 0)")
+    drill.add_argument("--output", metavar="FILE", help="write the score-card as JSON")
+    drill.add_argument("trainer", nargs="*", metavar="-- ARGUMENTS", help="arguments of zaya_jax.main")
     for name, action, what in (("status", _status, "print what the processes of a supervised run do now"),
                                ("report", _report, "print the faults, recoveries and goodput of a run")):  # fmt: skip
         command = commands.add_parser(name, help=what)

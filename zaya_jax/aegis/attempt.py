@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zaya_jax.aegis import evidence
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.failure import Failure, RankEnd, find_failure
-from zaya_jax.aegis.hang import find_suspects
+from zaya_jax.aegis.hang import WAITING, find_suspects
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.policy import Policy
@@ -193,17 +193,20 @@ class Attempt:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
         running = self._gang.running
         progress = {rank.index: rank.progress for rank in running}
-        late = None
-        for index, each in progress.items():
-            phase = Phase.START if each is None else each.phase
-            seconds = self._silences[index].look(-1 if each is None else each.writes)
-            if seconds > self._shared.timeouts.limit(phase):
-                late = late or (phase, seconds)
-        if late is None:
+        phases = {index: Phase.START if each is None else each.phase for index, each in progress.items()}
+        silent = {index: self._silences[index].look(-1 if each is None else each.writes)
+                  for index, each in progress.items()}  # fmt: skip
+        # A process that waits is as silent as the whole job: another may just have come back from compiling.
+        quietest = min(silent.values(), default=0.0)
+        late = [index for index, phase in phases.items()
+                if (quietest if phase in WAITING else silent[index]) > self._shared.timeouts.limit(phase)]  # fmt: skip
+        if not late:
             return None
-        phase, seconds = late
         stopped = [rank.index for rank in running if is_stopped(rank)]
         suspects = find_suspects(progress, stopped)
+        if not set(suspects) & set(late) and not stopped:
+            return None  # they wait for a process that is within its own time, such as one that compiles
+        phase, seconds = phases[late[0]], silent[late[0]]
         who = "all processes alike" if len(suspects) == len(progress) > 1 else f"process {suspects[0]}"
         words = (f"No progress for {seconds:.1f} s in phase {phase.name.lower()}, more than its timeout; the cause "
                  f"seems to be {who}{' (stopped by a signal)' if suspects[0] in stopped else ''}.")  # fmt: skip

@@ -1,7 +1,8 @@
-"""Make faults on purpose, for drills and tests: `python -m zaya_jax.aegis.faults FAULT@PROCESS:STEP:PHASE … -- …`.
+"""Make faults on purpose, for drills: `python -m zaya_jax.aegis.faults FAULT@PROCESS:STEP:PHASE … -- …`.
 
 What follows `--` are the arguments of `zaya_jax.main`, which runs in this process. A fault happens when the progress
-record of that process enters PHASE after STEP or more steps. The trainer itself contains no code for this.
+record of that process enters PHASE after STEP or more steps. Each start of the processes meets one fault, the next of
+the list. The trainer itself contains no code for this.
 """
 
 import ctypes
@@ -14,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zaya_jax.errors import InputError
+from zaya_jax.run.files import write_atomically
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 
-MARKS = "AEGIS_DRILL_MARKS"  # environment variable: folder in which each fault leaves a file, and so happens once
+MARKS = "AEGIS_DRILL_MARKS"  # environment variable: folder in which each fault leaves a file, so that it happens once
 
 
 def _hold_global_lock() -> None:
@@ -81,30 +83,33 @@ def parse_fault(text: str) -> Fault:
     return fault
 
 
-def arm(faults: Sequence[Fault], process: int, marks: Path | None) -> None:
-    """Let the faults of this process happen when its progress record gets there."""
-    enter = ProgressRecord.enter
+def arm(faults: Sequence[Fault], process: int, marks: Path) -> None:
+    """Let the next fault happen when the progress record of its process gets there."""
+    enter, index = ProgressRecord.enter, len(read_marks(marks))
+    if index == len(faults) or faults[index].process != process:
+        return
+    fault = faults[index]
 
     def enter_and_fail(self: ProgressRecord, phase: Phase) -> None:
         enter(self, phase)
-        for fault in faults:
-            is_due = (fault.process, fault.phase) == (process, phase) and self.step >= fault.step
-            if is_due and _mark(fault, marks):
-                FAULTS[fault.name]()
+        if phase is fault.phase and self.step >= fault.step and not _path(marks, index).exists():
+            content = {"fault": str(fault), "monotonic": time.monotonic()}
+            write_atomically(_path(marks, index), json.dumps(content))
+            FAULTS[fault.name]()
 
     ProgressRecord.enter = enter_and_fail
 
 
-def _mark(fault: Fault, marks: Path | None) -> bool:
-    """Leave a file with the time of the fault; returns whether the fault is still to happen."""
-    if marks is None:
-        return True
-    try:
-        with (marks / str(fault)).open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"monotonic": time.monotonic()}))
-    except FileExistsError:
-        return False
-    return True
+def _path(marks: Path, index: int) -> Path:
+    return marks / f"{index}.json"
+
+
+def read_marks(marks: Path) -> list[dict[str, Any]]:
+    """Return what has happened, in order: `fault`, its text, and `monotonic`, the time."""
+    rows: list[dict[str, Any]] = []
+    while (path := _path(marks, len(rows))).exists():
+        rows.append(json.loads(path.read_text(encoding="utf-8")))
+    return rows
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -112,8 +117,7 @@ def main(arguments: Sequence[str]) -> None:
     index = arguments.index("--")
     faults, trainer = [parse_fault(text) for text in arguments[:index]], list(arguments[index + 1 :])
     process = int(trainer[trainer.index("--process") + 1]) if "--process" in trainer else 0
-    marks = os.environ.get(MARKS)
-    arm(faults, process, Path(marks) if marks else None)
+    arm(faults, process, Path(os.environ[MARKS]))
     faulthandler.register(signal.SIGUSR1)
     sys.argv = ["zaya_jax.main", *trainer]
     runpy.run_module("zaya_jax.main", run_name="__main__", alter_sys=True)

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from zaya_jax.run.progress_record import Phase, Progress
 
 # In these phases a process waits for others: their collectives, or their connections.
-_WAITING = (Phase.JOIN, Phase.DISPATCH, Phase.DEVICE_WAIT)
+WAITING = (Phase.JOIN, Phase.DISPATCH, Phase.DEVICE_WAIT)
 
 
 def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[int] = ()) -> list[int]:
@@ -23,6 +23,6 @@ def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[i
         [rank for rank in progress if rank in stopped],
         [rank for rank, each in progress.items() if each is None],
         [rank for rank, step in steps.items() if step < max(steps.values())],
-        [rank for rank, each in progress.items() if each is not None and each.phase not in _WAITING],
+        [rank for rank, each in progress.items() if each is not None and each.phase not in WAITING],
     )
     return next((group for group in groups if 0 < len(group) < len(progress)), list(progress))

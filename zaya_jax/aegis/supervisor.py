@@ -16,6 +16,7 @@ from zaya_jax.aegis.decision import Decision, decide
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
+from zaya_jax.aegis.faults import MARKS, read_marks
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
@@ -49,6 +50,7 @@ class Supervisor:
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode()))
         self._shared = Shared(folder, policy, EventLog(folder, node), timeouts)
         self._failures: list[tuple[float, Failure]] = []
+        self._faults_made = 0  # by a drill
 
     def run(self) -> SupervisorExit:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
@@ -80,6 +82,7 @@ class Supervisor:
                 failure = Attempt(shared, processes, Watch(self._policy)).run()
             except OSError as error:
                 return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
+            self._note_faults_made()
             if shared.signals:
                 return self._stopped(f"after step {max(shared.best_step, 0)}")
             if failure is None:
@@ -92,6 +95,14 @@ class Supervisor:
             self._sleep(decision.delay)
             if shared.signals:
                 return self._stopped("while waiting to restart")
+
+    def _note_faults_made(self) -> None:
+        """Write the faults that a drill has made in this attempt, so that goodput leaves them out."""
+        if marks := self._environment.get(MARKS):
+            made = read_marks(Path(marks))
+            for mark in made[self._faults_made :]:
+                self._shared.log.write("inject", mark["fault"], made_at=mark["monotonic"])
+            self._faults_made = len(made)
 
     def _stopped(self, when: str) -> tuple[SupervisorExit, str]:
         name = signal.Signals(self._shared.signals[0]).name

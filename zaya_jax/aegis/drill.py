@@ -1,0 +1,250 @@
+"""A drill: train a small run while faults are made in it, and score how the supervisor deals with them.
+
+The run is done twice, undisturbed and disturbed. Both must end with the same parameters and the same rows of metrics,
+bit for bit.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.report import node_folders
+from zaya_jax.config import load_config
+from zaya_jax.config.stages import total_steps
+from zaya_jax.config.yaml_text import dump_yaml
+from zaya_jax.errors import InputError, RunStopped
+from zaya_jax.hardware.detection import cpu_name
+from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.files import write_atomically
+from zaya_jax.run.folder import METRICS
+from zaya_jax.run.manifest import read_manifest
+from zaya_jax.run.options import training_parser
+from zaya_jax.run.progress_record import Phase
+
+CRASHES = ("sigkill", "sigsegv", "sigabrt", "exit1", "exit137", "exception")
+HANGS = ("wait", "global-lock", "sigstop")
+_STARTING = (Phase.OPEN, Phase.RESTORE, Phase.COMPILE)
+_STEP = (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT)  # with a short timeout in drills; the others may compile
+_TRAINING = (*_STEP, Phase.EVALUATE, Phase.SAVE)
+
+
+def expected_class(fault: str) -> FaultClass:
+    """Return the class that the supervisor should find for a fault of a drill."""
+    return FaultClass.HANG if fault in HANGS else FaultClass.CRASH
+
+
+def draw_faults(count: int, processes: int, steps: int, every: int, rng: random.Random) -> list[Fault]:
+    """Draw random faults in the order in which they happen.
+
+    Most happen while the run trains, at rising steps; a fifth while it starts, which then is the restart after the
+    fault before.
+
+    Args:
+      count: number of faults.
+      processes: number of processes of the run.
+      steps: number of steps of the run.
+      every: steps between two checkpoints; a fault while saving happens at the next one.
+      rng: where they are drawn from.
+    """
+    faults: list[Fault] = []
+    for place in sorted(rng.randrange(1, max(steps - every, 2)) for _ in range(count)):
+        name = rng.choice(CRASHES if rng.random() < 0.75 else HANGS)
+        starting = faults and name in CRASHES and rng.random() < 0.2
+        phase = rng.choice(_STEP if name in HANGS else _STARTING if starting else _TRAINING)
+        faults.append(Fault(name, rng.randrange(processes), 0 if starting else place, phase))
+    return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class Drill:
+    """A drill to run.
+
+    Attributes:
+      folder: new folder for the two runs and the score-card.
+      trainer: arguments of `zaya_jax.main`, without run_dir.
+      processes: number of processes.
+      faults: to be made, in order.
+      hang_seconds: timeout of the phases of a step.
+    """
+
+    folder: Path
+    trainer: Sequence[str]
+    processes: int
+    faults: Sequence[Fault]
+    hang_seconds: float
+
+    def run(self, say: Callable[[str], object]) -> dict[str, Any]:
+        """Run both, and return the score-card, for JSON.
+
+        Raises:
+          InputError: the folder exists, or the training command is invalid.
+          RunStopped: a run did not finish.
+        """
+        if self.folder.exists():
+            raise InputError(f"{self.folder} exists. Choose another --folder for the drill, or remove it.")
+        options = training_parser().parse_intermixed_args(list(self.trainer))
+        config = load_config(options.config, options.overrides)
+        steps = total_steps(config)
+        self.folder.mkdir(parents=True)
+        timeouts = {phase.name.lower(): self.hang_seconds for phase in _STEP} | {"floor": self.hang_seconds}
+        unlimited = {"per_hour": 100_000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000}
+        policy = {"timeouts": timeouts, "restart": unlimited}
+        (self.folder / "policy.yaml").write_text(dump_yaml(policy), encoding="utf-8")
+        say(f"The undisturbed run: {steps} steps in {self.processes} processes.")
+        quiet = self._train("undisturbed", ())
+        say(f"The disturbed run: {len(self.faults)} faults.")
+        disturbed = self._train("disturbed", self.faults)
+        card = score(self.faults, quiet, disturbed, self.hang_seconds, max(steps // config.checkpoint.every, 1))
+        card["identical"] = self._results("undisturbed", steps) == self._results("disturbed", steps)
+        return card
+
+    def _train(self, name: str, faults: Sequence[Fault]) -> list[dict[str, Any]]:
+        """Train under a supervisor; return its events."""
+        run_dir, marks = self.folder / name, self.folder / f"{name}-marks"
+        marks.mkdir()
+        python = [sys.executable, "-m"]
+        argv = [*python, "zaya_jax.aegis", "run", "--policy", str(self.folder / "policy.yaml"), "--run-dir",
+                str(run_dir), "--processes", str(self.processes), "--", *python, "zaya_jax.aegis.faults",
+                *map(str, faults), "--", *self.trainer, f"run_dir={run_dir}"]  # fmt: skip
+        # Both runs compile the same functions, so they share the cache.
+        environment = {"JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
+                       "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ, MARKS: str(marks)}  # fmt: skip
+        log = self.folder / f"{name}.log"
+        with log.open("wb") as file:
+            status = subprocess.run(argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,  # noqa: S603
+                                    check=False).returncode  # fmt: skip
+        if status:
+            raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
+        return read_events(node_folders(run_dir)[0] / EVENTS)
+
+    def _results(self, name: str, steps: int) -> tuple[object, bytes]:
+        """Return the digests of all arrays of the last checkpoint, and the rows of metrics."""
+        run_dir = self.folder / name
+        return read_manifest(run_dir / CHECKPOINTS / str(steps)).leaves, (run_dir / METRICS).read_bytes()
+
+
+def score(
+    faults: Sequence[Fault], quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], hang: float,
+    saves: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Score a drill.
+
+    Args:
+      faults: that were to be made.
+      quiet: events of the undisturbed run.
+      events: of the disturbed run.
+      hang: timeout of a step's phases, in seconds, which does not count as time to detect.
+      saves: number of checkpoints of the run.
+
+    Returns:
+      For each class of fault `detect` and `recover` in seconds (p50, p95, n), and of all the attribution to process and
+      class, false alarms, and ETTR, as measured and by the formula.
+    """
+    rows = [_follow(event, events) for event in events if event["kind"] == "inject"]
+    classes: dict[str, Any] = {}
+    for name in sorted({row["expected"] for row in rows}):
+        mine = [row for row in rows if row["expected"] == name]
+        wait = hang if name == FaultClass.HANG else 0.0
+        detected = [row["detect"] - wait for row in mine if row["detect"] is not None]
+        recovered = [row["recover"] for row in mine if row["recover"] is not None]
+        classes[name] = {"detect": _quantiles(detected), "recover": _quantiles(recovered)}
+    failures = [event for event in events if event["kind"] == "end" and event["code"] != "finished"]
+    return {
+        "faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events),
+        "classes": classes,
+        "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
+        "missed": [row for row in rows if not row["attributed"]],
+        "false_alarms": len([event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"])
+        + len([each for each in failures if not any(row["attempt"] == each["attempt"] for row in rows)]),
+        "quiet_seconds": measure_goodput(quiet).seconds,
+        "ettr": _ettr(quiet, events, saves),
+    }  # fmt: skip
+
+
+def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what followed from a fault: seconds to its detection and to the next step, and whom it was put down to."""
+    fault = parse_fault(injected["code"])
+    end = next((event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]), None)
+    detect = next((event for event in events if end is not None and event["id"] == end["cause"]), None)
+    recover = None if detect is None else next(
+        (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
+    )  # fmt: skip
+    made, expected = injected["made_at"], str(expected_class(fault.name))
+    return {
+        "fault": str(fault), "attempt": injected["attempt"], "expected": expected,
+        "detect": None if detect is None else detect["monotonic"] - made,
+        "recover": None if recover is None else recover["monotonic"] - made,
+        "attributed": end is not None and (end.get("rank"), end.get("fault")) == (fault.process, expected),
+        "said": None if end is None else {key: end.get(key) for key in ("rank", "fault", "code", "text")},
+    }  # fmt: skip
+
+
+def _quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    if not ordered:
+        return {"n": 0}
+    return {"n": len(ordered), "p50": round(statistics.median(ordered), 4),
+            "p95": round(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))], 4)}  # fmt: skip
+
+
+def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]], saves: int) -> dict[str, float]:
+    """Compare the measured part of time that is not lost to faults and saves with the formula of Young and Daly.
+
+    Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
+    useful time between faults M, and the mean time R from a detection to the next step. For rare faults this is the
+    usual 1 - (δ/τ + τ/2M + R/M). The first start is not counted.
+    """
+    goodput = measure_goodput([event for event in events if event["kind"] != "inject"])
+    undisturbed = measure_goodput(quiet)
+    startup = ("device_initialization", "training_preparation", "program_startup", "checkpoint_restore", "other")
+    first = sum(undisturbed.buckets[bucket] for bucket in startup)
+    lost = (sum(goodput.buckets[bucket] for bucket in startup) - first + goodput.buckets["wasted_progress"]
+            + goodput.buckets["infrastructure_recovery"] + goodput.buckets["checkpoint_save"])  # fmt: skip
+    seconds = goodput.seconds - first
+    # A fault during a restart prolongs the recovery from the one before, so outages are counted, not faults.
+    outages = [event["seconds"]["recover"] for event in events if event["kind"] == "recover"]
+    if not outages or seconds <= 0:
+        return {"measured": 1.0, "predicted": 1.0}
+    useful = seconds - lost
+    stall = undisturbed.buckets["checkpoint_save"] / saves
+    interval = (undisturbed.seconds - first) / saves
+    per_fault = statistics.mean(outages) + interval / 2
+    predicted = 1 / (1 + stall / interval + len(outages) * per_fault / useful)
+    return {"measured": round(useful / seconds, 4), "predicted": round(predicted, 4)}
+
+
+def format_card(card: Mapping[str, Any]) -> str:
+    """Format a score-card as text."""
+    lines = [f"{card['made']} of {card['faults']} faults made in {card['attempts']} attempts; the results are "
+             f"{'identical to' if card['identical'] else 'NOT those of'} the undisturbed run."]  # fmt: skip
+    lines.append(f"{'class':<10}{'n':>5}{'detect p50':>13}{'p95':>9}{'next step p50':>16}{'p95':>9}")
+    for name, row in card["classes"].items():
+        detect, recover = row["detect"], row["recover"]
+        cells = [(detect, "p50", 13), (detect, "p95", 9), (recover, "p50", 16), (recover, "p95", 9)]
+        texts = [f"{value.get(key, float('nan')):>{width - 2}.2f} s" for value, key, width in cells]
+        lines.append(f"{name:<10}{detect['n']:>5}{''.join(texts)}")
+    lines.append(f"Attributed to the right process and class: {card['attributed']:.1%}. False alarms: "
+                 f"{card['false_alarms']}.")  # fmt: skip
+    lines += [f"  missed: {row['fault']} -> {row['said']}" for row in card["missed"]]
+    ettr = card["ettr"]
+    lines.append(f"ETTR {ettr['measured']:.1%}, by the formula {ettr['predicted']:.1%}.")
+    return "\n".join(lines)
+
+
+def write_card(card: Mapping[str, Any], path: Path, command: str) -> None:
+    """Write a score-card with the command and the machine that it comes from."""
+    machine = {"cpu": cpu_name(), "cores": os.cpu_count(), "python": platform.python_version(), "jax": version("jax")}
+    write_atomically(path, json.dumps({"command": command, **machine, **card}, indent=1) + "\n")
