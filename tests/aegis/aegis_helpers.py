@@ -61,6 +61,10 @@ class Supervised:
         return [event for event in self.events if event["kind"] == kind]
 
     @property
+    def faults(self) -> list[dict[str, Any]]:
+        return [event for event in self.kinds("detect") if event["severity"] != "info"]
+
+    @property
     def verdict(self) -> dict[str, Any]:
         return json.loads((self.folder / "verdict.json").read_text(encoding="utf-8"))
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train_helpers import CONFIG, small_run, write_run
-from zaya_jax.aegis.command import TrainingCommand, _merged, fits, read_command
+from zaya_jax.aegis.command import Nodes, TrainingCommand, _merged, fits, read_command
 from zaya_jax.config import ParallelConfig, to_yaml
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG as CONFIG_FILE
@@ -28,6 +28,18 @@ def test_a_training_command_names_its_run_and_is_checked(tmp_path):
         read_command(["sh", "-c", "true"], 1, None)
     with pytest.raises(InputError, match="Remove them from the command"):
         command(tmp_path, "--coordinator", "a:1", "--processes", "2", "--process", "0", processes=2)
+
+
+def test_processes_are_numbered_over_all_nodes(tmp_path):
+    argv = [*ARGV, str(write_run(tmp_path))]
+    job = read_command(argv, 2, None, Nodes(3, None, "node0:8476"), environment={"SLURM_NODEID": "1"})
+    assert [flags[-6:] for flags, _ in job.processes("unused")] == [
+        ["--coordinator", "node0:8476", "--processes", "6", "--process", str(index)] for index in (2, 3)
+    ]
+    assert job.with_fewer_devices(None) is None
+    for nodes in (Nodes(3, None, "a:1"), Nodes(3, 3, "a:1"), Nodes(3, 1, None)):
+        with pytest.raises(InputError, match="--nodes 3 needs"):
+            read_command(argv, 2, None, nodes, environment={})
 
 
 def test_one_process_runs_the_command_as_it_is(tmp_path):
@@ -55,7 +67,7 @@ def test_several_processes_meet_and_have_a_device_each(tmp_path):
 )
 def test_the_next_number_of_devices_divides_the_batch(tmp_path, batch, devices, lost, expected):
     config = small_run(tmp_path, f"train.batch.tokens={batch * 32}", "train.batch.micro_batch=1")
-    fewer = TrainingCommand(tuple(ARGV), tmp_path, tuple(range(devices)), config).with_fewer_devices(lost)
+    fewer = TrainingCommand(tuple(ARGV), tmp_path, tuple(range(devices)), config=config).with_fewer_devices(lost)
     assert (fewer and fewer.devices) == expected
 
 

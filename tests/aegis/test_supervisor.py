@@ -29,7 +29,7 @@ def time_of(folder, fault):
 def test_a_process_that_ends_is_restarted_at_once(tmp_path, fault, code):
     supervised = supervise_light(tmp_path, 12, fault)
     assert supervised.wait() == SupervisorExit.DONE
-    (detected,), (recovered,) = supervised.kinds("detect"), supervised.kinds("recover")
+    (detected,), (recovered,) = supervised.faults, supervised.kinds("recover")
     ends = supervised.kinds("end")
     assert [end["code"] for end in ends] == [code, "finished"]
     assert (ends[0]["first_step"], ends[0]["last_step"], ends[1]["first_step"], ends[1]["last_step"]) == (0, 7, 5, 12)
@@ -42,7 +42,7 @@ def test_a_process_that_ends_is_restarted_at_once(tmp_path, fault, code):
 def test_a_process_that_hangs_is_found_and_its_stacks_are_kept(tmp_path, fault):
     supervised = supervise_light(tmp_path, 40, fault, processes=2)
     assert supervised.wait() == SupervisorExit.DONE
-    (detected,) = supervised.kinds("detect")
+    (detected,) = supervised.faults
     assert (detected["code"], detected["rank"]) == ("hang", 1)
     assert 1.0 <= detected["monotonic"] - time_of(tmp_path, fault) < 1.5 + 0.25  # the timeout, and a tick of a busy CPU
     (kill,) = [event for event in supervised.kinds("act") if event["code"] == "kill"]
@@ -142,7 +142,7 @@ def test_a_paused_supervisor_kills_nothing(tmp_path):
     time.sleep(2.0)  # longer than the timeouts; meanwhile a full pipe may also stop the trainer
     supervised.process.send_signal(signal.SIGCONT)
     assert supervised.wait() == SupervisorExit.DONE
-    assert not supervised.kinds("detect")
+    assert not supervised.faults
 
 
 @pytest.mark.parametrize("fault", ["flood@3", "endless@3"])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from zaya_jax.aegis.checks import check_timeouts
-from zaya_jax.aegis.command import read_command
+from zaya_jax.aegis.command import Nodes, read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.policy import load_policy
@@ -50,10 +50,12 @@ def _run(options: argparse.Namespace) -> int:
                          "-- python -m zaya_jax.main --config configs/tiny.yaml")  # fmt: skip
     if shutil.which(options.command[0]) is None:
         raise InputError(f"The command {options.command[0]} was not found.")
-    if options.processes < 1:
-        raise InputError(f"--processes is {options.processes}, but must be at least 1.")
+    for flag, value in (("--processes", options.processes), ("--nodes", options.nodes)):
+        if value < 1:
+            raise InputError(f"{flag} is {value}, but must be at least 1.")
     policy = load_policy(options.policy)
-    command = read_command(options.command, options.processes, options.run_dir)
+    nodes = Nodes(options.nodes, options.node, options.coordinator)
+    command = read_command(options.command, options.processes, options.run_dir, nodes)
     if command.config is not None:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
@@ -117,6 +119,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--run-dir", metavar="DIR", help="run folder (default: that of the training command)")
     run.add_argument("--processes", type=int, default=1, metavar="N", help="processes to start on this machine; with "
                      "more than one, each gets --coordinator, --processes and --process (default: 1)")  # fmt: skip
+    run.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the job, each with its own supervisor "
+                     "and as many processes (default: 1)")  # fmt: skip
+    run.add_argument("--node", type=int, metavar="I", help="index of this node, from 0 (default: set by Slurm or "
+                     "Kubernetes)")  # fmt: skip
+    run.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0 (several nodes only)")
     run.add_argument("command", nargs="*", metavar="-- COMMAND", help="the training command")
     drill = commands.add_parser("drill", help="make faults in a small run, and score how they are dealt with")
     drill.set_defaults(action=_drill)

@@ -171,8 +171,9 @@ class Attempt:
         if observation.fault in self._policy.log_only:
             self._log.write("decide", f"rules.{observation.fault}", cause=event, log_only=action)
             return
-        step = self._shared.best_step
-        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, step)
+        done = self._shared.best_step
+        step = done if observation.good_steps is None else observation.good_steps
+        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, done)
         self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
         if action == "roll_back":
             self._kill(observation.text)  # saving would keep what is to be undone

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from zaya_jax.config import Config, load_config
 from zaya_jax.config.stages import stages
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import CONFIG, read_config
+from zaya_jax.run.launcher import node_index
 from zaya_jax.run.options import training_parser
 
 MODULE = "zaya_jax.main"
@@ -23,7 +25,10 @@ class TrainingCommand:
     Attributes:
       argv: the command, without a shell.
       run_dir: folder of the run.
-      devices: index of the device of each process; a single process uses all of them.
+      devices: index of the device of each process on this node; a single process uses all of them.
+      nodes: number of nodes of the job; each runs as many processes.
+      node: index of this node.
+      coordinator: HOST:PORT of process 0; None if it is on this node, at a free port.
       config: configuration of the run; None if the command is not `python -m zaya_jax.main`.
       peer_timeout: value of --peer-timeout; None if it is not set.
       skipped_rows: ranges of rows that the supervisor has decided to skip.
@@ -32,17 +37,20 @@ class TrainingCommand:
     argv: tuple[str, ...]
     run_dir: Path
     devices: tuple[int, ...] = (0,)
+    nodes: int = 1
+    node: int = 0
+    coordinator: str | None = None
     config: Config | None = None
     peer_timeout: float | None = None
     skipped_rows: tuple[tuple[int, int], ...] = ()
 
-    def processes(self, coordinator: str) -> list[tuple[list[str], dict[str, str]]]:
-        """Return the command and the variables of each process; several meet at the address `coordinator`."""
-        argv, count = [*self.argv, *self._overrides()], len(self.devices)
-        if self.devices == (0,):
+    def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
+        """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
+        argv, here, count = [*self.argv, *self._overrides()], len(self.devices), self.nodes * len(self.devices)
+        if self.devices == (0,) and self.nodes == 1:
             return [(argv, {})]
-        job = [["--coordinator", coordinator, "--processes", str(count), "--process", str(index)] if count > 1 else []
-               for index in range(count)]  # fmt: skip
+        job = [["--coordinator", self.coordinator or address, "--processes", str(count), "--process",
+                str(self.node * here + index)] if count > 1 else [] for index in range(here)]  # fmt: skip
         return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device)})
                 for flags, device in zip(job, self.devices, strict=True)]  # fmt: skip
 
@@ -50,9 +58,9 @@ class TrainingCommand:
         """Return the command without the device `lost` (the last, if None), on as many others as its batches allow.
 
         Returns:
-          None if there is no such number, or this is not a training command.
+          None if there is no such number, other nodes would have to agree, or this is not a training command.
         """
-        if self.config is None:
+        if self.config is None or self.nodes > 1:
             return None
         kept = [device for device in self.devices if device != lost]
         kept = kept[:-1] if len(kept) == len(self.devices) else kept
@@ -106,26 +114,59 @@ def fits(config: Config, devices: int) -> bool:
     return True
 
 
-def read_command(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingCommand:
+class Nodes(NamedTuple):
+    """The nodes of a job.
+
+    Attributes:
+      total: number of nodes.
+      node: index of this one; None to ask the launcher.
+      coordinator: HOST:PORT of process 0; needed for several nodes.
+    """
+
+    total: int = 1
+    node: int | None = None
+    coordinator: str | None = None
+
+
+ONE_NODE = Nodes()
+
+
+def read_command(
+    argv: Sequence[str], processes: int, run_dir: str | None, nodes: Nodes = ONE_NODE, *,
+    environment: Mapping[str, str] = os.environ,
+) -> TrainingCommand:  # fmt: skip
     """Read a command, and check its configuration if it is a training command.
 
     Args:
       argv: the command.
       processes: number of processes on this node.
       run_dir: value of --run-dir; None to use that of the training command.
+      nodes: of the job.
+      environment: of the launcher.
 
     Raises:
-      InputError: the configuration is invalid, or there is no run folder.
+      InputError: the configuration is invalid, there is no run folder, or a flag for several nodes is missing.
     """
+    index = node_index(environment) if nodes.node is None else nodes.node
+    if nodes.total > 1 and (nodes.coordinator is None or index is None or not 0 <= index < nodes.total):
+        raise InputError(f"--nodes {nodes.total} needs --coordinator HOST:PORT, and --node from 0 to {nodes.total - 1} "
+                         "where neither Slurm nor Kubernetes sets it.")  # fmt: skip
+    command = _read(argv, processes, run_dir)
+    if nodes.total == 1:
+        return command
+    return dataclasses.replace(command, nodes=nodes.total, node=index or 0, coordinator=nodes.coordinator)
+
+
+def _read(argv: Sequence[str], processes: int, run_dir: str | None) -> TrainingCommand:
     devices = tuple(range(processes))
     if MODULE not in argv:
         if run_dir is None:
             raise InputError(f"--run-dir is missing. It can be left out only if the command contains -m {MODULE}.")
         return TrainingCommand(tuple(argv), Path(run_dir).expanduser(), devices)
     options = training_parser().parse_intermixed_args(list(argv[argv.index(MODULE) + 1 :]))
-    if processes > 1 and (options.coordinator, options.processes, options.process) != (None, None, None):
-        raise InputError(f"--processes {processes} of the supervisor sets --coordinator, --processes and --process of "
-                         "each process. Remove them from the command.")  # fmt: skip
+    if (options.coordinator, options.processes, options.process) != (None, None, None):
+        raise InputError("The supervisor sets --coordinator, --processes and --process of each process. Remove them "
+                         "from the command, and set --processes and --nodes before --.")  # fmt: skip
     config = load_config(options.config, options.overrides)
     folder = Path(config.run_dir if run_dir is None else run_dir).expanduser()
-    return TrainingCommand(tuple(argv), folder, devices, config, options.peer_timeout)
+    return TrainingCommand(tuple(argv), folder, devices, config=config, peer_timeout=options.peer_timeout)

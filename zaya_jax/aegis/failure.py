@@ -8,6 +8,9 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printa
 from zaya_jax.errors import ExitCode
 from zaya_jax.run.progress_record import LastWords, Phase
 
+# What a process says that waited for the others of its job in vain, see `parallel.rendezvous`.
+_NOT_MET = ("did not reach", "could not reach process 0", "before all")
+
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
@@ -101,6 +104,8 @@ def _classify(origin: RankEnd, words: str, observations: Sequence[Observation]) 
     cause = _cause(origin, observations)
     if cause is not None:
         return cause.fault, cause.code
+    if origin.status == ExitCode.BAD_INPUT and any(text in words for text in _NOT_MET):
+        return FaultClass.PEERS, "peers-missing"
     if origin.status == ExitCode.BAD_INPUT:
         return FaultClass.CONFIGURATION, "exit-2"
     if origin.status < 0:

@@ -12,6 +12,7 @@ class FaultClass(enum.StrEnum):
     HANG = "hang"  # no progress for longer than the phase's timeout
     CRASH = "crash"  # a process ended by a signal or with an error
     NETWORK = "network"  # a network link is down or flaps
+    PEERS = "peers"  # the processes of other nodes do not come back
     GPU = "gpu"  # memory errors, resets and losses of a GPU
     NON_FINITE = "non_finite"  # gradients that are not finite
     SPIKE = "spike"  # the loss left its recent range
@@ -42,7 +43,8 @@ class Observation:
       fault: its class.
       severity: how bad it is.
       text: evidence as printable text of at most 500 characters, such as the line of a log.
-      rank: process that it concerns; None for the machine.
+      rank: process that it concerns, for the class GPU the GPU; None for the machine.
+      good_steps: number of steps done before the fault; None if it is not one of the training.
     """
 
     code: str
@@ -50,6 +52,7 @@ class Observation:
     severity: Severity
     text: str = ""
     rank: int | None = None
+    good_steps: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text))

@@ -75,12 +75,24 @@ class TrainingPolicy:
 
 
 @dataclass(frozen=True)
+class WatchPolicy:
+    """What is watched on the machine."""
+
+    kernel_log: str | None = "/dev/kmsg"  # or a file with the kernel's messages; null to leave it out
+    sysfs: str = "/sys"
+    link_down_seconds: Positive[float] = 150.0  # a link may be down; more than the network retries
+    gpu_seconds: Positive[float] = 30.0  # between two probes of the GPUs
+    gpu_timeout: Positive[float] = 20.0  # seconds that a probe may take
+
+
+@dataclass(frozen=True)
 class RulePolicy:
     """What to do about each class of fault, when it is seen to end or endanger the run."""
 
     hang: Action = "restart"
     crash: Action = "restart"
     network: Action = "restart"
+    peers: Action = "replace_node"
     gpu: Action = "replace_node"
     non_finite: Action = "roll_back"
     spike: Action = "roll_back"
@@ -105,6 +117,7 @@ class Policy:
       restart: see `RestartPolicy`.
       rules: see `RulePolicy`.
       training: see `TrainingPolicy`.
+      watch: see `WatchPolicy`.
       log_only: classes of faults whose action is only reported as what would have been done, while the run continues.
         A process that has ended is restarted in any case.
       grace_seconds: that a run which is asked to stop may take to save, before it is killed.
@@ -116,6 +129,7 @@ class Policy:
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     rules: RulePolicy = field(default_factory=RulePolicy)
     training: TrainingPolicy = field(default_factory=TrainingPolicy)
+    watch: WatchPolicy = field(default_factory=WatchPolicy)
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
     grace_seconds: NonNegative[float] = 300.0
     settle_seconds: NonNegative[float] = 2.0

@@ -53,7 +53,7 @@ def _faults(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return each fault with what followed from it, by the links of the events."""
     faults = []
     for event in events:
-        if event["kind"] != "detect":
+        if event["kind"] != "detect" or event["severity"] == "info":
             continue
         follow_ups = [each for each in events if each.get("cause") == event["id"]]
         end = next((each for each in follow_ups if each["kind"] == "end"), event)

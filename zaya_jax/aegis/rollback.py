@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from zaya_jax.aegis.command import TrainingCommand, to_rows
 from zaya_jax.aegis.failure import Failure
+from zaya_jax.aegis.signatures import SKIPPED
 from zaya_jax.config.stages import rows_before
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, usable_checkpoints
@@ -28,15 +29,16 @@ class Rollback(NamedTuple):
     end: int
 
 
-def plan_rollback(command: TrainingCommand, failure: Failure, bad_steps: int) -> Rollback | None:
-    """Plan to undo the last `bad_steps` steps before a failure.
+def plan_rollback(command: TrainingCommand, failure: Failure) -> Rollback | None:
+    """Plan to undo the steps before a failure that were bad: as many as were skipped, or all since the last good one.
 
     Returns:
       None if the rows of the steps are not known, or no checkpoint is old enough.
     """
     if command.config is None:
         return None
-    last_good = max(failure.progress - bad_steps, 0)
+    skipped = command.config.train.max_skipped_steps if failure.code == SKIPPED else 0
+    last_good = max(failure.step - skipped, 0)
     steps = [each.step for each in usable_checkpoints(command.run_dir / CHECKPOINTS) if each.step <= last_good]
     if not steps or failure.progress <= last_good:
         return None

@@ -17,7 +17,7 @@ from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
 from zaya_jax.aegis.faults import MARKS, read_marks
-from zaya_jax.aegis.observation import Severity
+from zaya_jax.aegis.observation import FaultClass, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
 from zaya_jax.aegis.rollback import plan_rollback, roll_back
@@ -49,6 +49,7 @@ class Supervisor:
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode()))
         self._shared = Shared(folder, policy, EventLog(folder, node), timeouts)
+        self._watch = Watch(policy, command.run_dir)
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
 
@@ -62,6 +63,7 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
             self._shared.timeouts.save()
+            self._watch.close()
         shared = self._shared
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
         shared.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
@@ -79,7 +81,8 @@ class Supervisor:
             processes = [(argv, {**self._environment, **variables})
                          for argv, variables in self._command.processes(f"127.0.0.1:{_free_port()}")]  # fmt: skip
             try:
-                failure = Attempt(shared, processes, Watch(self._policy)).run()
+                self._watch.start_attempt()
+                failure = Attempt(shared, processes, self._watch).run()
             except OSError as error:
                 return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
             self._note_faults_made()
@@ -129,7 +132,8 @@ class Supervisor:
         return decision
 
     def _use_fewer_devices(self, failure: Failure, decision: Decision) -> Decision:
-        lost = None if failure.rank is None else self._command.devices[failure.rank]
+        is_device = failure.rank is None or failure.fault is FaultClass.GPU
+        lost = failure.rank if is_device else self._command.devices[failure.rank or 0]
         fewer = self._command.with_fewer_devices(lost)
         if fewer is None:
             return dataclasses.replace(decision, exit_code=SupervisorExit.RETRY_ELSEWHERE, why=(
@@ -140,10 +144,7 @@ class Supervisor:
         return dataclasses.replace(decision, why=f"{decision.why} Training continues on the devices {devices}.")
 
     def _roll_back(self, failure: Failure, decision: Decision) -> Decision:
-        bad = self._policy.training.spike_steps
-        if failure.code == "too-many-skipped-steps" and self._command.config is not None:
-            bad = self._command.config.train.max_skipped_steps
-        plan = plan_rollback(self._command, failure, bad)
+        plan = plan_rollback(self._command, failure)
         why = "No checkpoint is older than the bad steps."
         if plan is not None:
             try:

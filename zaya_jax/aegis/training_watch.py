@@ -26,7 +26,7 @@ class LossWatch:
         """Start without a step."""
         self._policy = policy
         self._losses = deque[float](maxlen=policy.spike_window)
-        self._step, self._high, self._not_finite = -1, 0, 0
+        self._step, self._good, self._high, self._not_finite = -1, 0, 0, 0
 
     def look(self, step: int, loss: float) -> Observation | None:
         """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps."""
@@ -37,7 +37,7 @@ class LossWatch:
             self._not_finite += 1
             if self._not_finite == self._policy.spike_steps:
                 text = f"The loss has not been finite for {self._not_finite} steps, until step {step}."
-                return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text)
+                return Observation("loss-not-finite", FaultClass.NON_FINITE, Severity.ERROR, text, None, self._good)
             return None
         self._not_finite = 0
         if len(self._losses) >= _LEAST_STEPS and loss > self._limit():
@@ -46,10 +46,10 @@ class LossWatch:
                 return Observation(
                     "loss-spike", FaultClass.SPIKE, Severity.ERROR,
                     f"The loss has been high for {self._high} steps, until step {step}: {loss:.4g} after a median of "
-                    f"{statistics.median(self._losses):.4g} nats/token.",
+                    f"{statistics.median(self._losses):.4g} nats/token.", None, self._good,
                 )  # fmt: skip
             return None
-        self._high = 0
+        self._high, self._good = 0, step
         self._losses.append(loss)
         return None
 

@@ -1,28 +1,50 @@
 """Everything that is watched besides the processes themselves, in one place for the supervisor to ask."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from zaya_jax.aegis.observation import Observation
+from zaya_jax.aegis.gpu_probe import GpuProbe
+from zaya_jax.aegis.host import HostWatch
+from zaya_jax.aegis.kernel_log import KernelLog
+from zaya_jax.aegis.network import NetworkWatch
+from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
+from zaya_jax.aegis.signatures import observe_line
 from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
+
+_EVERY = 1.0  # seconds between two looks at the machine
 
 
 class Watch:
-    """Watches the output of the processes, the training and the machine, for one attempt."""
+    """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
-    def __init__(self, policy: Policy) -> None:
-        """Start to watch."""
-        self._loss, self._straggler = LossWatch(policy.training), StragglerWatch(policy.training)
+    def __init__(self, policy: Policy, run_dir: Path) -> None:
+        """Start to watch the machine, and the disk of `run_dir`."""
+        self._policy = policy
+        self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(policy.watch.kernel_log)
+        self._network = NetworkWatch(policy.watch.link_down_seconds, Path(policy.watch.sysfs))
+        self._host = HostWatch(run_dir)
+        self._gpus = GpuProbe(policy.watch.gpu_seconds, policy.watch.gpu_timeout)
+        self._looked = float("-inf")
+        self.start_attempt()
+        self._new: list[Observation] = []
+        if self._kernel_log is not None and self._kernel_log.problem:
+            self._new.append(Observation("kernel-log", FaultClass.GPU, Severity.INFO, self._kernel_log.problem))
+
+    def start_attempt(self) -> None:
+        """Forget the losses and times of the attempt before."""
+        self._loss, self._straggler = LossWatch(self._policy.training), StragglerWatch(self._policy.training)
 
     @property
     def pids(self) -> list[int]:
         """Processes of the supervisor's own, which are not the trainer's."""
-        return []
+        return self._gpus.pids
 
     def read_lines(self, lines: Sequence[tuple[Rank, bytes]]) -> list[Observation]:
         """Return what lines of the processes tell."""
-        return []
+        seen = (observe_line("trainer", line, rank.index) for rank, line in lines)
+        return [each for each in seen if each is not None]
 
     def poll(self, ranks: Sequence[Rank], now: float) -> list[Observation]:
         """Return what is new since the last call.
@@ -32,9 +54,20 @@ class Watch:
           now: of `time.monotonic`.
         """
         progress = {rank.index: each for rank in ranks if (each := rank.progress) is not None and each.first_step >= 0}
-        seen: list[Observation | None] = []
-        if 0 in progress:
-            seen.append(self._loss.look(progress[0].step, progress[0].loss))
+        seen, self._new = self._new, []
+        if 0 in progress and (bad := self._loss.look(progress[0].step, progress[0].loss)) is not None:
+            seen.append(bad)
         if len(progress) == len(ranks) > 1:
             seen += self._straggler.look(progress)
-        return [each for each in seen if each is not None]
+        if now - self._looked < _EVERY:
+            return seen
+        self._looked = now
+        messages = [] if self._kernel_log is None else self._kernel_log.read()
+        seen += [each for line in messages if (each := observe_line("kernel", line)) is not None]
+        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now)]
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._gpus.close()
+        if self._kernel_log is not None:
+            self._kernel_log.close()

@@ -25,3 +25,11 @@ def detect_launcher(environment: Mapping[str, str]) -> str | None:
             return name
     # An indexed job; only the API knows its number of pods.
     return "Kubernetes" if {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= environment.keys() else None
+
+
+def node_index(environment: Mapping[str, str]) -> int | None:
+    """Return the index of this node in a job of Slurm or Kubernetes; None if neither started this process."""
+    for name in ("SLURM_NODEID", "JOB_COMPLETION_INDEX"):
+        if environment.get(name, "").isdecimal():
+            return int(environment[name])
+    return None

@@ -1,0 +1,95 @@
+"""What the policy says is done about faults of the machine: false libraries and files, real processes and signals."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.aegis.aegis_helpers import supervise_light
+from tests.aegis.test_machine import AMD, set_link, sysfs  # noqa: F401 (a fixture)
+from zaya_jax.aegis.exit_codes import SupervisorExit
+
+ROOT = Path(__file__).parents[2]
+BROKEN = AMD.format(init="pass", gpus="2", uncorrectable="count", correctable="0")
+
+
+def with_amd(folder, **policy):
+    """The environment and policy of a machine whose second AMD GPU has an uncorrectable error after the first probe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "amdsmi.py").write_text(BROKEN)
+    environment = {"PYTHONPATH": f"{folder}:{ROOT}", "READS": str(folder / "reads")}
+    return {"environment": environment, "policy": {"watch": {"gpu_seconds": 0.5}, "grace_seconds": 20.0, **policy}}
+
+
+def test_by_default_an_error_of_a_gpu_is_reported_and_training_continues(tmp_path):
+    supervised = supervise_light(tmp_path, 300, **with_amd(tmp_path))
+    assert supervised.wait() == SupervisorExit.DONE
+    (detected, *_) = supervised.faults
+    assert (detected["code"], detected["rank"]) == ("gpu-uncorrectable-ecc", 1)
+    decided = supervised.kinds("decide")
+    assert {(event["cause"], event["log_only"]) for event in decided} >= {(detected["id"], "replace_node")}
+    assert len(supervised.kinds("start")) == 1
+
+
+def test_if_the_policy_lets_it_the_run_is_saved_and_asks_for_another_node(tmp_path):
+    supervised = supervise_light(tmp_path, 5000, **with_amd(tmp_path, log_only=[]))
+    assert supervised.wait() == SupervisorExit.RETRY_ELSEWHERE
+    (end,) = supervised.kinds("end")
+    assert (end["code"], end["fault"], end["exit_statuses"]) == ("gpu-uncorrectable-ecc", "gpu", [143])
+    assert int((tmp_path / "checkpoint-0").read_text()) == end["last_step"] > 0
+
+
+@pytest.mark.parametrize(("seconds", "attempts"), [(1.2, 1), (60.0, 2)])
+def test_a_short_flap_of_a_link_restarts_nothing_and_a_long_one_does(tmp_path, sysfs, seconds, attempts):  # noqa: F811
+    policy = {"watch": {"sysfs": str(sysfs), "link_down_seconds": 2.5}, "log_only": []}
+    folder = tmp_path / "run"
+    supervised = supervise_light(folder, 450, policy=policy)
+    supervised.wait_for(folder / "checkpoint-0")
+    set_link(sysfs, "1: DOWN\n")
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and len(supervised.kinds("start")) < 2:
+        time.sleep(0.05)
+    set_link(sysfs, "4: ACTIVE\n")
+    assert supervised.wait() == SupervisorExit.DONE
+    assert len(supervised.kinds("start")) == attempts
+    assert supervised.faults[0]["code"] == "link-down"
+
+
+def test_a_line_of_the_trainer_puts_its_end_in_the_right_class(tmp_path):
+    line = "Stopped: Every checkpoint in run/checkpoints is damaged. They are kept there."
+    supervised = supervise_light(tmp_path, 20, "say@3", "exit@4", environment={"SAY": line})
+    assert supervised.wait() == SupervisorExit.NO_CHECKPOINT
+    (end,) = supervised.kinds("end")
+    assert (end["code"], end["fault"]) == ("no-checkpoint", "checkpoint")
+
+
+def test_a_line_of_the_kernel_s_log_is_seen(tmp_path):
+    log = tmp_path / "dmesg"
+    log.write_text("")
+    supervised = supervise_light(tmp_path, 250, policy={"watch": {"kernel_log": str(log)}})
+    supervised.wait_for(tmp_path / "checkpoint-0")
+    log.write_text("amdgpu 0000:c1:00.0: amdgpu: GPU reset begin!\n")
+    assert supervised.wait() == SupervisorExit.DONE
+    assert "gpu-reset" in [event["code"] for event in supervised.faults]
+
+
+def test_the_supervisor_is_small_and_imports_nothing_of_the_trainer(tmp_path):
+    supervised = supervise_light(tmp_path, 300)
+    supervised.wait_for(tmp_path / "checkpoint-0")
+    pid = supervised.process.pid
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    resident = int(next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+                        if line.startswith("VmRSS")).split()[1])  # fmt: skip
+    assert supervised.wait() == SupervisorExit.DONE
+    assert not [name for name in ("jaxlib", "numpy") if name in maps]
+    assert resident < 60_000, f"{resident} kB"
+
+
+def test_nothing_is_left_of_a_run(tmp_path):
+    before = set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))
+    supervised = supervise_light(tmp_path, 30, "SIGKILL@7", "wait@12", "raise@20", processes=2,
+                                 policy={"restart": {"delays": [0.0]}})  # fmt: skip
+    assert supervised.wait() == SupervisorExit.DONE
+    left = (set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))) - before
+    assert not [name for name in left if "zaya" in name or "aegis" in name]
