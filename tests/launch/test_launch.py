@@ -14,8 +14,11 @@ import pytest
 import yaml
 from jax._src.clusters import ClusterEnv
 
-from tests.train_helpers import ROOT
-from zaya_jax.run.launcher import detect_launcher
+from tests.train_helpers import ROOT, write_run
+from zaya_jax.aegis.command import Nodes, read_command
+from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.policy import Policy
+from zaya_jax.run.launcher import detect_launcher, node_index
 
 LAUNCH = ROOT / "launch"
 SBATCH = (LAUNCH / "zaya.sbatch").read_text(encoding="utf-8")
@@ -56,32 +59,51 @@ def sbatch_options() -> dict[str, str]:
     return {match[1]: match[2] or "" for match in matches if match}
 
 
-def test_slurm_starts_one_task_a_gpu_and_lets_each_see_all():
+def test_slurm_starts_one_supervisor_a_node_that_sees_all_gpus_and_is_told_before_the_end():
     options = sbatch_options()
-    assert options["ntasks-per-node"] == options["gpus-per-node"]
+    assert options["ntasks-per-node"] == "1"
     assert not {"gpus-per-task", "gpu-bind", "ntasks"} & set(options)
+    name, _, seconds = options["signal"].partition("@")
+    assert (name, int(seconds) > Policy().grace_seconds) == ("TERM", True)
+    assert "requeue" in options
 
 
-def test_slurm_runs_the_trainer_with_the_arguments_given(tmp_path):
-    program(tmp_path, "srun", '#!/bin/bash\nprintf "%s|" "$@"\n')
-    done = shell("bash", str(LAUNCH / "zaya.sbatch"), "--config", "a b.yaml", path=tmp_path, PYTHON="py")
-    assert done.stdout == "--kill-on-bad-exit=1|--gpu-bind=none|py|-m|zaya_jax.main|--config|a b.yaml|"
+SRUN = """#!/bin/bash
+printf "%s|" "$@"
+exit $STATUS
+"""
 
 
-def test_what_slurm_tells_a_task_is_what_jax_takes(monkeypatch):
-    per_node, rank = int(sbatch_options()["ntasks-per-node"]), 11
-    tasks = {"SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[07-08]", "SLURM_NTASKS": str(2 * per_node),
-             "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank - per_node)}  # fmt: skip
-    for name, value in tasks.items():
-        monkeypatch.setenv(name, value)
-    assert detect_launcher(os.environ) == "Slurm"
-    detected = ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, 1)
-    assert detected == (
-        "gpu07:61441",
-        2 * per_node,
-        rank,
-        [rank - per_node],
-    )  # one GPU, by its number on the node
+@pytest.mark.parametrize(
+    ("status", "requeued"), [(0, False), (75, True), (85, True), (78, False), (93, False), (95, False)]
+)
+def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status, requeued):
+    program(tmp_path, "srun", SRUN)
+    program(
+        tmp_path,
+        "scontrol",
+        '#!/bin/bash\n[[ $1 == show ]] && printf "%s\\n" gpu07 gpu08 || echo "$@" >> "$REQUEUED"\n',
+    )
+    done = shell("bash", str(LAUNCH / "zaya.sbatch"), "--config", "a b.yaml", path=tmp_path, PYTHON="py",
+                 STATUS=str(status), SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="4097",
+                 REQUEUED=str(tmp_path / "requeued"))  # fmt: skip
+    assert done.stdout == (
+        "--kill-on-bad-exit=0|--gpu-bind=none|py|-m|zaya_jax.aegis|run|--processes|4|--nodes|2|--coordinator|gpu07:8476|"
+        "--|py|-m|zaya_jax.main|--config|a b.yaml|"
+    )
+    assert (tmp_path / "requeued").exists() == requeued
+    assert done.returncode == (0 if requeued else status)
+
+
+def test_the_supervisor_of_a_node_starts_its_share_of_the_processes(tmp_path):
+    """On the second of two nodes with four GPUs each."""
+    argv = ["py", "-m", "zaya_jax.main", "--config", str(write_run(tmp_path))]
+    nodes = Nodes(2, None, "gpu07:8476")
+    command = read_command(argv, 4, None, nodes, environment={"SLURM_NODEID": "1", "SLURM_LOCALID": "0"})
+    assert node_index({"SLURM_NODEID": "1"}) == command.node == 1
+    started = command.processes("unused")
+    assert [arguments[-1] for arguments, _ in started] == ["4", "5", "6", "7"]
+    assert [variables["JAX_LOCAL_DEVICE_IDS"] for _, variables in started] == ["0", "1", "2", "3"]
 
 
 # --- Kubernetes ------------------------------------------------------------------------------------------------------
@@ -103,10 +125,22 @@ def test_the_jobset_has_a_pod_a_node_that_restart_together(jobset):
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     environment = {entry["name"]: entry.get("value") for entry in container["env"]}
-    assert spec["parallelism"] == spec["completions"] == int(environment["PROCESSES"])
+    assert spec["parallelism"] == spec["completions"] == int(environment["NODES"])
     (gpus,) = container["resources"]["limits"].values()
-    assert environment["JAX_LOCAL_DEVICE_IDS"] == ",".join(map(str, range(gpus)))
+    assert f"--processes {gpus} " in container["args"][0]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert pod["terminationGracePeriodSeconds"] > Policy().grace_seconds
+
+
+def test_the_jobset_ends_for_good_on_codes_that_no_restart_helps(jobset):
+    (rule,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    final = {SupervisorExit.CONFIGURATION, SupervisorExit.DO_NOT_REQUEUE, SupervisorExit.NO_CHECKPOINT,
+             SupervisorExit.BUDGET_SPENT}  # fmt: skip
+    assert set(rule["onExitCodes"]["values"]) == final
+    assert jobset["spec"]["failurePolicy"]["rules"] == [
+        {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+    ]
 
 
 def test_the_jobset_starts_each_process_with_its_flags(jobset, tmp_path):
@@ -120,13 +154,14 @@ def test_the_jobset_starts_each_process_with_its_flags(jobset, tmp_path):
     done = shell(*container["command"], *container["args"], path=tmp_path, JOB_COMPLETION_INDEX="1", **environment)
     # JobSet calls a pod JOBSET-REPLICATEDJOB-JOB-INDEX, in the subdomain of the JobSet's name.
     (port,) = (port["containerPort"] for port in container["ports"])
-    flags = f"--coordinator {name}-{job['name']}-0-0.{name}:{port} --processes 2 --process 1"
-    assert done.stdout == f"-m zaya_jax.main --config configs/zaya1_8b.yaml run_dir=/runs/zaya1_8b {flags}\n"
-
-    program(tmp_path, "python", f'#!/bin/bash\nexec {sys.executable} "$@" --print-config\n')
-    done = shell(*container["command"], *container["args"], path=tmp_path, JOB_COMPLETION_INDEX="0", **environment)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "run_dir: /runs/zaya1_8b" in done.stdout
+    coordinator = f"{name}-{job['name']}-0-0.{name}:{port}"
+    assert done.stdout == (f"-m zaya_jax.aegis run --processes 8 --nodes 2 --coordinator {coordinator} -- python -m "
+                           "zaya_jax.main --config configs/zaya1_8b.yaml run_dir=/runs/zaya1_8b\n")  # fmt: skip
+    argv = done.stdout.split(" -- ")[1].split()
+    command = read_command(argv, 8, None, Nodes(2, None, coordinator), environment={"JOB_COMPLETION_INDEX": "1"})
+    assert str(command.run_dir) == "/runs/zaya1_8b"
+    flags = ["--coordinator", coordinator, "--processes", "16", "--process", "8"]
+    assert command.processes("unused")[0][0][-6:] == flags
 
 
 # --- ssh -------------------------------------------------------------------------------------------------------------
@@ -224,13 +259,15 @@ def test_the_commands_of_the_manual_are_accepted(tmp_path):
     python = program(tmp_path, "python", f'#!/bin/bash\nexec {sys.executable} "$@" --print-config\n')
     program(tmp_path, "mpirun", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift 2; done\nexec "$@"\n')
     program(tmp_path, "ssh", SSH)
-    program(tmp_path, "srun", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n')
+    program(tmp_path, "srun", '#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec "$@"\n')
+    program(tmp_path, "scontrol", "#!/bin/bash\necho gpu07\n")
     program(tmp_path, "sbatch", '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec bash "$@"\n')
     tried = [line for line in lines if line[0] in {"sbatch", "mpirun", "launch/ssh.sh", "python"}]
     assert len(tried) >= 5
     for line in tried:
         done = shell(*line, path=tmp_path, PYTHON=str(python), HOSTS=str(tmp_path / "hosts"),
-                     OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="16")  # fmt: skip
+                     OMPI_COMM_WORLD_LOCAL_RANK="1", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="16",
+                     SLURM_JOB_NODELIST="gpu07", SLURM_NNODES="1")  # fmt: skip
         assert (done.returncode, done.stderr) == (0, ""), line
         assert "num_experts" in done.stdout
     for path in re.findall(r"\b(?:launch|containers|configs)/[\w.]+\w", manual):
