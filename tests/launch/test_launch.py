@@ -85,8 +85,8 @@ def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status
         '#!/bin/bash\n[[ $1 == show ]] && printf "%s\\n" gpu07 gpu08 || echo "$@" >> "$REQUEUED"\n',
     )
     done = shell("bash", str(LAUNCH / "zaya.sbatch"), "--config", "a b.yaml", path=tmp_path, PYTHON="py",
-                 STATUS=str(status), SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4", SLURM_JOB_ID="4097",
-                 REQUEUED=str(tmp_path / "requeued"))  # fmt: skip
+                 STATUS=str(status), SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4",
+                 SLURM_JOB_ID="4097", REQUEUED=str(tmp_path / "requeued"))  # fmt: skip
     assert done.stdout == (
         "--kill-on-bad-exit=0|--gpu-bind=none|py|-m|zaya_jax.aegis|run|--processes|4|--nodes|2|--coordinator|gpu07:8476|"
         "--|py|-m|zaya_jax.main|--config|a b.yaml|"

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,8 @@ from zaya_jax.run.progress_record import Phase
 
 _TICK = 0.05  # seconds between two looks at the progress records; ends are noticed at once
 _STATE_EVERY = 1.0  # seconds
+_RECENT = 120.0  # seconds before an end in which an observation may explain it
+_MOST_OBSERVATIONS = 1000  # per attempt
 
 
 class Detected(NamedTuple):
@@ -77,7 +80,7 @@ class Attempt:
         self._gang = Gang(processes, shared.outputs)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
         self._silences = {rank.index: Silence(4 * _TICK) for rank in self._gang.ranks}
-        self._observations: list[Observation] = []
+        self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
         self._asked = 0  # signals that were passed on
@@ -94,7 +97,8 @@ class Attempt:
             gang.close()
             kill_strays(self._watch.pids)
         ends = [rank.end for rank in gang.ranks if rank.end is not None]
-        failure = self._planned or find_failure(ends, self._observations)
+        since = min((end.time for end in ends if end.status != 0), default=0.0) - _RECENT
+        failure = self._planned or find_failure(ends, [each for seen, each in self._observations if seen >= since])
         if failure is not None and not self._has_failed:
             self._detect_end(next(end for end in ends if end.status != 0), time.monotonic())
         self._write_end(ends, failure)
@@ -161,7 +165,7 @@ class Attempt:
 
         A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself.
         """
-        self._observations.append(observation)
+        self._observations.append((time.monotonic(), observation))
         event = self._log.write("detect", observation.code, severity=observation.severity, text=observation.text,
                                 fault=observation.fault, rank=observation.rank)  # fmt: skip
         action = self._policy.rules.of(observation.fault)
