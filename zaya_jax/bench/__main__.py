@@ -20,6 +20,7 @@ _EXAMPLES = """examples:
   python -m zaya_jax.bench kernels --only attention --output attention.json
   python -m zaya_jax.bench optimizer --steps 150 --png optimizer.png
   python -m zaya_jax.bench balance --steps 100
+  python -m zaya_jax.bench supervision --config configs/tiny.yaml phases.0.tokens=122_880
   python -m zaya_jax.bench ablations --steps 150"""
 
 
@@ -90,6 +91,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint.add_argument("--folder", metavar="FOLDER",
                             help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
     checkpoint.set_defaults(run=_checkpoint)
+
+    supervision = add_verb(
+        verbs, _PROGRAM, "supervision", "time training under a supervisor against training without one",
+        "Trains a configuration with and without `aegis run`, in turn, and times the progress record.",
+        "--config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json",
+    )  # fmt: skip
+    add_flags(supervision, repeats=3)
+    supervision.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
+                             help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
+    supervision.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="configuration value to override"
+    )
+    supervision.set_defaults(run=_supervision)
 
     kernels = add_verb(
         verbs, _PROGRAM, "kernels", "time each Pallas kernel against XLA, PyTorch and the device's peak",
@@ -165,6 +179,13 @@ def _checkpoint(parsed: argparse.Namespace) -> dict[str, Any]:
         if any(value <= 0 for value in values):
             raise InputError(f"{name} is {' '.join(map(str, values))}, but every value must be above 0.")
     return bench_checkpoint(parsed.gib, parsed.processes, parsed.repeats, parsed.png, parsed.folder)
+
+
+def _supervision(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.bench.supervision import bench_supervision
+
+    load_config(parsed.config, parsed.overrides)
+    return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
