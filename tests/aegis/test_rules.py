@@ -7,11 +7,44 @@ from pathlib import Path
 import pytest
 
 from tests.aegis.aegis_helpers import supervise_light
-from tests.aegis.test_machine import AMD, set_link, sysfs  # noqa: F401 (a fixture)
 from zaya_jax.aegis.exit_codes import SupervisorExit
 
 ROOT = Path(__file__).parents[2]
-BROKEN = AMD.format(init="pass", gpus="2", uncorrectable="count", correctable="0")
+BROKEN = """
+import os
+path = os.environ["READS"]
+with open(path, "a") as file: file.write("x")
+count = os.path.getsize(path)
+class AmdSmiException(Exception): pass
+class AmdSmiTemperatureType: HOTSPOT = 1
+class AmdSmiTemperatureMetric: CURRENT = 0
+class AmdSmiMemoryType: VRAM = 0
+def amdsmi_init(): pass
+def amdsmi_shut_down(): pass
+def amdsmi_get_processor_handles(): return [0, 1]
+def amdsmi_get_gpu_device_bdf(gpu): return f"0000:0{gpu}:00.0"
+def amdsmi_get_gpu_total_ecc_count(gpu):
+    return {"correctable_count": 0, "uncorrectable_count": count * gpu, "deferred_count": 0}
+def amdsmi_get_pcie_info(gpu): return {"pcie_metric": {"pcie_replay_count": 0}}
+def amdsmi_get_temp_metric(gpu, sensor, metric): return 55
+def amdsmi_get_gpu_memory_usage(gpu, kind): return 10 ** 9
+"""
+
+
+@pytest.fixture
+def sysfs(tmp_path):
+    """A port of a network card, as sysfs shows it."""
+    port = tmp_path / "sys" / "class" / "infiniband" / "ionic_1" / "ports" / "1"
+    (port / "counters").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "phys_state").write_text("5: LinkUp\n")
+    return tmp_path / "sys"
+
+
+def set_link(sysfs, is_up):
+    port = sysfs / "class" / "infiniband" / "ionic_1" / "ports" / "1"
+    (port / "state").write_text("4: ACTIVE\n" if is_up else "1: DOWN\n")
+    (port / "phys_state").write_text("5: LinkUp\n" if is_up else "3: Disabled\n")
 
 
 def with_amd(folder, **policy):
@@ -41,16 +74,16 @@ def test_if_the_policy_lets_it_the_run_is_saved_and_asks_for_another_node(tmp_pa
 
 
 @pytest.mark.parametrize(("seconds", "attempts"), [(1.2, 1), (60.0, 2)])
-def test_a_short_flap_of_a_link_restarts_nothing_and_a_long_one_does(tmp_path, sysfs, seconds, attempts):  # noqa: F811
+def test_a_short_flap_of_a_link_restarts_nothing_and_a_long_one_does(tmp_path, sysfs, seconds, attempts):
     policy = {"watch": {"sysfs": str(sysfs), "link_down_seconds": 2.5}, "log_only": []}
     folder = tmp_path / "run"
     supervised = supervise_light(folder, 450, policy=policy)
     supervised.wait_for(folder / "checkpoint-0")
-    set_link(sysfs, "1: DOWN\n")
+    set_link(sysfs, is_up=False)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and len(supervised.kinds("start")) < 2:
         time.sleep(0.05)
-    set_link(sysfs, "4: ACTIVE\n")
+    set_link(sysfs, is_up=True)
     assert supervised.wait() == SupervisorExit.DONE
     assert len(supervised.kinds("start")) == attempts
     assert supervised.faults[0]["code"] == "link-down"

@@ -25,6 +25,8 @@ _TICK = 0.05  # seconds between two looks at the progress records; ends are noti
 _STATE_EVERY = 1.0  # seconds
 _RECENT = 120.0  # seconds before an end in which an observation may explain it
 _MOST_OBSERVATIONS = 1000  # per attempt
+# Faults that may end processes that still run.
+_ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)
 
 
 class Detected(NamedTuple):
@@ -163,14 +165,16 @@ class Attempt:
     def _observe(self, observation: Observation, *, can_act: bool) -> None:
         """Write an observation; end the attempt if the policy wants that, and `can_act`.
 
-        A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself.
+        A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself. Nor
+        does a full disk or a lack of memory, which training survives.
         """
         self._observations.append((time.monotonic(), observation))
         event = self._log.write("detect", observation.code, severity=observation.severity, text=observation.text,
                                 fault=observation.fault, rank=observation.rank)  # fmt: skip
         action = self._policy.rules.of(observation.fault)
         is_severe = observation.severity in (Severity.ERROR, Severity.FATAL)
-        if not can_act or not is_severe or action == "report" or self._planned is not None:
+        is_acted_on = can_act and is_severe and observation.fault in _ACTED_ON
+        if not is_acted_on or action == "report" or self._planned is not None:
             return
         if observation.fault in self._policy.log_only:
             self._log.write("decide", f"rules.{observation.fault}", cause=event, log_only=action)

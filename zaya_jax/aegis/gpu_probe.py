@@ -1,155 +1,346 @@
-"""Health of the GPUs, read by the vendor's library in a process of its own, since such libraries can hang or crash.
+"""Probe the health of GPUs in a child process, because a vendor's library can hang on a sick GPU.
 
-`python -m zaya_jax.aegis.gpu_probe` prints one JSON object per GPU. AMD's `amdsmi` comes with ROCm and must match it;
-NVIDIA's is the package nvidia-ml-py.
+`python -m zaya_jax.aegis.gpu_probe` prints one JSON object, and `GpuProbe` runs it at intervals. The library is
+`amdsmi`, which comes with ROCm, or `pynvml`, which comes with the package nvidia-ml-py.
 """
 
 import contextlib
+import dataclasses
 import importlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 
-_LONGEST = 2**16  # bytes of output
-_COUNTERS = {
-    "uncorrectable": ("gpu-uncorrectable-ecc", Severity.ERROR),
-    "correctable": ("gpu-correctable-ecc", Severity.WARNING),
-    "replays": ("pcie-replays", Severity.WARNING),
-}
+_MOST_OUTPUT = 1 << 18  # bytes
+_MOST_GPUS = 128
+_LIFETIME = 600.0  # seconds after which a probe ends itself, if its parent is gone
+_COUNTERS = ("uncorrectable", "correctable", "deferred", "pcie_replays")
 
 
-def read_amd() -> Iterator[dict[str, Any]]:
-    """Yield the counters of each AMD GPU: ECC errors since boot, PCIe replays."""
-    amdsmi = importlib.import_module("amdsmi")
-    amdsmi.amdsmi_init()
-    for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles()):
-        counts = amdsmi.amdsmi_get_gpu_total_ecc_count(handle)
-        row = {"gpu": index, "uncorrectable": counts["uncorrectable_count"], "correctable": counts["correctable_count"]}
-        with contextlib.suppress(Exception):  # not every driver counts replays
-            pcie = amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]
-            row["replays"] = pcie["pcie_replay_count"]
-        yield row
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """A reading of one GPU. Counts are since the driver was loaded; None where the GPU does not report them.
 
+    Attributes:
+      index: position among the GPUs of the library.
+      name: bus address (AMD) or UUID (NVIDIA), which stays the same; empty for a lost GPU that cannot tell it.
+      uncorrectable: uncorrectable memory errors.
+      correctable: corrected memory errors.
+      deferred: memory errors that are found but not used yet (AMD).
+      pcie_replays: repeated transfers on the PCI Express link.
+      temperature: in °C.
+      memory_used: in bytes.
+      recovery_action: what NVIDIA's driver demands, such as 1 for a reset; 0 is nothing.
+      lost: whether the driver lost the GPU.
+    """
 
-def read_nvidia() -> Iterator[dict[str, Any]]:
-    """Yield the counters of each NVIDIA GPU: ECC errors since the driver was loaded, PCIe replays."""
-    nvml = importlib.import_module("pynvml")
-    nvml.nvmlInit()
-    for index in range(nvml.nvmlDeviceGetCount()):
-        handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        row: dict[str, Any] = {"gpu": index}
-        for name, kind in (("uncorrectable", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
-                           ("correctable", nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)):  # fmt: skip
-            with contextlib.suppress(nvml.NVMLError):  # no ECC on this model
-                row[name] = nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)
-        with contextlib.suppress(nvml.NVMLError):
-            row["replays"] = nvml.nvmlDeviceGetPcieReplayCounter(handle)
-        yield row
+    index: int
+    name: str
+    uncorrectable: int | None = None
+    correctable: int | None = None
+    deferred: int | None = None
+    pcie_replays: int | None = None
+    temperature: int | None = None
+    memory_used: int | None = None
+    recovery_action: int | None = None
+    lost: bool = False
 
 
 class GpuProbe:
-    """Starts the probe every `interval` seconds, and compares its counters with those of the last one."""
+    """Runs the probe at intervals and compares its readings; nothing it meets ends the supervisor.
 
-    def __init__(self, interval: float, timeout: float) -> None:
-        """Probe every `interval` seconds; a probe that takes longer than `timeout` seconds is killed."""
-        self._interval, self._timeout = interval, timeout
-        self._process: subprocess.Popen[bytes] | None = None
-        self._started = float("-inf")
-        self._output = b""
-        self._last: dict[int, dict[str, int]] = {}
-        self._told: set[str] = set()
+    Attributes:
+      gpus: the newest reading.
+    """
+
+    def __init__(
+        self,
+        interval: float = 60.0,
+        timeout: float = 30.0,
+        correctable_per_hour: float = 600.0,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        """Probe the GPUs of this machine.
+
+        Args:
+          interval: seconds between the starts of two probes.
+          timeout: seconds after which a probe is killed.
+          correctable_per_hour: rate of corrected errors from which a warning is due.
+          environment: of the child; None for that of this process.
+        """
+        self.gpus: list[Gpu] = []
+        self._interval, self._timeout, self._correctable_per_hour = interval, timeout, correctable_per_hour
+        self._environment = environment
+        self._child: subprocess.Popen[bytes] | None = None
+        self._output, self._started, self._next = b"", 0.0, float("-inf")
+        self._killed, self._failed = False, False  # this child was killed; the last probe failed, which was reported
+        self._known: dict[str, Gpu] = {}  # the last reading of each GPU by name
+        self._read_at: float | None = None
+        self._missing: dict[str, int] = {}  # readings in a row without a GPU that was there
 
     @property
     def pids(self) -> list[int]:
         """The probe that runs now."""
-        return [] if self._process is None else [self._process.pid]
+        return [] if self._child is None else [self._child.pid]
 
     def poll(self, now: float) -> list[Observation]:
-        """Start a probe if one is due, or return what one that has ended tells; never waits."""
-        if self._process is None:
-            if now - self._started >= self._interval and "gpu-probe-missing" not in self._told:
-                self._start(now)
+        """Start a probe if one is due, or read what it printed, without waiting; return what changed.
+
+        `now` is monotonic, in seconds. A failing probe is reported once, as information, until one succeeds.
+        """
+        if self._child is None:
+            return self._start(now) if now >= self._next else []
+        self._drain(self._child)
+        status = self._child.poll()
+        if status is None:
+            if len(self._output) >= _MOST_OUTPUT:
+                self._kill(self._child)
+                return self._fail(
+                    "gpu-probe-failed", f"The GPU probe was killed: it printed over {_MOST_OUTPUT} bytes."
+                )
+            if now - self._started > self._timeout:
+                self._kill(self._child)  # a child that hangs in the kernel ends later, or never
+                return self._fail("gpu-probe-timeout", f"The GPU probe was killed after {self._timeout:g} s.")
             return []
-        assert self._process.stdout is not None  # noqa: S101 (for the type checker)
-        with contextlib.suppress(BlockingIOError):
-            while len(self._output) < _LONGEST and (content := os.read(self._process.stdout.fileno(), _LONGEST)):
-                self._output += content
-        if self._process.poll() is None:
-            if now - self._started < self._timeout and len(self._output) < _LONGEST:
-                return []
-            self.close()
-            return self._tell("gpu-probe-timeout", f"The GPU probe did not end within {self._timeout:g} s.")
-        status = self._process.returncode
-        self.close()
-        if status:
-            said = self._output.decode(errors="replace").strip() or f"The GPU probe ended with status {status}."
-            return self._tell("gpu-probe-missing" if status == 3 else "gpu-probe-failed", said)
-        return self._compare()
+        self._drain(self._child)
+        output, killed = self._output, self._killed
+        self._close(self._child)
+        return [] if killed else self._evaluate(output, status, now)
 
     def close(self) -> None:
-        """Kill the probe if it runs."""
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.communicate()
-            self._process = None
+        """End a running probe."""
+        if self._child is not None:
+            self._kill(self._child)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(1.0)
+            self._close(self._child)
 
-    def _start(self, now: float) -> None:
-        self._started, self._output = now, b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "zaya_jax.aegis.gpu_probe"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-        assert self._process.stdout is not None  # noqa: S101 (for the type checker)
-        os.set_blocking(self._process.stdout.fileno(), False)
-
-    def _compare(self) -> list[Observation]:
-        rows: dict[int, dict[str, int]] = {}
+    def _start(self, now: float) -> list[Observation]:
+        self._started, self._next, self._output, self._killed = now, now + self._interval, b"", False
         try:
-            for line in self._output.splitlines():
-                row = json.loads(line)
-                rows[int(row["gpu"])] = {name: int(row[name]) for name in _COUNTERS if name in row}
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return self._tell("gpu-probe-failed", "The output of the GPU probe is not what it should be.")
-        seen = []
-        for gpu, before in self._last.items():
-            if gpu not in rows:
-                text = f"GPU {gpu} is gone."
-                seen.append(Observation("gpu-lost", FaultClass.GPU, Severity.FATAL, text, gpu))
-                continue
-            for name, (code, severity) in _COUNTERS.items():
-                if name in before and name in rows[gpu] and (more := rows[gpu][name] - before[name]) > 0:
-                    text = f"GPU {gpu}: {name} errors rose by {more} to {rows[gpu][name]}."
-                    seen.append(Observation(code, FaultClass.GPU, severity, text, gpu))
-        self._last = rows
-        return seen
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "zaya_jax.aegis.gpu_probe"],
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=self._environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            return self._fail("gpu-probe-failed", f"The GPU probe did not start: {error.strerror or error}.")
+        if self._child.stdout is not None:
+            os.set_blocking(self._child.stdout.fileno(), False)
+        return []
 
-    def _tell(self, code: str, text: str) -> list[Observation]:
-        if code in self._told:
+    def _drain(self, child: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while child.stdout is not None and len(self._output) < _MOST_OUTPUT:
+                data = os.read(child.stdout.fileno(), _MOST_OUTPUT - len(self._output))
+                if not data:
+                    return
+                self._output += data
+
+    def _kill(self, child: subprocess.Popen[bytes]) -> None:
+        if not self._killed:
+            self._killed = True
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+
+    def _close(self, child: subprocess.Popen[bytes]) -> None:
+        if child.stdout is not None:
+            child.stdout.close()
+        self._child = None
+
+    def _fail(self, code: str, text: str) -> list[Observation]:
+        if self._failed:
             return []
-        self._told.add(code)
+        self._failed = True
         return [Observation(code, FaultClass.GPU, Severity.INFO, text)]
 
-
-def main() -> int:
-    """Print the counters of every GPU; 3 if there is no vendor library."""
-    for name, read in (("amdsmi", read_amd), ("pynvml", read_nvidia)):
+    def _evaluate(self, output: bytes, status: int, now: float) -> list[Observation]:
         try:
-            importlib.import_module(name)
-        except ImportError:
-            continue
-        for row in read():
-            print(json.dumps(row), flush=True)
-        return 0
-    print("Neither amdsmi (part of ROCm) nor nvidia-ml-py is installed, so the GPUs are not watched.")
-    return 3
+            document = json.loads(output)
+            problem, gpus = str(document.get("problem", "")), [_checked(gpu) for gpu in document.get("gpus", [])]
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return self._fail("gpu-probe-failed", f"The GPU probe ended with status {status} and no readings.")
+        if problem:
+            return self._fail("gpu-probe-failed", f"GPUs are not probed: {problem}")
+        self._failed = False
+        elapsed = None if self._read_at is None else max(1e-3, now - self._read_at)
+        names = {gpu.index: name for name, gpu in self._known.items()}
+        self.gpus = [gpu if gpu.name else dataclasses.replace(gpu, name=names.get(gpu.index, f"index {gpu.index}"))
+                     for gpu in gpus[:_MOST_GPUS]]  # fmt: skip
+        self._read_at = now
+        seen = [change for gpu in self.gpus for change in self._compare(gpu, self._known.get(gpu.name), elapsed)]
+        seen += self._find_missing()
+        self._known |= {gpu.name: gpu for gpu in self.gpus if gpu.name in self._known or len(self._known) < _MOST_GPUS}
+        return seen
+
+    def _compare(self, gpu: Gpu, old: Gpu | None, elapsed: float | None) -> list[Observation]:
+        label, seen = f"GPU {gpu.index} ({gpu.name})", []
+        if gpu.lost and not (old and old.lost):
+            seen.append(_observe("gpu-lost", Severity.FATAL, f"The driver lost {label}.", gpu.index))
+        if gpu.recovery_action and not (old and old.recovery_action == gpu.recovery_action):
+            text = f"The driver demands recovery action {gpu.recovery_action} for {label}."
+            seen.append(_observe("gpu-recovery-action", Severity.ERROR, text, gpu.index))
+        if old is None or elapsed is None:
+            return seen  # errors before the run
+        new = {name: _rise(getattr(old, name), getattr(gpu, name)) for name in _COUNTERS}
+        counts = f"{label} in {elapsed:.0f} s"
+        too_many = new["correctable"] * 3600 / elapsed >= self._correctable_per_hour
+        for name, is_due, code, severity, what in (
+            (
+                "uncorrectable",
+                new["uncorrectable"] > 0,
+                "gpu-uncorrectable-ecc",
+                Severity.ERROR,
+                "Uncorrectable memory errors",
+            ),
+            ("correctable", too_many, "gpu-correctable-ecc", Severity.WARNING, "Corrected memory errors"),
+            ("deferred", new["deferred"] > 0, "gpu-deferred-ecc", Severity.WARNING, "Deferred memory errors"),
+            (
+                "pcie_replays",
+                new["pcie_replays"] > 0,
+                "gpu-pcie-replay",
+                Severity.WARNING,
+                "Repeated PCI Express transfers",
+            ),
+        ):
+            if is_due:
+                seen.append(_observe(code, severity, f"{what} of {counts}: {new[name]}.", gpu.index))
+        return seen
+
+    def _find_missing(self) -> list[Observation]:
+        """Report a GPU as lost at the second reading in a row that lacks it; one reading may be incomplete."""
+        present = {gpu.name for gpu in self.gpus}
+        self._missing = {name: self._missing.get(name, 0) + 1 for name in self._known if name not in present}
+        gone = [name for name, readings in self._missing.items() if readings == 2 and not self._known[name].lost]
+        numbers = {name: self._known[name].index for name in gone}
+        return [_observe("gpu-lost", Severity.FATAL, f"GPU {index} ({name}) is gone.", index)
+                for name, index in numbers.items()]  # fmt: skip
+
+
+def _rise(old: int | None, new: int | None) -> int:
+    """Return by how much a counter rose; 0 if it is unknown or was reset."""
+    return 0 if old is None or new is None else max(0, new - old)
+
+
+def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
+    return Observation(code, FaultClass.GPU, severity, text, gpu)
+
+
+def _checked(values: Any) -> Gpu:
+    """Return the reading of a GPU in the probe's output; values of another type than expected become None."""
+    numbers = {name: _count(values.get(name)) for name in (*_COUNTERS, "temperature", "memory_used", "recovery_action")}
+    return Gpu(_count(values["index"]) or 0, str(values["name"])[:100], lost=values.get("lost") is True, **numbers)
+
+
+def _count(value: Any) -> int | None:
+    is_count = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 2**64 - 1
+    return int(value) if is_count else None  # drivers write the largest integer for "unknown"
+
+
+def _read_amd(amdsmi: Any) -> list[Gpu]:
+    """Read AMD's GPUs. The library has no word for a lost GPU: it is no longer listed."""
+    amdsmi.amdsmi_init()
+    try:
+        return [_amd_gpu(amdsmi, index, handle) for index, handle in enumerate(amdsmi.amdsmi_get_processor_handles())]
+    finally:
+        with contextlib.suppress(Exception):
+            amdsmi.amdsmi_shut_down()
+
+
+def _amd_gpu(amdsmi: Any, index: int, handle: Any) -> Gpu:
+    errors = _try(lambda: amdsmi.amdsmi_get_gpu_total_ecc_count(handle)) or {}
+    link = _try(lambda: amdsmi.amdsmi_get_pcie_info(handle)["pcie_metric"]["pcie_replay_count"])
+    return Gpu(
+        index=index,
+        name=str(amdsmi.amdsmi_get_gpu_device_bdf(handle)),
+        uncorrectable=_count(errors.get("uncorrectable_count")),
+        correctable=_count(errors.get("correctable_count")),
+        deferred=_count(errors.get("deferred_count")),
+        pcie_replays=_count(link),
+        temperature=_count(_try(lambda: amdsmi.amdsmi_get_temp_metric(
+            handle, amdsmi.AmdSmiTemperatureType.HOTSPOT, amdsmi.AmdSmiTemperatureMetric.CURRENT))),
+        memory_used=_count(_try(lambda: amdsmi.amdsmi_get_gpu_memory_usage(handle, amdsmi.AmdSmiMemoryType.VRAM))),
+    )  # fmt: skip
+
+
+def _read_nvidia(nvml: Any) -> list[Gpu]:
+    nvml.nvmlInit()
+    try:
+        return [_nvidia_gpu(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    finally:
+        with contextlib.suppress(Exception):
+            nvml.nvmlShutdown()
+
+
+def _nvidia_gpu(nvml: Any, index: int) -> Gpu:
+    try:
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        name = str(nvml.nvmlDeviceGetUUID(handle))
+        used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+    except nvml.NVMLError as error:
+        if getattr(error, "value", None) != nvml.NVML_ERROR_GPU_IS_LOST:
+            raise
+        return Gpu(index, "", lost=True)
+
+    def errors(kind: int) -> int | None:
+        return _count(_try(lambda: nvml.nvmlDeviceGetTotalEccErrors(handle, kind, nvml.NVML_VOLATILE_ECC)))
+
+    return Gpu(
+        index=index,
+        name=name,
+        uncorrectable=errors(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+        correctable=errors(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+        pcie_replays=_count(_try(lambda: nvml.nvmlDeviceGetPcieReplayCounter(handle))),
+        temperature=_count(_try(lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        memory_used=_count(used),
+        recovery_action=_count(_try(lambda: _recovery_action(nvml, handle))),
+    )
+
+
+def _recovery_action(nvml: Any, handle: Any) -> int | None:
+    [field] = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
+    return field.value.uiVal if field.nvmlReturn == nvml.NVML_SUCCESS else None
+
+
+def _try(read: Callable[[], Any]) -> Any:
+    """Return what `read` returns; None if this GPU or this version of the library does not support it."""
+    try:
+        return read()
+    except Exception:  # each library has its own errors
+        return None
+
+
+def read_gpus() -> dict[str, Any]:
+    """Read all GPUs of this machine through the first library that finds any; to be called in a child process."""
+    problems = []
+    for library, read in {"amdsmi": _read_amd, "pynvml": _read_nvidia}.items():
+        try:
+            if gpus := read(importlib.import_module(library)):
+                return {"library": library, "gpus": [dataclasses.asdict(gpu) for gpu in gpus]}
+            problems.append(f"{library} finds no GPU")
+        except ModuleNotFoundError:
+            problems.append(f"{library} is not installed")
+        except Exception as error:  # each library has its own errors
+            problems.append(f"{library} raised {type(error).__name__}: {' '.join(str(error).split())[:150]}")
+    return {"problem": f"{'; '.join(problems)}."}
+
+
+def main() -> None:
+    """Print the readings as JSON; what the libraries print goes to standard error."""
+    signal.setitimer(signal.ITIMER_REAL, _LIFETIME)
+    output = os.dup(1)
+    os.dup2(2, 1)
+    text = json.dumps(read_gpus()).encode()
+    while text:
+        text = text[os.write(output, text) :]
+    os._exit(0)  # a library's clean-up may hang too
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,74 +1,144 @@
-"""The machine that a run shares: free space of its folder, free memory, and kills by the out-of-memory killer."""
+"""Watch the host: free space of the run folder, available memory, and processes that the kernel killed for memory."""
 
+import contextlib
+import dataclasses
+import os
+import shutil
 from pathlib import Path
 
 import psutil
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 
-_ROOT = Path("/")
-_LEAST_DISK, _LEAST_MEMORY = 0.02, 0.02  # fractions that are free
+_GB = 1e9
+_MARGIN = 1.1  # a level ends above its threshold times this, so that a value near it is reported once
+_LONGEST_FILE = 1 << 16  # bytes read of a file of a control group
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLimits:
+    """When the host is reported.
+
+    Attributes:
+      disk_warning: free bytes of the run folder's file system below which a warning is due.
+      disk_error: the same for an error.
+      memory_warning: available share of the host's memory below which a warning is due.
+      memory_error: the same for an error.
+    """
+
+    disk_warning: float = 20 * _GB
+    disk_error: float = 2 * _GB
+    memory_warning: float = 0.05
+    memory_error: float = 0.02
 
 
 class HostWatch:
-    """Compares disk, memory and the counter of the cgroup with the last look; each problem is told once."""
+    """Reports a host that runs out of disk or memory, each level once until it ends.
 
-    def __init__(self, run_dir: Path, root: Path = _ROOT) -> None:
-        """Watch the disk of `run_dir`, and the cgroup of this process below `root`, which contains /proc and /sys."""
-        self._run_dir, self._root = run_dir, root
-        self._kills = self._count_kills()
-        self._told: set[str] = set()
+    Reading the free space of a network file system whose server is silent blocks until the server answers.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        limits: HostLimits | None = None,
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
+        own_cgroup: Path = Path("/proc/self/cgroup"),
+    ) -> None:
+        """Watch this host.
+
+        Args:
+          run_dir: folder of the run; it may not exist yet.
+          limits: when to report; None for the defaults.
+          cgroup_root: where control groups are mounted.
+          own_cgroup: file with the control groups of this process, in which trainers run too.
+        """
+        self._run_dir, self._limits = run_dir, limits or HostLimits()
+        self._cgroup_root, self._own_cgroup = cgroup_root, own_cgroup
+        self._levels = {"disk": 0, "memory": 0}  # 0: enough, 1: warned, 2: error
+        self._kills = self._oom_kills()
 
     def poll(self) -> list[Observation]:
-        """Return what became wrong since the last call."""
-        seen = []
-        if (kills := self._count_kills()) > self._kills:
-            self._kills = kills
-            seen.append(Observation("out-of-memory", FaultClass.HOST_MEMORY, Severity.ERROR,
-                                    "The out-of-memory killer ended a process of this cgroup."))  # fmt: skip
-        memory = psutil.virtual_memory()
-        self._tell(seen, "memory-low", FaultClass.HOST_MEMORY, memory.available / memory.total, _LEAST_MEMORY, "memory")
+        """Read the host; return what changed."""
+        return [*self._disk(), *self._memory(), *self._killed()]
+
+    def _disk(self) -> list[Observation]:
+        folder = next((path for path in (self._run_dir, *self._run_dir.absolute().parents) if path.exists()), Path("/"))
         try:
-            disk = psutil.disk_usage(str(self._run_dir))
-            self._tell(seen, "disk-low", FaultClass.DISK, disk.free / disk.total, _LEAST_DISK, "the run's disk")
-        except OSError:  # the file system is gone for a moment; training reports what it cannot write
-            pass
-        return seen
+            free = shutil.disk_usage(folder).free
+        except OSError as error:
+            if not self._rise("disk", 2):
+                return []
+            return [Observation("disk-unreadable", FaultClass.DISK, Severity.ERROR,
+                                f"The file system of {folder} cannot be read: {error.strerror or error}.")]  # fmt: skip
+        text = f"The file system of {folder} has {free / _GB:.3g} GB free."
+        return self._compare("disk", FaultClass.DISK, free, self._limits.disk_warning, self._limits.disk_error, text)
 
-    def _tell(
-        self, seen: list[Observation], code: str, fault: FaultClass, free: float, least: float, what: str
-    ) -> None:
-        if free >= least:
-            self._told.discard(code)
-        elif code not in self._told:
-            self._told.add(code)
-            seen.append(Observation(code, fault, Severity.WARNING, f"Only {free:.1%} of {what} is free."))
+    def _memory(self) -> list[Observation]:
+        memory = psutil.virtual_memory()
+        share = memory.available / max(1, memory.total)
+        text = f"The host has {memory.available / _GB:.3g} of {memory.total / _GB:.3g} GB of memory available."
+        limits = self._limits
+        return self._compare("memory", FaultClass.HOST_MEMORY, share, limits.memory_warning, limits.memory_error, text)
 
-    def _count_kills(self) -> int:
-        """Return `oom_kill` of this process' cgroup (version 2 or 1); 0 if it is not known."""
-        for line in _read(self._root / "proc/self/cgroup").splitlines():
-            number, _, rest = line.partition(":")
-            controllers, _, path = rest.partition(":")
-            group = Path(path.lstrip("/"))
-            if ".." in group.parts:
+    def _compare(
+        self, name: str, fault: FaultClass, value: float, warning: float, error: float, text: str
+    ) -> list[Observation]:
+        level, old = 2 if value < error else 1 if value < warning else 0, self._levels[name]
+        if self._rise(name, level):
+            return [Observation(f"{name}-low", fault, Severity.ERROR if level == 2 else Severity.WARNING, text)]
+        if level == old or value < (error if old == 2 else warning) * _MARGIN:
+            return []
+        self._levels[name] = level
+        return [] if level else [Observation(f"{name}-recovered", fault, Severity.INFO, text)]
+
+    def _rise(self, name: str, level: int) -> bool:
+        if level <= self._levels[name]:
+            return False
+        self._levels[name] = level
+        return True
+
+    def _killed(self) -> list[Observation]:
+        kills = self._oom_kills()
+        new = 0 if kills is None or self._kills is None else kills - self._kills
+        self._kills = self._kills if kills is None else kills
+        if new <= 0:
+            return []
+        return [Observation("host-out-of-memory", FaultClass.HOST_MEMORY, Severity.ERROR, "The kernel killed "
+                            f"{new} process{'es' * (new > 1)} of this control group for lack of memory.")]  # fmt: skip
+
+    def _oom_kills(self) -> int | None:
+        """Return how many processes of this control group were killed for memory; None if that is unknown."""
+        for folder, file in self._memory_groups():
+            for line in _read(folder / file).splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill" and count.isascii() and count.isdigit():
+                    return int(count)
+        return None
+
+    def _memory_groups(self) -> list[tuple[Path, str]]:
+        """Return candidate folders of this process' group, and their file: version 2 first, then version 1."""
+        groups: list[tuple[Path, str]] = []
+        for line in sorted(_read(self._own_cgroup).splitlines()):  # `0::/group`, or `4:memory:/group`
+            _, _, rest = line.partition(":")
+            controllers, _, name = rest.partition(":")
+            inside = Path(name.lstrip("/"))
+            if ".." in inside.parts:  # the group is outside of this container
                 continue
-            folder = self._root / "sys/fs/cgroup"
-            if number == "0":
-                counter = _read(folder / group / "memory.events")
-            elif controllers == "memory":
-                counter = _read(folder / "memory" / group / "memory.oom_control")
-            else:
-                continue
-            for row in counter.splitlines():
-                name, _, value = row.partition(" ")
-                if name == "oom_kill" and value.isdecimal():
-                    return int(value)
-        return 0
+            if not controllers:
+                groups += [(self._cgroup_root / inside, "memory.events"), (self._cgroup_root, "memory.events")]
+            elif "memory" in controllers.split(","):
+                root = self._cgroup_root / "memory"
+                groups += [(root / inside, "memory.oom_control"), (root, "memory.oom_control")]
+        return groups
 
 
 def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(2**14).decode(errors="replace")
-    except OSError:
-        return ""
+    """Return the start of a file, without waiting; empty if it cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            return os.read(fd, _LONGEST_FILE).decode("utf-8", "replace")
+        finally:
+            os.close(fd)
+    return ""

@@ -1,59 +1,129 @@
-"""New messages of the Linux kernel, from `/dev/kmsg` or a file that something else writes."""
+"""Read new messages of the kernel's log without waiting: from /dev/kmsg, or from a file that grows.
 
+Format of /dev/kmsg: Documentation/ABI/testing/dev-kmsg of the Linux kernel.
+"""
+
+import contextlib
 import os
 import stat
+from pathlib import Path
 
-_MOST_RECORDS = 1000  # read at once
-_LONGEST = 8192  # bytes of a record of /dev/kmsg
+from zaya_jax.aegis.signatures import LONGEST_LINE, LineReader
+
+DEVICE = Path("/dev/kmsg")
+_LONGEST_RECORD = 16384  # bytes; the kernel's longest is 8192
+_MOST_RECORDS = 1000  # per call
+_MOST_BYTES = 1 << 18  # per call
 
 
 class KernelLog:
-    """Reads what is written after it was opened; never waits.
+    """The messages that the kernel logs after this object was created.
 
     Attributes:
-      problem: why nothing can be read; empty if it can.
+      problem: sentence that says why nothing can be read; empty if the log can be read.
+      lost: number of times that messages were overwritten before they were read.
     """
 
-    def __init__(self, path: str) -> None:
-        """Open the log at its end."""
-        self._file, self._partial, self.problem = -1, b"", ""
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            self._is_device = stat.S_ISCHR(os.fstat(self._file).st_mode)
-            os.lseek(self._file, 0, os.SEEK_END)
-        except OSError as error:
-            self.problem = f"The kernel log {path} cannot be read: {error.strerror}."
+    def __init__(self, path: Path = DEVICE) -> None:
+        """Open `path` at its end. A file that does not exist yet is read from its start once it appears.
 
-    def read(self) -> list[bytes]:
-        """Return the new messages, at most 1,000."""
-        if self._file < 0:
+        Args:
+          path: /dev/kmsg, or a regular file to which the site writes the kernel's log.
+        """
+        self.path, self.problem, self.lost = path, "", 0
+        self._fd: int | None = None
+        self._is_device, self._reader = False, LineReader()
+        self._may_appear = not path.is_relative_to("/dev") and not path.exists()
+        if not self._may_appear:
+            self._open(os.SEEK_END)
+
+    def fileno(self) -> int | None:
+        """Return the descriptor to poll for new messages; None if the log must be read at intervals."""
+        return self._fd if self._is_device else None
+
+    def read(self) -> list[str]:
+        """Return the new messages, of at most `LONGEST_LINE` characters each; call again for more than 1000."""
+        try:
+            if self._is_device and self._fd is not None:
+                return self._read_device(self._fd)
+            self._reopen()
+            return [] if self._fd is None else self._reader.feed(os.read(self._fd, _MOST_BYTES))
+        except BlockingIOError:
             return []
-        return self._read_records() if self._is_device else self._read_lines()
+        except OSError as error:
+            self._fail(error)
+            return []
 
     def close(self) -> None:
         """Close the log."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._fd)
+        self._fd, self._is_device = None, False
 
-    def _read_records(self) -> list[bytes]:
-        """Read records of the device: `priority,sequence,time,flags;message`, then lines of details."""
-        messages = []
+    def _open(self, whence: int) -> None:
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+            mode = os.fstat(self._fd).st_mode
+            self._is_device = stat.S_ISCHR(mode)
+            if not self._is_device and not stat.S_ISREG(mode):
+                self.close()
+                self.problem = f"The kernel log {self.path} is neither /dev/kmsg nor a regular file."
+                return
+            os.lseek(self._fd, 0, whence)
+        except OSError as error:
+            self._fail(error)
+
+    def _reopen(self) -> None:
+        """Follow the file if it was rotated or emptied, and open it once it appears."""
+        if self._fd is None:
+            if self._may_appear and self.path.exists():
+                self._may_appear = False
+                self._open(os.SEEK_SET)
+            return
+        opened = os.fstat(self._fd)
+        if opened.st_size < os.lseek(self._fd, 0, os.SEEK_CUR):
+            os.lseek(self._fd, 0, os.SEEK_SET)
+        elif opened.st_size == os.lseek(self._fd, 0, os.SEEK_CUR):  # read to its end: rotation loses nothing
+            with contextlib.suppress(FileNotFoundError):
+                if not os.path.samestat(opened, os.stat(self.path)):
+                    self.close()
+                    self._open(os.SEEK_SET)
+
+    def _read_device(self, fd: int) -> list[str]:
+        messages: list[str] = []
         for _ in range(_MOST_RECORDS):
             try:
-                record = os.read(self._file, _LONGEST)
-            except BrokenPipeError:  # records were overwritten before they were read
-                continue
-            except OSError:
+                record = os.read(fd, _LONGEST_RECORD)  # one record each
+            except BlockingIOError:
                 break
-            messages.append(record.partition(b";")[2].partition(b"\n")[0])
+            except BrokenPipeError:  # overwritten before they were read; the next read returns the oldest that is left
+                self.lost += 1
+                continue
+            if not record:
+                break
+            if message := parse_record(record):
+                messages.append(message)
         return messages
 
-    def _read_lines(self) -> list[bytes]:
-        try:
-            content = self._partial + os.read(self._file, 2**16)
-        except OSError:
-            return []
-        *lines, self._partial = content.split(b"\n")
-        self._partial = self._partial[:_LONGEST]
-        return lines[:_MOST_RECORDS]
+    def _fail(self, error: OSError) -> None:
+        self.close()
+        advice = ""
+        if isinstance(error, PermissionError):
+            advice = (
+                " Allow it with `sysctl kernel.dmesg_restrict=0` or CAP_SYSLOG, or name a file that receives dmesg."
+            )
+        self.problem = f"The kernel log {self.path} cannot be read: {error.strerror or error}.{advice}"
+
+
+def parse_record(record: bytes) -> str:
+    """Return the message of one record of /dev/kmsg; empty if it is malformed or was written by a program.
+
+    A record is `priority,sequence,microseconds,flags[,…];message`, and lines of attributes that begin with a space. The
+    priority holds the facility in bits 3 and above: 0 is the kernel. Programs of root write with other facilities.
+    """
+    head, separator, rest = record.partition(b";")
+    priority = head.split(b",", 1)[0]
+    if not separator or not priority.isdigit() or len(priority) > 6 or int(priority) >> 3:
+        return ""
+    return rest.split(b"\n", 1)[0][:LONGEST_LINE].decode("utf-8", "replace").strip()

@@ -1,66 +1,209 @@
-"""Network adapters, as Linux shows them in sysfs: links that are down, and links that flap."""
+"""Watch the links of network cards: InfiniBand and RoCE ports, Ethernet interfaces, and AMD's NIC telemetry.
 
+Formats: Documentation/ABI/stable/sysfs-class-infiniband and testing/sysfs-class-net of the Linux kernel, `nicctl show
+port --json`, and the metric NIC_PORT_STATUS_LINK_DOWN_COUNT of AMD's device-metrics-exporter.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 
-_SYS = Path("/sys")
-_LONGEST = 64  # bytes of a value
-_MOST_PORTS = 256
+_MOST_LINKS = 512
+_LONGEST_ATTRIBUTE = 256  # bytes
+_LONGEST_TELEMETRY = 1 << 20  # bytes; of a longer file, the last ones are read
+_ERRORS_EVERY = 60.0  # seconds at least between two reports of a link's errors
+_ERROR_COUNTERS = ("symbol_error", "local_link_integrity_errors", "port_rcv_errors", "excessive_buffer_overrun_errors")
+_METRIC = re.compile(r"^\w{0,40}nic_port_status_link_down_count\{([^}]{0,1000})\} ([0-9.e+]{1,30})", re.MULTILINE)
+_PORT_LABEL = re.compile(r'\bport_name="([^"]{1,100})"')
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The state of a link.
+
+    Attributes:
+      up: whether it can carry data; None if unknown.
+      downs: times that it went down since the driver was loaded; None if unknown.
+      errors: transmission errors since then.
+    """
+
+    up: bool | None
+    downs: int | None = None
+    errors: int = 0
+
+
+@dataclasses.dataclass
+class _Link:
+    reading: Reading
+    is_watched: bool = False  # it was up: ports without a cable never are
+    down_since: float | None = None
+    is_lost: bool = False  # reported as such
+    flaps: int = 0
+    errors_at: float = float("-inf")  # when its errors were last reported
+    new_errors: int = 0
 
 
 class NetworkWatch:
-    """Compares the state of each port with the last look."""
+    """Reports links that go down, come back, or stay down."""
 
-    def __init__(self, down_seconds: float, root: Path = _SYS) -> None:
-        """Remember the ports that are up now; those that are down from the start are not the run's.
+    def __init__(self, root: Path = Path("/sys"), down_seconds: float = 30.0, telemetry: Path | None = None) -> None:
+        """Watch the links of this machine.
 
         Args:
-          down_seconds: how long a link may be down before it counts as lost; the network retries for as long.
-          root: folder with `class/`.
+          root: where sysfs is mounted.
+          down_seconds: after this time, a link that is down counts as lost.
+          telemetry: file with the output of `nicctl show port --json`, one JSON object a line or one only, or with the
+            metrics of AMD's exporter in the text format of Prometheus. The file is read at each poll.
         """
-        self._root, self._down_seconds = root, down_seconds
-        self._up = {port for port, is_up in self._states().items() if is_up}
-        self._down: dict[str, float] = {}  # port → when it was first seen down
-        self._lost: set[str] = set()
+        self._root, self._down_seconds, self._telemetry = os.path.realpath(root), down_seconds, telemetry
+        self._links: dict[str, _Link] = {}
 
     def poll(self, now: float) -> list[Observation]:
-        """Return links that went down, came back, or have been down for too long, each once."""
-        seen = []
-        states = self._states()
-        for port in sorted(self._up):
-            is_up = states.get(port, False)
-            if is_up and port in self._down:
-                seconds = now - self._down.pop(port)
-                self._lost.discard(port)
-                seen.append(_observe("link-flap", Severity.WARNING, f"{port} was down for {seconds:.1f} s."))
-            elif not is_up and port not in self._down:
-                self._down[port] = now
-                seen.append(_observe("link-down", Severity.WARNING, f"{port} is down."))
-            elif not is_up and now - self._down[port] >= self._down_seconds and port not in self._lost:
-                self._lost.add(port)
-                text = f"{port} has been down for {now - self._down[port]:.0f} s, longer than the network retries."
-                seen.append(_observe("link-lost", Severity.ERROR, text))
+        """Read all links; return what changed. `now` is monotonic, in seconds.
+
+        Links that were up are watched: `link-down` is followed by `link-flap` if the link comes back within
+        `down_seconds`, else by `link-lost`, and by `link-up` if it comes back later.
+        """
+        seen: list[Observation] = []
+        try:
+            readings = dict(self._read())
+        except OSError:
+            return seen  # sysfs itself cannot be read, which says nothing about a link
+        for name in self._links.keys() - readings.keys():  # the driver or the card is gone
+            last = self._links[name].reading
+            readings[name] = Reading(False, last.downs, last.errors)
+        for name, reading in sorted(readings.items()):
+            if name not in self._links and len(self._links) >= _MOST_LINKS:
+                continue
+            link = self._links.setdefault(name, _Link(reading))
+            link.is_watched = link.is_watched or reading.up is True
+            if link.is_watched:
+                seen += self._compare(name, link, reading, now)
+            link.reading = reading
         return seen
 
-    def _states(self) -> dict[str, bool]:
-        """Return for each port of an RDMA adapter, and each physical Ethernet adapter, whether its link is up."""
-        states = {}
-        for path in sorted(self._root.glob("class/infiniband/*/ports/*/state"))[:_MOST_PORTS]:
-            states[f"{path.parts[-4]}/{path.parts[-2]}"] = "ACTIVE" in _read(path)  # such as '4: ACTIVE'
-        for path in sorted(self._root.glob("class/net/*/operstate"))[:_MOST_PORTS]:
-            if (path.parent / "device").exists():  # virtual ones have none
-                states[path.parent.name] = _read(path) == "up"
-        return states
+    def _compare(self, name: str, link: _Link, reading: Reading, now: float) -> Iterator[Observation]:
+        old = link.reading
+        rises = max(0, reading.downs - old.downs) if reading.downs is not None and old.downs is not None else 0
+        if link.down_since is None and reading.up is False:
+            link.down_since, link.is_lost = now, False
+            link.flaps += max(1, rises)
+            yield _observe("link-down", Severity.WARNING, f"The link {name} went down.")
+        elif link.down_since is None and rises:
+            link.flaps += rises
+            yield _observe("link-flap", Severity.INFO, f"The link {name} went down and came back "
+                           f"{_times(rises)} between two polls, {_times(link.flaps)} in all.")  # fmt: skip
+        elif link.down_since is not None and reading.up:
+            down, code = now - link.down_since, "link-up" if link.is_lost else "link-flap"
+            link.down_since = None
+            link.flaps += rises
+            yield _observe(code, Severity.INFO, f"The link {name} came back after {down:.0f} s. It went down "
+                           f"{_times(link.flaps)} in all.")  # fmt: skip
+        if link.down_since is not None and not link.is_lost and now - link.down_since >= self._down_seconds:
+            link.is_lost = True
+            yield _observe("link-lost", Severity.ERROR, f"The link {name} has been down for "
+                           f"{now - link.down_since:.0f} s; at most {self._down_seconds:g} s are allowed.")  # fmt: skip
+        link.new_errors += max(0, reading.errors - old.errors)
+        if link.new_errors and now - link.errors_at >= _ERRORS_EVERY:
+            yield _observe("link-errors", Severity.WARNING, f"The link {name} counted {link.new_errors} new "
+                           "transmission errors.")  # fmt: skip
+            link.errors_at, link.new_errors = now, 0
+
+    def _read(self) -> Iterator[tuple[str, Reading]]:
+        for device in self._entries("class/infiniband"):
+            for port in self._entries(f"class/infiniband/{device}/ports"):
+                folder = f"class/infiniband/{device}/ports/{port}"
+                errors = sum(self._count(f"{folder}/counters/{name}") or 0 for name in _ERROR_COUNTERS)
+                up = _is_active(self._text(f"{folder}/state"), self._text(f"{folder}/phys_state"))
+                yield f"{device}/{port}", Reading(up, self._count(f"{folder}/counters/link_downed"), errors)
+        for interface in self._entries("class/net"):
+            folder = f"class/net/{interface}"
+            if os.path.exists(os.path.join(self._root, folder, "device")):  # virtual interfaces have none
+                changes, downs = self._count(f"{folder}/carrier_changes"), self._count(f"{folder}/carrier_down_count")
+                if downs is None and changes is not None:  # a change per time up and per time down, first up
+                    downs = changes // 2
+                up = {"up": True, "down": False, "lowerlayerdown": False, "notpresent": False}
+                yield interface, Reading(up.get(self._text(f"{folder}/operstate")), downs)
+        if self._telemetry is not None:
+            yield from read_telemetry(self._telemetry).items()
+
+    def _entries(self, folder: str) -> list[str]:
+        try:
+            return sorted(os.listdir(os.path.join(self._root, folder)))[:_MOST_LINKS]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _text(self, file: str) -> str:
+        """Return the start of an attribute; empty if it cannot be read, leads outside `root`, or is no regular file."""
+        with contextlib.suppress(OSError, ValueError):
+            path = os.path.realpath(os.path.join(self._root, file))
+            if os.path.commonpath([path, self._root]) == self._root:
+                return _read_start(path, _LONGEST_ATTRIBUTE).decode("ascii", "replace").strip()
+        return ""
+
+    def _count(self, file: str) -> int | None:
+        text = self._text(file)
+        return int(text) if text.isascii() and text.isdigit() else None
+
+
+def read_telemetry(path: Path) -> dict[str, Reading]:
+    """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read. See `NetworkWatch`."""
+    try:
+        skip = max(0, os.stat(path).st_size - _LONGEST_TELEMETRY)
+        text = _read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
+    except OSError:
+        return {}
+    readings: dict[str, Reading] = {}
+    for labels, value in _METRIC.findall(text):
+        port = _PORT_LABEL.search(labels)
+        with contextlib.suppress(ValueError, OverflowError):
+            readings[f"nic {port[1] if port else labels[:100]}"] = Reading(None, int(float(value)))
+    for candidate in (text, text.rpartition("\n")[2]):  # one object over many lines, or the newest of one a line
+        with contextlib.suppress(ValueError, RecursionError, TypeError, AttributeError):
+            readings |= dict(_nicctl_ports(json.loads(candidate)))
+            break
+    return dict(list(readings.items())[:_MOST_LINKS])
+
+
+def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:
+    for card in document.get("nic", []):
+        for port in card.get("port", []):
+            status, name = port.get("status", {}), str(port.get("spec", {}).get("name", ""))[:100]
+            downs = str(status.get("number_of_link_down_events", ""))
+            up = {"UP": True, "DOWN": False}.get(str(status.get("operational_status")))
+            count = int(downs) if downs.isascii() and downs.isdigit() and len(downs) < 19 else None
+            yield f"nic {str(card.get('id', ''))[:100]} {name}", Reading(up, count)
+
+
+def _read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
+    """Return at most `most` bytes of a regular file after the first `skip`, without waiting."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return os.pread(fd, most, skip)
+    finally:
+        os.close(fd)
+
+
+def _is_active(state: str, physical: str) -> bool | None:
+    """Return whether an InfiniBand port is up, from its logical and physical state such as '4: ACTIVE'."""
+    if not state:
+        return None
+    return state.startswith("4:") and (not physical or physical.startswith("5:"))
 
 
 def _observe(code: str, severity: Severity, text: str) -> Observation:
     return Observation(code, FaultClass.NETWORK, severity, text)
 
 
-def _read(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return file.read(_LONGEST).decode(errors="replace").strip()
-    except OSError:
-        return ""
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

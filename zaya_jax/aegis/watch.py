@@ -10,7 +10,7 @@ from zaya_jax.aegis.network import NetworkWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import Rank
-from zaya_jax.aegis.signatures import observe_line
+from zaya_jax.aegis.signatures import match, observe_line
 from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
 
 _EVERY = 1.0  # seconds between two looks at the machine
@@ -22,8 +22,10 @@ class Watch:
     def __init__(self, policy: Policy, run_dir: Path) -> None:
         """Start to watch the machine, and the disk of `run_dir`."""
         self._policy = policy
-        self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(policy.watch.kernel_log)
-        self._network = NetworkWatch(policy.watch.link_down_seconds, Path(policy.watch.sysfs))
+        self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
+        telemetry = policy.watch.network_telemetry
+        self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
+                                     None if telemetry is None else Path(telemetry))  # fmt: skip
         self._host = HostWatch(run_dir)
         self._gpus = GpuProbe(policy.watch.gpu_seconds, policy.watch.gpu_timeout)
         self._looked = float("-inf")
@@ -62,8 +64,9 @@ class Watch:
         if now - self._looked < _EVERY:
             return seen
         self._looked = now
-        messages = [] if self._kernel_log is None else self._kernel_log.read()
-        seen += [each for line in messages if (each := observe_line("kernel", line)) is not None]
+        for line in [] if self._kernel_log is None else self._kernel_log.read():
+            if (signature := match("kernel", line)) is not None:
+                seen.append(signature.observe(line))
         return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now)]
 
     def close(self) -> None:
