@@ -1,5 +1,6 @@
 """Every signature matches only its own sample, harmless lines match none, and no input is slow or unbounded."""
 
+import random
 import re
 import time
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.aegis import signatures
 from zaya_jax.aegis.observation import FaultClass, Severity
-from zaya_jax.aegis.signatures import CATALOGUE, LONGEST_LINE, match, observe_line
+from zaya_jax.aegis.signatures import CATALOGUE, LONGEST_LINE, LineReader, match, observe_line
 
 NAMES = [f"{sign.source}-{index}-{sign.code}" for index, sign in enumerate(CATALOGUE)]
 HARMLESS = {
@@ -128,3 +129,37 @@ def test_any_bytes_are_read_without_harm(line, rank):
     for source in ("trainer", "kernel"):
         seen = observe_line(source, line, rank)
         assert seen is None or (len(seen.text) <= 500 and seen.text.isprintable() and seen.rank == rank)
+
+
+@given(st.binary(max_size=5000), st.lists(st.integers(1, 700), max_size=20))
+def test_any_bytes_in_any_pieces_give_the_same_bounded_lines(data, sizes):
+    whole = LineReader()
+    expected = whole.feed(data) + whole.flush()
+    reader, lines, start = LineReader(), [], 0
+    for size in sizes:
+        lines += reader.feed(data[start : start + size])
+        start += size
+    lines += reader.feed(data[start:]) + reader.flush()
+    assert lines == expected
+    for line in lines:
+        assert 0 < len(line) <= LONGEST_LINE
+        assert not re.search(r"[\r\n]", line)
+        for source in ("trainer", "kernel"):
+            if sign := match(source, line):
+                assert sign.observe(line).text.isprintable()
+
+
+def test_a_line_without_end_keeps_its_start_only():
+    reader = LineReader()
+    chunk = random.Random(0).randbytes(1 << 16).replace(b"\n", b"").replace(b"\r", b"")
+    for _ in range(200):
+        assert reader.feed(chunk) == []
+    assert len(reader._tail) == LONGEST_LINE
+    [line] = reader.feed(b"\nnext")
+    assert line == chunk[:LONGEST_LINE].decode("utf-8", "replace")
+    assert reader.flush() == ["next"]
+    assert reader.flush() == []
+
+
+def test_progress_bars_and_blank_lines():
+    assert LineReader().feed(b"  10%\r  20%\r\n\n \nend\n") == ["  10%", "  20%", "end"]

@@ -14,6 +14,7 @@ from zaya_jax.aegis.checks import check_timeouts
 from zaya_jax.aegis.command import Nodes, read_command
 from zaya_jax.aegis.drill import Drill, draw_faults, format_card, write_card
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.exporter import serve
 from zaya_jax.aegis.policy import load_policy
 from zaya_jax.aegis.report import AEGIS, format_report, format_status, report_json
 from zaya_jax.aegis.supervisor import Supervisor
@@ -29,6 +30,7 @@ _EXAMPLES = """examples:
   python -m zaya_jax.aegis run --processes 2 --policy site.yaml -- python -m zaya_jax.main --config configs/tiny.yaml
   python -m zaya_jax.aegis status runs/tiny --follow
   python -m zaya_jax.aegis report runs/tiny
+  python -m zaya_jax.aegis export runs/tiny --port 9464
   python -m zaya_jax.aegis drill --folder runs/drill --faults 5 -- --config configs/tiny.yaml"""
 
 
@@ -78,6 +80,11 @@ def _status(options: argparse.Namespace) -> int:
 def _report(options: argparse.Namespace) -> int:
     run_dir = Path(options.path).expanduser()
     print(report_json(run_dir) if options.json else format_report(run_dir))
+    return ExitCode.OK
+
+
+def _export(options: argparse.Namespace) -> int:
+    serve(Path(options.path).expanduser(), options.address, options.port)
     return ExitCode.OK
 
 
@@ -142,6 +149,13 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("path", metavar="RUN_DIR", help="folder of the run")
         flag, meaning = ("--follow", "print again every two seconds") if name == "status" else ("--json", "print JSON")
         command.add_argument(flag, action="store_true", help=meaning)
+    export = commands.add_parser("export", help="serve the metrics of a run to Prometheus")
+    export.set_defaults(action=_export)
+    export.add_argument("path", metavar="RUN_DIR", help="folder of the run")
+    export.add_argument("--port", type=int, default=9464, metavar="N", help="port to listen on (default: 9464)")
+    export.add_argument("--address", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: "
+                        "127.0.0.1). The server neither encrypts nor authenticates: with any other address, TLS and "
+                        "the firewall are up to you")  # fmt: skip
     return parser
 
 

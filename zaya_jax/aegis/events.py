@@ -7,6 +7,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,17 @@ Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
 class EventLog:
     """Appends events to a file; a failure to write never ends the supervisor."""
 
-    def __init__(self, folder: Path, node: str) -> None:
-        """Continue the log in `folder`, which exists; `node` is the name of this machine."""
-        self._node = node
+    def __init__(
+        self, folder: Path, node: str, listener: Callable[[Mapping[str, Any]], object] = lambda event: None
+    ) -> None:
+        """Continue the log.
+
+        Args:
+          folder: of the log; it exists.
+          node: name of this machine.
+          listener: is called with each event that was written.
+        """
+        self._node, self._listener = node, listener
         events = read_events(folder / EVENTS)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
@@ -63,6 +72,7 @@ class EventLog:
                 os.fsync(self._file)
         except OSError:  # a full disk; the trainer reports it
             pass
+        self._listener(event)
         return self._id
 
     def close(self) -> None:

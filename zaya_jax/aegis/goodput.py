@@ -7,6 +7,7 @@ The buckets are those of Google's ml-goodput-measurement, with evaluation as its
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -59,12 +60,16 @@ class _Done:
     seconds: float  # of productive time
 
 
-def measure_goodput(events: Sequence[Mapping[str, Any]], now: float | None = None) -> Goodput:
+def measure_goodput(
+    events: Sequence[Mapping[str, Any]], now: float | None = None, running: Mapping[str, Any] | None = None
+) -> Goodput:
     """Compute the goodput of one node.
 
     Args:
       events: of the node, oldest first.
       now: seconds since the epoch at which an attempt that still runs is counted up to; None leaves it out.
+      running: `attempt`, `times`, `first_step` and `last_step` of that attempt so far, as its end will have them; None
+        if they are not known.
     """
     buckets = dict.fromkeys(BUCKETS, 0.0)
     drills = {event["attempt"] for event in events if event["kind"] == "inject"}
@@ -72,8 +77,10 @@ def measure_goodput(events: Sequence[Mapping[str, Any]], now: float | None = Non
     ends = {event["attempt"]: event for event in events if event["kind"] == "end"}
     done: list[_Done] = []
     wasted_steps, seconds = 0, 0.0
-    for start, following in zip(starts, [*starts[1:], None], strict=False):
+    for start, following in itertools.zip_longest(starts, starts[1:]):
         end = ends.get(start["attempt"])
+        if end is None and following is None and running and running["attempt"] == start["attempt"]:
+            end = {"code": "finished", "unix": now, **running}
         until = following["unix"] if following else end["unix"] if end else now
         if until is None or start["attempt"] in drills:
             continue

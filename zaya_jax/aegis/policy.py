@@ -1,5 +1,6 @@
 """The policy: what the supervisor does about each fault, and when it gives up. Written as YAML, see `docs/aegis.md`."""
 
+import os
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -110,6 +111,30 @@ class RulePolicy:
 
 
 @dataclass(frozen=True)
+class NotifyPolicy:
+    """Which command of the site to run for severe events; it gets the event as a line of JSON on its standard input.
+
+    Attributes:
+      command: its absolute path and arguments, run without a shell; empty for none.
+      severity: least severity of the events.
+      timeout_seconds: after which the command is killed.
+    """
+
+    command: tuple[str, ...] = ()
+    severity: Literal["warning", "error", "fatal"] = "error"
+    timeout_seconds: Positive[float] = 30.0
+
+    def check(self) -> None:
+        """Raise `InputError` if a value is invalid."""
+        check_bounds(self, "notify")
+        if self.command:
+            program = Path(self.command[0])
+            is_program = program.is_absolute() and program.is_file() and os.access(program, os.X_OK)
+            require(is_program, "notify.command", list(self.command), "a list that starts with the absolute path of "
+                    "an executable file")  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Policy:
     """A policy.
 
@@ -119,6 +144,7 @@ class Policy:
       rules: see `RulePolicy`.
       training: see `TrainingPolicy`.
       watch: see `WatchPolicy`.
+      notify: see `NotifyPolicy`.
       log_only: classes of faults whose action is only reported as what would have been done, while the run continues.
         A process that has ended is restarted in any case.
       grace_seconds: that a run which is asked to stop may take to save, before it is killed.
@@ -131,6 +157,7 @@ class Policy:
     rules: RulePolicy = field(default_factory=RulePolicy)
     training: TrainingPolicy = field(default_factory=TrainingPolicy)
     watch: WatchPolicy = field(default_factory=WatchPolicy)
+    notify: NotifyPolicy = field(default_factory=NotifyPolicy)
     log_only: tuple[str, ...] = ("gpu", "network", "non_finite", "spike", "straggler")
     grace_seconds: NonNegative[float] = 300.0
     settle_seconds: NonNegative[float] = 2.0
@@ -140,6 +167,7 @@ class Policy:
         """Raise `InputError` if a value is invalid."""
         check_bounds(self, "")
         self.restart.check()
+        self.notify.check()
         names = [rule.name for rule in fields(RulePolicy)]
         for name in self.log_only:
             require(name in names, "log_only", name, f"a list of {', '.join(names)}")

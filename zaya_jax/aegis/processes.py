@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import os
 import selectors
 import signal
@@ -41,18 +42,12 @@ class Rank:
         self._record = os.memfd_create("zaya-progress", os.MFD_CLOEXEC)
         os.truncate(self._record, SIZE)
         variables = {**environment, VARIABLE: f"/proc/{os.getpid()}/fd/{self._record}", "PYTHONUNBUFFERED": "1"}
-        supervisor = os.getpid()
-
-        def die_with_the_supervisor() -> None:
-            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != supervisor:
-                os._exit(1)
 
         try:
             # The supervisor has one thread, so running Python between fork and exec is safe.
             self.process = subprocess.Popen(  # noqa: S603 (an argument list, without a shell)
                 list(command), env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                start_new_session=True, preexec_fn=die_with_the_supervisor,  # noqa: PLW1509
+                start_new_session=True, preexec_fn=functools.partial(die_with_parent, os.getpid()),  # noqa: PLW1509
             )  # fmt: skip
         except BaseException:
             os.close(self._record)
@@ -166,6 +161,13 @@ class Gang:
             self.final_progress = self.final_progress or rank.progress
             rank.close()
         self.selector.close()
+
+
+def die_with_parent(parent: int) -> None:
+    """Let the kernel kill this process when `parent` ends; to be called between fork and exec."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def adopt_orphans() -> None:

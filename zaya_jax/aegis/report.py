@@ -1,19 +1,17 @@
 """What happened to a run: `status` shows it now, `report` all of it. Both read the files of its supervisors."""
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.goodput import measure_goodput
-from zaya_jax.aegis.state import STATE, VERDICT
+from zaya_jax.aegis.state import STATE, VERDICT, is_running, running_attempt
 from zaya_jax.config.checks import counted
 from zaya_jax.errors import InputError
 from zaya_jax.run.files import read_object
 
 AEGIS = "aegis"  # folder in a run folder, with one folder per node
-_STALE = 10.0  # seconds after which a state is taken for that of a supervisor that is gone
 
 
 def node_folders(run_dir: Path) -> list[Path]:
@@ -36,12 +34,12 @@ def describe_run(run_dir: Path) -> dict[str, Any]:
 def _describe_node(folder: Path) -> dict[str, Any]:
     events = read_events(folder / EVENTS)
     state, verdict = (_read(folder / name) for name in (STATE, VERDICT))
-    is_running = state.get("state") == "running" and time.time() - float(state.get("unix", 0)) < _STALE
-    goodput = measure_goodput(events, time.time() if is_running else None)
+    running = is_running(state)
+    goodput = measure_goodput(events, **running_attempt(state))
     return {
-        "running": is_running,
+        "running": running,
         "state": state,
-        "verdict": {} if is_running else verdict,
+        "verdict": {} if running else verdict,
         "faults": _faults(events),
         "goodput": {"fraction": goodput.fraction, "seconds": goodput.seconds, "attempts": goodput.attempts,
                     "steps": goodput.steps, "wasted_steps": goodput.wasted_steps,

@@ -58,6 +58,31 @@ def match(source: Source, line: str) -> Signature | None:
     return None
 
 
+class LineReader:
+    """Splits the bytes of a stream into lines of at most `LONGEST_LINE` bytes, in bounded memory.
+
+    A longer line is cut, and its rest dropped. A carriage return ends a line too, as in progress bars. Blank lines are
+    skipped, and bytes that are not UTF-8 become U+FFFD.
+    """
+
+    def __init__(self) -> None:
+        self._tail = b""  # start of the line that has no end yet
+
+    def feed(self, data: bytes) -> list[str]:
+        """Return the lines that `data` completes."""
+        first, *rest = data.replace(b"\r", b"\n").split(b"\n")
+        self._tail += first[: LONGEST_LINE - len(self._tail)]
+        if not rest:
+            return []
+        complete = [self._tail, *rest[:-1]]
+        self._tail = rest[-1][:LONGEST_LINE]
+        return [line[:LONGEST_LINE].decode("utf-8", "replace") for line in complete if line.strip()]
+
+    def flush(self) -> list[str]:
+        """Return the last line, which had no end, when the stream is closed."""
+        return self.feed(b"\n")
+
+
 def observe_line(source: Source, line: bytes, rank: int | None = None) -> Observation | None:
     """Return what a line of a log tells; None if it tells of no fault."""
     text = line[:LONGEST_LINE].decode(errors="replace")

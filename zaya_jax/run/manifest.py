@@ -69,6 +69,11 @@ def has_manifest(folder: Path) -> bool:
     return any(folder.glob(_NAME.format("*")))
 
 
+def saved_at(folder: Path) -> float | None:
+    """Return when the checkpoint in `folder` was finished, in seconds since the epoch; None if it is not."""
+    return next((path.stat().st_mtime for path in folder.glob(_NAME.format("*"))), None)
+
+
 def try_read(folder: Path) -> Manifest | None:
     """Read the manifest without checking the files; None if it cannot be used."""
     try:

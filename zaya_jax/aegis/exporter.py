@@ -1,0 +1,256 @@
+"""Prometheus metrics of a run, served by a process of its own: `python -m zaya_jax.aegis export RUN_DIR`.
+
+Each scrape reads the files of the run, so training never waits for it. Label values are names of nodes, indices of
+processes, and words from fixed lists; no path and no text of the run is among them.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from zaya_jax.aegis.events import EVENTS, read_events
+from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.report import AEGIS
+from zaya_jax.aegis.state import STATE, is_running, running_attempt
+from zaya_jax.errors import InputError
+from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
+from zaya_jax.run.files import read_object, require_regular
+from zaya_jax.run.folder import METRICS, TIMINGS
+from zaya_jax.run.manifest import saved_at
+from zaya_jax.run.progress_record import Phase
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry, Metric
+
+_TAIL = 256 * 1024  # bytes of a file of rows that a scrape reads
+_MOST_EVENTS = 2**26  # bytes of an event log that a scrape reads
+_MOST = 1024  # samples or nodes from one source, so that no damage can flood Prometheus
+
+T = TypeVar("T")
+
+# Name → help. Those that end in `_total` are counters, the others gauges.
+FAMILIES = {
+    "zaya_up": "Whether the supervisor of the node runs.",
+    "zaya_attempt": "Number of the present or last attempt of the node.",
+    "zaya_supervisor_exit_code": "Exit code of the node's supervisor, once it has ended.",
+    "zaya_process_step": "Steps that a process has done.",
+    "zaya_process_phase": "1 for the phase that a process is in.",
+    "zaya_restarts_total": "Times that the supervisor of the node restarted the processes.",
+    "zaya_faults_total": "Faults that the supervisor of the node detected, by class.",
+    "zaya_goodput_fraction": "Part of the node's time that trained steps that count.",
+    "zaya_goodput_seconds": "The node's time by what it was spent on.",
+    "zaya_step": "Steps done.",
+    "zaya_tokens_seen": "Tokens read, padding included.",
+    "zaya_loss": "Training loss of the last step, in nats per token.",
+    "zaya_grad_norm": "Gradient norm of the last step, before clipping.",
+    "zaya_learning_rate": "Learning rate of the matrices in the last step.",
+    "zaya_skipped_steps": "Steps skipped in a row, the last one included.",
+    "zaya_router_entropy": "Entropy of the expert load over its maximum, mean over the layers.",
+    "zaya_router_entropy_min": "Entropy of the expert load over its maximum, of the layer with the lowest.",
+    "zaya_expert_load_max": "Largest expert load of any layer, over the layer's mean.",
+    "zaya_balancing_bias_range": "Largest minus smallest balancing bias, of the layer with the widest range.",
+    "zaya_step_seconds": "Duration of the last step.",
+    "zaya_data_wait_seconds": "Time that the last step waited for its batch.",
+    "zaya_tokens_per_second": "Tokens in the loss per second of the last step.",
+    "zaya_flops_per_second": "Model FLOPs per second of the last step.",
+    "zaya_mfu": "Model FLOPs utilization of the last step, from 0 to 1.",
+    "zaya_telemetry_age_seconds": "Seconds since the last row of metrics was written.",
+    "zaya_checkpoint_step": "Step of the newest finished checkpoint.",
+    "zaya_checkpoint_age_seconds": "Seconds since the newest checkpoint was finished.",
+    "zaya_exporter_read_errors_total": "Reads of the run folder that failed, by source.",
+}
+_COLUMNS = {
+    "zaya_step": "step", "zaya_tokens_seen": "tokens_seen", "zaya_loss": "loss", "zaya_grad_norm": "grad_norm",
+    "zaya_learning_rate": "learning_rate", "zaya_skipped_steps": "skipped", "zaya_step_seconds": "seconds",
+    "zaya_data_wait_seconds": "data_wait", "zaya_tokens_per_second": "tokens_per_second",
+    "zaya_flops_per_second": "flops_per_second", "zaya_mfu": "mfu",
+}  # fmt: skip
+_LAYER_COLUMNS: Mapping[str, tuple[str, Callable[[Iterable[float]], float]]] = {
+    "zaya_router_entropy": ("load_entropy", statistics.fmean),
+    "zaya_router_entropy_min": ("load_entropy", min),
+    "zaya_expert_load_max": ("max_load", max),
+    "zaya_balancing_bias_range": ("bias_range", max),
+}
+
+
+class Sample(NamedTuple):
+    """A value of a metric in `FAMILIES`."""
+
+    name: str
+    value: float
+    labels: Mapping[str, str] = {}
+
+
+class RunReader:
+    """Reads the samples of a run; a file that cannot be read costs its own samples only, and is counted."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """Read the run in `run_dir`, which may not have started."""
+        self._run_dir = run_dir
+        self._errors: dict[str, int] = dict.fromkeys(("rows", "checkpoints", "nodes", "state", "events"), 0)
+
+    def read(self) -> list[Sample]:
+        """Return the samples of this moment."""
+        now, run_dir = time.time(), self._run_dir
+        samples = self._attempt("rows", lambda: _rows(run_dir, now))
+        samples += self._attempt("checkpoints", lambda: _checkpoints(run_dir / CHECKPOINTS, now))
+        for folder in self._attempt("nodes", lambda: (path.parent for path in (run_dir / AEGIS).glob(f"*/{EVENTS}"))):
+            samples += self._attempt("state", lambda folder=folder: _state(folder))
+            samples += self._attempt("events", lambda folder=folder: _events(folder))
+        samples += [Sample("zaya_exporter_read_errors_total", count, {"source": source})
+                    for source, count in self._errors.items()]  # fmt: skip
+        return samples
+
+    def _attempt(self, source: str, read: Callable[[], Iterator[T]]) -> list[T]:
+        try:
+            return list(itertools.islice(read(), _MOST))
+        except Exception:  # whatever damage a file has, the next scrape must work
+            self._errors[source] += 1
+            return []
+
+
+def _rows(run_dir: Path, now: float) -> Iterator[Sample]:
+    """Yield the samples of the last rows of metrics and timings."""
+    path = run_dir / METRICS
+    if not path.exists():
+        return
+    metrics = read_last_row(path)
+    row = read_last_row(run_dir / TIMINGS) | metrics if (run_dir / TIMINGS).exists() else metrics
+    for name, column in _COLUMNS.items():
+        for value in _numbers([row.get(column)]):
+            yield Sample(name, value)
+    for name, (column, reduce) in _LAYER_COLUMNS.items():
+        if values := _numbers(row.get(column) or ()):
+            yield Sample(name, reduce(values))
+    yield Sample("zaya_telemetry_age_seconds", max(0.0, now - path.stat().st_mtime))
+
+
+def read_last_row(path: Path) -> dict[str, Any]:
+    """Return the last complete row among the last 256 KiB of a file of rows; empty if there is none."""
+    require_regular(path)
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        lines = file.read(_TAIL).splitlines()
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            if isinstance(row, dict):
+                return row
+    return {}
+
+
+def _numbers(values: Iterable[Any]) -> list[float]:
+    """Return the numbers among `values`; rows have null for those that are not finite."""
+    return [float(value) for value in values if isinstance(value, int | float)]
+
+
+def _checkpoints(folder: Path, now: float) -> Iterator[Sample]:
+    """Yield step and age of the newest finished checkpoint."""
+    for step in reversed(named_steps(folder)):
+        saved = saved_at(folder / str(step))
+        if saved is not None:
+            yield Sample("zaya_checkpoint_step", step)
+            yield Sample("zaya_checkpoint_age_seconds", max(0.0, now - saved))
+            return
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE
+    return read_object(path) if path.exists() else {}
+
+
+def _state(folder: Path) -> Iterator[Sample]:
+    """Yield what the supervisor of a node and its processes do."""
+    state, node = _read_state(folder), {"node": folder.name}
+    yield Sample("zaya_up", int(is_running(state)), node)
+    for name, key in (("zaya_attempt", "attempt"), ("zaya_supervisor_exit_code", "exit_code")):
+        for value in _numbers([state.get(key)]):
+            yield Sample(name, value, node)
+    for rank in state.get("ranks", ()) if is_running(state) else ():
+        process = node | {"process": str(int(rank["rank"]))}
+        for step in _numbers([rank.get("step")]):
+            yield Sample("zaya_process_step", step, process)
+        yield Sample("zaya_process_phase", 1, process | {"phase": Phase[rank["phase"].upper()].name.lower()})
+
+
+def _events(folder: Path) -> Iterator[Sample]:
+    """Yield restarts, faults and goodput of a node."""
+    path, node = folder / EVENTS, {"node": folder.name}
+    if path.stat().st_size > _MOST_EVENTS:
+        raise InputError(f"{path} is larger than the limit of {_MOST_EVENTS:,} bytes.")
+    events, state = read_events(path), {}
+    with contextlib.suppress(InputError):  # a damaged state is counted elsewhere
+        state = _read_state(folder)
+    goodput = measure_goodput(events, **running_attempt(state))
+    yield Sample("zaya_goodput_fraction", goodput.fraction, node)
+    for bucket, seconds in goodput.buckets.items():
+        yield Sample("zaya_goodput_seconds", seconds, node | {"bucket": bucket})
+    actions = [event.get("action") for event in events if event["kind"] == "decide"]
+    restarts = [action for action in actions if action is not None and not action.startswith("exit-")]
+    yield Sample("zaya_restarts_total", len(restarts), node)
+    # The end of an attempt names the class of its fault better than the event that detected it.
+    classes = {event.get("cause"): event.get("fault") for event in events if event["kind"] == "end"}
+    detected = [event for event in events if event["kind"] == "detect" and event.get("severity") != "info"]
+    faults = Counter(classes.get(event["id"]) or event.get("fault") for event in detected)
+    for fault in FaultClass:
+        yield Sample("zaya_faults_total", faults[fault.value], node | {"fault": fault.value})
+
+
+def make_registry(run_dir: Path) -> "CollectorRegistry":
+    """Return a registry with the metrics of the run in `run_dir`; `InputError` without `prometheus_client`."""
+    try:
+        from prometheus_client import CollectorRegistry, Metric
+        from prometheus_client.registry import Collector
+    except ImportError as error:
+        raise InputError("Serving metrics requires prometheus_client: pip install 'zaya-jax[aegis]'.") from error
+    reader = RunReader(run_dir)
+
+    class RunCollector(Collector):
+        def collect(self) -> "Iterator[Metric]":
+            families = {name: Metric(name.removesuffix("_total"), text, _kind(name)) for name, text in FAMILIES.items()}
+            for sample in reader.read():
+                families[sample.name].add_sample(sample.name, dict(sample.labels), sample.value)
+            yield from (family for family in families.values() if family.samples)
+
+    registry = CollectorRegistry()
+    registry.register(RunCollector())
+    return registry
+
+
+def _kind(name: str) -> str:
+    return "counter" if name.endswith("_total") else "gauge"
+
+
+def serve(run_dir: Path, address: str, port: int) -> None:
+    """Serve the metrics of a run over HTTP until the process is interrupted.
+
+    Args:
+      run_dir: folder of the run.
+      address: of this machine to listen on. Nothing encrypts or authenticates; beyond the loopback address that is up
+        to the operator.
+      port: to listen on; 0 for any free one.
+
+    Raises:
+      InputError: `prometheus_client` is missing, `run_dir` is not a folder, or the address cannot be used.
+    """
+    if not run_dir.is_dir():
+        raise InputError(f"{run_dir} is not a folder.")
+    if not 0 <= port < 2**16:
+        raise InputError(f"--port is {port}, but must be from 0 to 65535.")
+    registry = make_registry(run_dir)
+    from prometheus_client import start_http_server
+
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as error:
+        raise InputError(f"Metrics cannot be served at {address}:{port}: {error.strerror}.") from error
+    print(f"Serving the metrics of {run_dir} at http://{address}:{server.server_port}/metrics", flush=True)
+    thread.join()
