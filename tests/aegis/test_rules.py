@@ -1,5 +1,6 @@
 """What the policy says is done about faults of the machine: false libraries and files, real processes and signals."""
 
+import json
 import os
 import time
 from pathlib import Path
@@ -126,3 +127,16 @@ def test_nothing_is_left_of_a_run(tmp_path):
     assert supervised.wait() == SupervisorExit.DONE
     left = (set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))) - before
     assert not [name for name in left if "zaya" in name or "aegis" in name]
+
+
+def test_people_are_told_of_severe_events_and_of_the_end(tmp_path):
+    news = tmp_path / "news"
+    command = tmp_path / "tell"
+    command.write_text(f"#!/bin/sh\ncat >> {news}\n")
+    command.chmod(0o755)
+    supervised = supervise_light(tmp_path, 12, "raise@7!", policy={"notify": {"command": [str(command)]}})
+    assert supervised.wait() == SupervisorExit.DO_NOT_REQUEUE
+    told = [json.loads(line) for line in news.read_text().splitlines()]
+    assert {event["kind"] for event in told} >= {"detect", "end", "act"}
+    assert "exit-do_not_requeue" in {event["code"] for event in told}
+    assert {event["severity"] for event in told} <= {"error", "fatal"}

@@ -11,6 +11,7 @@ from zaya_jax.aegis import evidence
 from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.failure import Failure, RankEnd, find_failure
 from zaya_jax.aegis.hang import WAITING, find_suspects
+from zaya_jax.aegis.notify import Notifier
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.policy import Policy
@@ -52,13 +53,17 @@ class Shared:
       log: its event log.
       timeouts: of the phases, as learned so far.
       outputs: its stdout and stderr.
+      notifier: tells people of severe events.
       signals: numbers of the signals that asked to stop.
       detected: the failure that is not recovered from; None if there is none.
       best_step: greatest number of steps done; -1 before the first.
     """
 
-    def __init__(self, folder: Path, policy: Policy, log: EventLog, timeouts: Timeouts) -> None:
-        self.folder, self.policy, self.log, self.timeouts = folder, policy, log, timeouts
+    def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
+        """Open the event log of this `node` in `folder`."""
+        self.folder, self.policy, self.timeouts = folder, policy, timeouts
+        self.notifier = Notifier(policy.notify)
+        self.log = EventLog(folder, node, self.notifier.send)
         self.outputs = Output(1), Output(2)
         self.signals: list[int] = []
         self.detected: Detected | None = None
@@ -97,7 +102,7 @@ class Attempt:
                 self._step(time.monotonic())
         finally:
             gang.close()
-            kill_strays(self._watch.pids)
+            kill_strays({*self._watch.pids, *self._shared.notifier.pids})
         ends = [rank.end for rank in gang.ranks if rank.end is not None]
         since = min((end.time for end in ends if end.status != 0), default=0.0) - _RECENT
         failure = self._planned or find_failure(ends, [each for seen, each in self._observations if seen >= since])
@@ -159,6 +164,7 @@ class Attempt:
                 shared.detected = detected = None
         if now - self._wrote_state >= _STATE_EVERY:
             self._wrote_state = now
+            shared.notifier.poll()
             write_state(shared.folder, attempt=self._log.attempt, state="running",
                         ranks=describe_ranks(self._gang.ranks))  # fmt: skip
 

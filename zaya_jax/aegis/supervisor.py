@@ -13,7 +13,6 @@ from types import FrameType
 from zaya_jax.aegis.attempt import Attempt, Shared
 from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.decision import Decision, decide
-from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.exit_codes import SupervisorExit
 from zaya_jax.aegis.failure import Failure
 from zaya_jax.aegis.faults import MARKS, read_marks
@@ -28,6 +27,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.run.digests import digest
 
 _TICK = 0.05  # seconds
+_LAST_NEWS = 10.0  # seconds that commands which tell of the end may take
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -48,7 +48,7 @@ class Supervisor:
         """
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode()))
-        self._shared = Shared(folder, policy, EventLog(folder, node), timeouts)
+        self._shared = Shared(folder, node, policy, timeouts)
         self._watch = Watch(policy, command.run_dir)
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
@@ -72,6 +72,7 @@ class Supervisor:
         shared.outputs[1].say(f"{why} Exit code {int(code)}.")
         for output in shared.outputs:
             output.flush(1.0)
+        shared.notifier.close(_LAST_NEWS)
         shared.log.close()
         return code
 
