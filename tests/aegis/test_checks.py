@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.checks import check_timeouts, network_window
-from zaya_jax.aegis.policy import Policy, TimeoutPolicy
+from zaya_jax.aegis.policy import Policy, TimeoutPolicy, WatchPolicy
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.presets import PRESETS
 
@@ -26,7 +26,7 @@ def test_the_window_is_that_of_the_specification():
 @given(st.floats(1, 1000), st.floats(1, 1000), st.integers(14, 26))
 def test_only_timeouts_in_order_are_accepted(peer_timeout, floor, exponent):
     environment = {"NCCL_IB_TIMEOUT": str(exponent)}
-    policy = Policy(timeouts=TimeoutPolicy(floor=floor))
+    policy = Policy(timeouts=TimeoutPolicy(floor=floor, end=1e6), watch=WatchPolicy(link_down_seconds=1e6))
     in_order = network_window(MI300X, environment) < peer_timeout < peer_timeout + 30 < floor
     try:
         check_timeouts(policy, MI300X, peer_timeout, environment)

@@ -52,7 +52,14 @@ def test_several_processes_meet_and_have_a_device_each(tmp_path):
     assert [argv[-6:] for argv, _ in two] == [
         ["--coordinator", "a:1", "--processes", "2", "--process", str(index)] for index in range(2)
     ]
-    assert [variables for _, variables in two] == [{"JAX_LOCAL_DEVICE_IDS": str(index)} for index in range(2)]
+    assert [variables for _, variables in two] == [
+        {"JAX_LOCAL_DEVICE_IDS": str(index), "JAX_COORDINATOR_BIND_ADDRESS": "a:1"} for index in range(2)
+    ]
+
+
+def test_one_process_that_is_left_sees_its_device_alone(tmp_path):
+    left = command(tmp_path, processes=2).with_fewer_devices(0)
+    assert left.processes("a:1") == [(list(left.argv), {"HIP_VISIBLE_DEVICES": "1", "CUDA_VISIBLE_DEVICES": "1"})]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
     log.write("start", "attempt")
     log.close()
     with (tmp_path / EVENTS).open("a") as file:
-        file.write('{"v": 1, "id": 9, "atte\n')
+        file.write('{"v": 1, "id": 9, "atte')
     again = EventLog(tmp_path, "node")
     assert (again.attempt, again.write("start", "attempt")) == (4, 2)
     again.close()

@@ -107,3 +107,20 @@ def test_evidence_is_one_printable_line(text, longest):
     line = printable(text, longest)
     assert len(line) <= longest
     assert line.isprintable()
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Error: Process 3 of 4 did not reach --coordinator node1:8476 within 120 s; processes 0, 1, 2 did.",
+        "Error: Process 0 cannot listen at --coordinator 127.0.0.1:8476: Address already in use.",
+        "Error: run_dir (runs/tiny) is in use by another process; wait until it finishes.",
+    ],
+)
+def test_a_process_that_came_too_early_is_not_bad_configuration(sentence):
+    end = RankEnd(0, 2, 5.0, -1, Phase.END, words(sentence, 5.0, status=2))
+    assert find_failure([end], []).fault is FaultClass.PEERS
+
+
+def test_processes_that_had_to_be_killed_did_not_finish():
+    assert find_failure([RankEnd(0, -9, 5.0, 3, was_killed=True)], []).code == "killed"

@@ -95,3 +95,26 @@ def test_buckets_add_up_to_the_time_and_none_is_negative(attempts):
     assert all(value >= -1e-9 for value in goodput.buckets.values())
     assert goodput.steps == done
     assert goodput.steps + goodput.wasted_steps == sum(steps for _, steps, _, _ in attempts)
+
+
+def test_the_pause_after_a_finished_run_is_no_failure_s():
+    goodput = measure_goodput([
+        start(1, 0.0), end(1, 10.0, first=0, last=5, dispatch=10),
+        start(2, 90_000.0), end(2, 90_010.0, first=5, last=10, dispatch=10),
+    ])  # fmt: skip
+    assert (goodput.seconds, goodput.fraction) == (20, 1)
+
+
+def test_the_time_of_a_first_step_that_did_not_end_is_wasted():
+    goodput = measure_goodput([start(1, 0.0), end(1, 10.0, "exit-1", 4, 4, dispatch=10)])
+    assert seconds(goodput) == {"wasted_progress": 10}
+
+
+def test_a_clock_that_is_set_changes_no_attempt():
+    first, last = (
+        start(1, 0.0) | {"monotonic": 100.0},
+        end(1, -3600.0, first=0, last=5, dispatch=9) | {"monotonic": 110.0},
+    )
+    goodput = measure_goodput([first, last])
+    assert seconds(goodput) == {"productive": 9, "other": 1}
+    assert goodput.seconds == 10

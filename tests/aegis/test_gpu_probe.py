@@ -233,7 +233,7 @@ def test_a_missing_library_is_told_once_as_information(machine):
     [seen] = machine().read()
     assert (seen.code, seen.severity) == ("gpu-probe-failed", Severity.INFO)
     assert "amdsmi is not installed" in seen.text
-    assert "pynvml is not installed" in seen.text
+    assert "pynvml" in seen.text
 
 
 def test_a_machine_without_gpus_is_told_once(machine):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.aegis.aegis_helpers import supervise_light
+from tests.aegis.aegis_helpers import left_running, supervise_light
 from zaya_jax.aegis.exit_codes import SupervisorExit
 
 ROOT = Path(__file__).parents[2]
@@ -60,7 +60,7 @@ def test_by_default_an_error_of_a_gpu_is_reported_and_training_continues(tmp_pat
     supervised = supervise_light(tmp_path, 300, **with_amd(tmp_path))
     assert supervised.wait() == SupervisorExit.DONE
     (detected, *_) = supervised.faults
-    assert (detected["code"], detected["rank"]) == ("gpu-uncorrectable-ecc", 1)
+    assert (detected["code"], detected["device"]) == ("gpu-uncorrectable-ecc", 1)
     decided = supervised.kinds("decide")
     assert {(event["cause"], event["log_only"]) for event in decided} >= {(detected["id"], "replace_node")}
     assert len(supervised.kinds("start")) == 1
@@ -120,13 +120,20 @@ def test_the_supervisor_is_small_and_imports_nothing_of_the_trainer(tmp_path):
     assert resident < 60_000, f"{resident} kB"
 
 
-def test_nothing_is_left_of_a_run(tmp_path):
-    before = set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))
-    supervised = supervise_light(tmp_path, 30, "SIGKILL@7", "wait@12", "raise@20", processes=2,
-                                 policy={"restart": {"delays": [0.0]}})  # fmt: skip
+def test_no_descriptor_is_left_of_an_attempt(tmp_path):
+    """The supervisor has as many open files in each attempt as in the first."""
+    faults = ["SIGKILL@40", "wait@80", "raise@120", "child@160", "SIGKILL@161"]
+    supervised = supervise_light(tmp_path, 200, *faults, processes=2, policy={"restart": {"delays": [0.0]}})
+    counts, attempts = [], 0
+    while supervised.process.poll() is None:
+        state = supervised.folder / "state.json"
+        if state.exists() and (now := json.loads(state.read_text())["attempt"]) > attempts:
+            attempts = now
+            counts.append(len(os.listdir(f"/proc/{supervised.process.pid}/fd")))
+        time.sleep(0.01)
     assert supervised.wait() == SupervisorExit.DONE
-    left = (set(os.listdir("/dev/shm")) | set(os.listdir("/tmp"))) - before
-    assert not [name for name in left if "zaya" in name or "aegis" in name]
+    assert max(counts[1:]) <= counts[0], counts
+    assert not left_running(tmp_path)
 
 
 def test_people_are_told_of_severe_events_and_of_the_end(tmp_path):

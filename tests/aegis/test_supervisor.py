@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -9,6 +10,7 @@ import psutil
 import pytest
 
 from tests.aegis.aegis_helpers import LIGHT, Supervised, left_running, supervise_light
+from tests.train_helpers import ROOT
 from zaya_jax.aegis.exit_codes import SupervisorExit
 
 
@@ -96,6 +98,8 @@ def test_a_request_to_stop_is_passed_on_and_the_trainer_saves(tmp_path, number, 
     assert supervised.wait() == code
     (end,) = supervised.kinds("end")
     assert int((tmp_path / "checkpoint-0").read_text()) == end["last_step"]
+    assert end["fault"] == "preemption"
+    assert supervised.faults == []
     assert not left_running(tmp_path)
 
 
@@ -116,6 +120,7 @@ def test_a_trainer_that_does_not_stop_is_killed(tmp_path, second):
     began = time.monotonic()
     assert supervised.wait() == SupervisorExit.PREEMPTED
     assert time.monotonic() - began < 5
+    assert supervised.kinds("end")[0]["code"] == "killed"
     assert not left_running(tmp_path)
 
 
@@ -186,3 +191,29 @@ def test_a_command_that_does_not_exist_is_named(tmp_path):
     assert supervised.wait() == SupervisorExit.CONFIGURATION
     assert "no-such-command" in supervised.said
     assert supervised.said.count("\n") == 1
+
+
+def test_a_command_without_a_progress_record_is_left_to_run(tmp_path):
+    supervised = Supervised(tmp_path, ["sleep", "2"], policy={"timeouts": {"start": 0.5}})
+    assert supervised.wait() == SupervisorExit.DONE
+    assert supervised.faults == []
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path):
+    """As after `nohup`, whose terminal has gone."""
+    tmp_path.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "zaya_jax.aegis", "run", "--run-dir", str(tmp_path / "run"), "--", sys.executable,
+               str(LIGHT), str(tmp_path), "200"]  # fmt: skip
+    process = psutil.Popen(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command], cwd=ROOT)
+    while not (tmp_path / "checkpoint-0").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == SupervisorExit.DONE
+
+
+@pytest.mark.parametrize("flags", [["--nonsense"], ["--", sys.executable, "-m", "zaya_jax.main", "--nonsense"]])
+def test_a_flag_that_does_not_exist_is_bad_configuration(flags):
+    done = subprocess.run([sys.executable, "-m", "zaya_jax.aegis", "run", *flags], cwd=ROOT, capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == SupervisorExit.CONFIGURATION
+    assert "--nonsense" in done.stderr or "--config" in done.stderr

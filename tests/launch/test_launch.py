@@ -88,7 +88,7 @@ def test_slurm_runs_supervisors_and_requeues_by_their_exit_code(tmp_path, status
                  STATUS=str(status), SLURM_JOB_NODELIST="gpu[07-08]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="4",
                  SLURM_JOB_ID="4097", REQUEUED=str(tmp_path / "requeued"))  # fmt: skip
     assert done.stdout == (
-        "--kill-on-bad-exit=0|--gpu-bind=none|py|-m|zaya_jax.aegis|run|--processes|4|--nodes|2|--coordinator|gpu07:8476|"
+        "--kill-on-bad-exit=0|--wait=60|--gpu-bind=none|py|-m|zaya_jax.aegis|run|--processes|4|--nodes|2|--coordinator|gpu07:8476|"
         "--|py|-m|zaya_jax.main|--config|a b.yaml|"
     )
     assert (tmp_path / "requeued").exists() == requeued

@@ -5,6 +5,7 @@ import os
 import random
 import shlex
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -36,14 +37,17 @@ _EXAMPLES = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: of `run` a `SupervisorExit`, of the others an `ExitCode`."""
-    options = _parser().parse_args(arguments)
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        options = _parser().parse_args(arguments)
         return options.action(options)
     except (InputError, KeyboardInterrupt) as error:
         sentence, status = last_words(error)
         print(sentence, file=sys.stderr)
-        is_run = options.action is _run and status == ExitCode.BAD_INPUT
-        return SupervisorExit.CONFIGURATION if is_run else status
+    except SystemExit as end:  # of argparse: `--help`, or a flag that does not exist
+        status = end.code if isinstance(end.code, int) else ExitCode.OK
+    is_run = arguments[:1] == ["run"]
+    return SupervisorExit.CONFIGURATION if is_run and status == ExitCode.BAD_INPUT else status
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -62,10 +66,14 @@ def _run(options: argparse.Namespace) -> int:
         preset = select_preset(command.config.preset)
         peer_timeout = preset.peer_timeout if command.peer_timeout is None else command.peer_timeout
         check_timeouts(policy, preset, peer_timeout, os.environ)
+    if command.nodes > 1:
+        for name in policy.acting("fewer_devices", "roll_back"):
+            raise InputError(f"rules.{name} is {policy.rules.of(name)}, which needs one node, but --nodes is "
+                             f"{command.nodes}. List {name} in log_only, or choose another action.")  # fmt: skip
     node = os.uname().nodename
     folder = command.run_dir / AEGIS / node
     with locked(folder / ".lock", "The folder of the supervisor", wait=False):
-        return Supervisor(command, policy, folder, node, _environment(folder)).run()
+        return Supervisor(command, policy, folder, node, _environment(command.run_dir)).run()
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -104,13 +112,17 @@ def _drill(options: argparse.Namespace) -> int:
     return ExitCode.OK if healthy else ExitCode.STOPPED
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def _environment(run_dir: Path) -> dict[str, str]:
     """Return the environment of the processes, with a compilation cache of the run unless one is set.
 
     A restart then compiles nothing. The cache contains native code, so only its owner may enter the folder.
     """
-    cache = folder / "compiled"
+    cache = run_dir / AEGIS / "compiled"
     cache.mkdir(mode=0o700, exist_ok=True)
+    status = cache.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        raise InputError(f"{cache} must be a folder that only you may enter, since compiled code is run from it. "
+                         "Remove it, or set JAX_COMPILATION_CACHE_DIR.")  # fmt: skip
     return {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1", **os.environ}
 
 

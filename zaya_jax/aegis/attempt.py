@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 
 from zaya_jax.aegis import evidence
 from zaya_jax.aegis.events import EventLog
-from zaya_jax.aegis.failure import Failure, RankEnd, find_failure
+from zaya_jax.aegis.failure import UNKILLABLE, Failure, RankEnd, find_failure
 from zaya_jax.aegis.hang import WAITING, find_suspects
 from zaya_jax.aegis.notify import Notifier
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
 from zaya_jax.aegis.output import Output
 from zaya_jax.aegis.policy import Policy
-from zaya_jax.aegis.processes import Gang, Rank, kill_strays
+from zaya_jax.aegis.processes import KILL_SECONDS, Gang, Rank, kill_strays
 from zaya_jax.aegis.state import describe_ranks, write_state
 from zaya_jax.aegis.timeouts import Silence, Timeouts
 from zaya_jax.aegis.watch import Watch
@@ -26,6 +26,7 @@ _TICK = 0.05  # seconds between two looks at the progress records; ends are noti
 _STATE_EVERY = 1.0  # seconds
 _RECENT = 120.0  # seconds before an end in which an observation may explain it
 _MOST_OBSERVATIONS = 1000  # per attempt
+_MINUTE, _MOST_PER_MINUTE = 60.0, 10  # observations of one code that are written
 # Faults that may end processes that still run.
 _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)
 
@@ -79,9 +80,21 @@ class Attempt:
     """Starts the processes; `run` returns when all have ended."""
 
     def __init__(
-        self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch
+        self, shared: Shared, processes: Sequence[tuple[Sequence[str], Mapping[str, str]]], watch: Watch,
+        *, expects_records: bool,
     ) -> None:  # fmt: skip
-        """Start `processes`, each a command and its environment; raises `OSError` if one cannot be started."""
+        """Start the processes.
+
+        Args:
+          shared: with the other attempts.
+          processes: command and environment of each.
+          watch: watches everything else.
+          expects_records: whether every process writes a progress record, so that one without a record hangs.
+
+        Raises:
+          OSError: a process cannot be started.
+        """
+        self._expects_records = expects_records
         self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
         self._log.attempt += 1
         self._gang = Gang(processes, shared.outputs)
@@ -91,6 +104,8 @@ class Attempt:
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
         self._asked = 0  # signals that were passed on
+        self._best_step = -1  # greatest number of steps done in this attempt
+        self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
         self._wrote_state = 0.0
 
     def run(self) -> Failure | None:
@@ -105,8 +120,13 @@ class Attempt:
             kill_strays({*self._watch.pids, *self._shared.notifier.pids})
         ends = [rank.end for rank in gang.ranks if rank.end is not None]
         since = min((end.time for end in ends if end.status != 0), default=0.0) - _RECENT
-        failure = self._planned or find_failure(ends, [each for seen, each in self._observations if seen >= since])
-        if failure is not None and not self._has_failed:
+        failure = find_failure(ends, [each for seen, each in self._observations if seen >= since])
+        if failure is not None and self._planned is not None:
+            failure = self._planned
+        if stuck := gang.stuck:
+            words = f"Process {stuck[0]} did not end {KILL_SECONDS:g} s after SIGKILL."
+            failure = Failure(FaultClass.HANG, UNKILLABLE, stuck[0], self._shared.best_step, words)
+        if failure is not None and failure.fault is not FaultClass.PREEMPTION and not self._has_failed:
             self._detect_end(next(end for end in ends if end.status != 0), time.monotonic())
         self._write_end(ends, failure)
         return failure
@@ -127,8 +147,9 @@ class Attempt:
             if now > self._kill_at:
                 self._kill("The processes did not end by themselves.")
         elif failed:
-            self._detect_end(failed[0], now)
             is_stopping = failed[0].status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED)
+            if not is_stopping:
+                self._detect_end(failed[0], now)
             self._kill_at = now + (self._policy.grace_seconds if is_stopping else self._policy.settle_seconds)
         elif (hang := self._find_hang()) is not None:
             self._planned = hang
@@ -156,6 +177,7 @@ class Attempt:
             if progress is None or progress.first_step < 0:
                 continue
             shared.timeouts.learn(progress)
+            self._best_step = max(self._best_step, progress.step)
             shared.best_step = max(shared.best_step, progress.step)
             trains = rank.end is None and progress.step > progress.first_step
             if detected is not None and detected.attempt < self._log.attempt and trains:
@@ -174,9 +196,16 @@ class Attempt:
         A line of the trainer alone ends nothing: if it tells of a fault that matters, the process ends by itself. Nor
         does a full disk or a lack of memory, which training survives.
         """
-        self._observations.append((time.monotonic(), observation))
+        now = time.monotonic()
+        self._observations.append((now, observation))
+        since, count = self._written.get(observation.code, (now, 0))
+        if now - since >= _MINUTE:
+            since, count = now, 0
+        self._written[observation.code] = since, count + 1
+        if count >= _MOST_PER_MINUTE:  # such as a line that a data loader prints for every file
+            return
         event = self._log.write("detect", observation.code, severity=observation.severity, text=observation.text,
-                                fault=observation.fault, rank=observation.rank)  # fmt: skip
+                                fault=observation.fault, rank=observation.rank, device=observation.device)  # fmt: skip
         action = self._policy.rules.of(observation.fault)
         is_severe = observation.severity in (Severity.ERROR, Severity.FATAL)
         is_acted_on = can_act and is_severe and observation.fault in _ACTED_ON
@@ -185,9 +214,10 @@ class Attempt:
         if observation.fault in self._policy.log_only:
             self._log.write("decide", f"rules.{observation.fault}", cause=event, log_only=action)
             return
-        done = self._shared.best_step
+        done = self._best_step
         step = done if observation.good_steps is None else observation.good_steps
-        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, done)
+        self._planned = Failure(observation.fault, observation.code, observation.rank, step, observation.text, done,
+                                observation.device)  # fmt: skip
         self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
         if action == "roll_back":
             self._kill(observation.text)  # saving would keep what is to be undone
@@ -208,13 +238,16 @@ class Attempt:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
         running = self._gang.running
         progress = {rank.index: rank.progress for rank in running}
+        if not self._expects_records:  # another command need not write any
+            progress = {index: each for index, each in progress.items() if each is not None}
         phases = {index: Phase.START if each is None else each.phase for index, each in progress.items()}
         silent = {index: self._silences[index].look(-1 if each is None else each.writes)
                   for index, each in progress.items()}  # fmt: skip
         # A process that waits is as silent as the whole job: another may just have come back from compiling.
         quietest = min(silent.values(), default=0.0)
         late = [index for index, phase in phases.items()
-                if (quietest if phase in WAITING else silent[index]) > self._shared.timeouts.limit(phase)]  # fmt: skip
+                if (quietest if phase in WAITING else silent[index])
+                > self._shared.timeouts.limit(phase, progress[index])]  # fmt: skip
         if not late:
             return None
         stopped = [rank.index for rank in running if is_stopped(rank)]
@@ -223,8 +256,10 @@ class Attempt:
             return None  # they wait for a process that is within its own time, such as one that compiles
         phase, seconds = phases[late[0]], silent[late[0]]
         who = "all processes alike" if len(suspects) == len(progress) > 1 else f"process {suspects[0]}"
-        words = (f"No progress for {seconds:.1f} s in phase {phase.name.lower()}, more than its timeout; the cause "
-                 f"seems to be {who}{' (stopped by a signal)' if suspects[0] in stopped else ''}.")  # fmt: skip
+        limit = self._shared.timeouts.limit(phase, progress[late[0]])
+        how = " (stopped by a signal)" if suspects[0] in stopped else ""
+        words = (f"No progress for {seconds:.1f} s in phase {phase.name.lower()}, more than its timeout of "
+                 f"{limit:g} s. The cause seems to be {who}{how}.")  # fmt: skip
         rank = suspects[0] if len(suspects) == 1 else None
         suspect = progress[suspects[0]]
         step = -1 if suspect is None or suspect.first_step < 0 else suspect.step
@@ -234,7 +269,7 @@ class Attempt:
         return Failure(FaultClass.HANG, f"hang-{phase.name.lower()}", rank, step, words, self._shared.best_step)
 
     def _ask_to_stop(self, number: int, event: int) -> None:
-        """Ask the trainer to save and stop, and give it the time of grace."""
+        """Ask the trainer to save and stop within the grace period."""
         self._asked = number
         self._kill_at = time.monotonic() + self._policy.grace_seconds
         self._log.write("act", "ask-to-stop", cause=event, seconds={"grace": self._policy.grace_seconds})

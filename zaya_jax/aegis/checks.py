@@ -48,7 +48,10 @@ def check_timeouts(policy: Policy, preset: Preset, peer_timeout: float, environm
             "retries over a link that is down. Raise --peer-timeout, or lower NCCL_IB_TIMEOUT."
         )
     heartbeat = peer_timeout + HEARTBEAT_MARGIN
-    for name in ("floor", "data", "dispatch", "device_wait"):
+    if policy.watch.link_down_seconds <= window:
+        raise InputError(f"watch.link_down_seconds is {policy.watch.link_down_seconds:g}, but must exceed "
+                         f"{window:.0f} s, the time that the network retries over a link that is down.")  # fmt: skip
+    for name in ("floor", "data", "dispatch", "device_wait", "end"):
         seconds = getattr(policy.timeouts, name)
         if seconds <= heartbeat:
             raise InputError(

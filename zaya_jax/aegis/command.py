@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from zaya_jax.config import Config, load_config
 from zaya_jax.config.stages import stages
@@ -31,6 +31,7 @@ class TrainingCommand:
       coordinator: HOST:PORT of process 0; None if it is on this node, at a free port.
       config: configuration of the run; None if the command is not `python -m zaya_jax.main`.
       peer_timeout: value of --peer-timeout; None if it is not set.
+      is_reduced: whether devices were left out.
       skipped_rows: ranges of rows that the supervisor has decided to skip.
     """
 
@@ -42,16 +43,20 @@ class TrainingCommand:
     coordinator: str | None = None
     config: Config | None = None
     peer_timeout: float | None = None
+    is_reduced: bool = False
     skipped_rows: tuple[tuple[int, int], ...] = ()
 
     def processes(self, address: str) -> list[tuple[list[str], dict[str, str]]]:
         """Return the command and the variables of each process; without `coordinator` several meet at `address`."""
         argv, here, count = [*self.argv, *self._overrides()], len(self.devices), self.nodes * len(self.devices)
-        if self.devices == (0,) and self.nodes == 1:
-            return [(argv, {})]
+        if here == 1 and self.nodes == 1:  # jax then uses all devices that it sees
+            device = str(self.devices[0])
+            visible = {"HIP_VISIBLE_DEVICES": device, "CUDA_VISIBLE_DEVICES": device}
+            return [(argv, visible if self.is_reduced else {})]
+        bind = {} if self.coordinator else {"JAX_COORDINATOR_BIND_ADDRESS": address}  # one node: nobody else connects
         job = [["--coordinator", self.coordinator or address, "--processes", str(count), "--process",
                 str(self.node * here + index)] if count > 1 else [] for index in range(here)]  # fmt: skip
-        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device)})
+        return [([*argv, *flags], {"JAX_LOCAL_DEVICE_IDS": str(device), **bind})
                 for flags, device in zip(job, self.devices, strict=True)]  # fmt: skip
 
     def with_fewer_devices(self, lost: int | None) -> Self | None:
@@ -66,7 +71,7 @@ class TrainingCommand:
         kept = kept[:-1] if len(kept) == len(self.devices) else kept
         for count in range(len(kept), 0, -1):
             if fits(self.config, count):
-                return dataclasses.replace(self, devices=tuple(kept[:count]))
+                return dataclasses.replace(self, devices=tuple(kept[:count]), is_reduced=True)
         return None
 
     def without_rows(self, first: int, end: int) -> Self:
@@ -75,19 +80,17 @@ class TrainingCommand:
 
     def _overrides(self) -> list[str]:
         """Return the rows to skip as an override, with those that an earlier supervisor of this run recorded."""
+        rows = self.rows_to_skip()
+        return [] if self.config is None or rows == self.config.data.skip_rows else [f"{_ROWS}={json.dumps(rows)}"]
+
+    def rows_to_skip(self) -> tuple[tuple[int, int], ...]:
+        """Return the rows to skip: of the configuration, of the run so far, and what the supervisor has added."""
         if self.config is None:
-            return []
-        recorded: list[Any] = []
+            return ()
+        recorded: list[list[int]] = []
         if (self.run_dir / CONFIG).exists():
             recorded = read_config(self.run_dir).get("data", {}).get("skip_rows", [])
-        ours = [tuple(rows) for rows in [*to_rows(self.config), *recorded]]
-        rows = _merged([*ours, *self.skipped_rows])
-        return [] if rows == _merged(to_rows(self.config)) else [f"{_ROWS}={json.dumps(rows)}"]
-
-
-def to_rows(config: Config) -> list[tuple[int, int]]:
-    """Return the rows that a configuration skips."""
-    return [(rows[0], rows[1]) for rows in config.data.skip_rows]
+        return _merged([*self.config.data.skip_rows, *((first, end) for first, end in recorded), *self.skipped_rows])
 
 
 def _merged(ranges: Sequence[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from zaya_jax.aegis.exit_codes import SupervisorExit
-from zaya_jax.aegis.failure import Failure
+from zaya_jax.aegis.failure import UNKILLABLE, Failure
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.policy import Action, Policy
 
@@ -60,15 +60,22 @@ def decide(
     if action == "replace_node" and can_act:
         return Decision(f"rules.{failure.fault}", action, SupervisorExit.RETRY_ELSEWHERE,
                         why=f"The policy asks for another node on {_name(failure)}.")  # fmt: skip
+    if failure.code == UNKILLABLE:
+        return Decision("unkillable", "replace_node", SupervisorExit.RETRY_ELSEWHERE, why=(
+            f"{failure.words} The kernel does not end it, so this node needs a restart."
+        ))  # fmt: skip
     alike = [each for _, each in failures if each.same == failure.same]
-    if failure.words and failure.fault is not FaultClass.HANG and len(alike) >= restart.same_failure:
+    may_repeat = failure.fault in (FaultClass.HANG, FaultClass.PEERS)
+    if failure.words and not may_repeat and len(alike) >= restart.same_failure:
         where = "before the first step" if failure.step < 0 else f"after step {failure.step}"
         return Decision("restart.same_failure", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
             f"The same failure happened {len(alike)} times {where}, so it is deterministic: {failure.words}"
         ))  # fmt: skip
     stuck = _without_progress([each for _, each in failures])
     if stuck > restart.no_progress:
-        return Decision("restart.no_progress", "stop", SupervisorExit.DO_NOT_REQUEUE, why=(
+        elsewhere = failure.fault is FaultClass.PEERS  # other nodes do not come back: the job needs new ones
+        code = SupervisorExit.RETRY_ELSEWHERE if elsewhere else SupervisorExit.DO_NOT_REQUEUE
+        return Decision("restart.no_progress", "stop", code, why=(
             f"{stuck} attempts in a row ended without a new step (restart.no_progress={restart.no_progress})."
         ))  # fmt: skip
     recent = sum(now - time < _HOUR for time, _ in failures[:-1])

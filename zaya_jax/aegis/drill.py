@@ -175,7 +175,7 @@ def score(
 
 
 def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what followed from a fault: seconds to its detection and to the next step, and whom it was put down to."""
+    """Return what followed from a fault: seconds to its detection and to the next step, and its attribution."""
     fault = parse_fault(injected["code"])
     end = next((event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]), None)
     detect = next((event for event in events if end is not None and event["id"] == end["cause"]), None)

@@ -39,7 +39,10 @@ class EventLog:
         events = read_events(folder / EVENTS)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
-        self._file = os.open(folder / EVENTS, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = os.open(folder / EVENTS, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":  # torn when its writer was killed
+            os.write(self._file, b"\n")
 
     def write(
         self, kind: Kind, code: str, *, severity: Severity = Severity.INFO, cause: int | None = None,

@@ -21,7 +21,7 @@ MEANINGS = {
     SupervisorExit.DONE: "finished",
     SupervisorExit.SOFTWARE: "the supervisor failed",
     SupervisorExit.RETRY_ELSEWHERE: "requeue on another node",
-    SupervisorExit.CONFIGURATION: "the command cannot run as it is",
+    SupervisorExit.CONFIGURATION: "invalid command or policy",
     SupervisorExit.PREEMPTED: "stopped on request: requeue",
     SupervisorExit.DO_NOT_REQUEUE: "do not requeue",
     SupervisorExit.NO_CHECKPOINT: "no intact checkpoint",

@@ -8,8 +8,10 @@ from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printa
 from zaya_jax.errors import ExitCode
 from zaya_jax.run.progress_record import LastWords, Phase
 
-# What a process says that waited for the others of its job in vain, see `parallel.rendezvous`.
-_NOT_MET = ("did not reach", "could not reach process 0", "before all")
+UNKILLABLE = "unkillable"  # code of a process that SIGKILL does not end
+# What a process says that could not join the others, see `parallel.rendezvous`, or whose predecessor still runs.
+_NOT_MET = ("did not reach", "could not reach process 0", "before all", "received no answer", "closed the connection",
+            "cannot listen", "could not be resolved", "is in use by another process")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Failure:
       step: number of steps it had done; -1 if it did not get that far.
       words: its last sentence, or evidence; printable.
       progress: greatest number of steps that any process had done.
+      device: the GPU that caused it; None if it is none, or that is unknown.
     """
 
     fault: FaultClass
@@ -59,6 +62,7 @@ class Failure:
     step: int
     words: str = ""
     progress: int = -1
+    device: int | None = None
 
     @property
     def same(self) -> tuple[str, str, int, str]:
@@ -76,14 +80,16 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
       ends: of all processes of this node.
       observations: faults seen during the attempt, in order.
     """
-    failed = [end for end in ends if end.status != 0 and not end.was_killed]
-    if not failed:
+    if all(end.status == 0 for end in ends):
         return None
+    failed = [end for end in ends if end.status != 0 and not end.was_killed]
     progress = max(end.step for end in ends)
+    if not failed:
+        return Failure(FaultClass.PREEMPTION, "killed", None, progress, "", progress)
     origins = [end for end in failed if not end.followed]
-    given_up = [end for end in ends if end.was_killed]
-    if not origins and len(given_up) == 1:  # the others were right: it sent no heartbeat, and did not end
-        end = given_up[0]
+    killed = [end for end in ends if end.was_killed]
+    if not origins and len(killed) == 1:  # the others were right: it sent no heartbeat, and did not end
+        end = killed[0]
         words = next(each.words.sentence for each in failed if each.words is not None)
         return Failure(
             FaultClass.HANG, f"hang-{end.phase.name.lower()}", end.rank, end.step, printable(words), progress
@@ -93,15 +99,16 @@ def find_failure(ends: Sequence[RankEnd], observations: Sequence[Observation]) -
         return Failure(FaultClass.CRASH, "peer-lost", None, progress, printable(words), progress)
     origin = min(origins, key=lambda end: end.time if end.words is None else min(end.time, end.words.time_ns / 1e9))
     words = "" if origin.words is None else printable(origin.words.sentence)
-    fault, code = _classify(origin, words, observations)
-    return Failure(fault, code, origin.rank, origin.step, words, progress)
+    cause = _cause(origin, observations)
+    fault, code = _classify(origin, words, cause)
+    device = None if cause is None or fault is not cause.fault else cause.device
+    return Failure(fault, code, origin.rank, origin.step, words, progress, device)
 
 
-def _classify(origin: RankEnd, words: str, observations: Sequence[Observation]) -> tuple[FaultClass, str]:
+def _classify(origin: RankEnd, words: str, cause: Observation | None) -> tuple[FaultClass, str]:
     """Return the class and code of the origin's end."""
     if origin.status in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):
         return FaultClass.PREEMPTION, f"exit-{origin.status}"
-    cause = _cause(origin, observations)
     if cause is not None:
         return cause.fault, cause.code
     if origin.status == ExitCode.BAD_INPUT and any(text in words for text in _NOT_MET):

@@ -1,7 +1,8 @@
 """Goodput: which part of a job's time trained steps that counted, computed from the event log alone.
 
 Each second between the first start and the last end is in exactly one bucket. A step that is done again after a restart
-is wasted the first time. Attempts with a fault that a drill made are left out, with the pause after them.
+is wasted the first time. Attempts with a fault of a drill are left out, with the pause after them, and so are pauses
+after a run that had finished or that Ctrl-C had ended.
 
 The buckets are those of Google's ml-goodput-measurement, with evaluation as its custom one.
 """
@@ -25,6 +26,9 @@ BUCKETS = {
     "other": ("finish", "end"),
 }
 _BUCKET_OF = {phase: bucket for bucket, phases in BUCKETS.items() for phase in phases}
+
+
+_INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +85,22 @@ def measure_goodput(
         end = ends.get(start["attempt"])
         if end is None and following is None and running and running["attempt"] == start["attempt"]:
             end = {"code": "finished", "unix": now, **running}
-        until = following["unix"] if following else end["unix"] if end else now
-        if until is None or start["attempt"] in drills:
+        if start["attempt"] in drills:
             continue
-        seconds += until - start["unix"]
         if end is None:  # it runs, or its supervisor was killed
-            buckets["other" if following is None else "infrastructure_recovery"] += until - start["unix"]
+            until = now if following is None else following["unix"]
+            unknown = 0.0 if until is None else max(until - start["unix"], 0.0)
+            buckets["other" if following is None else "infrastructure_recovery"] += unknown
+            seconds += unknown
             continue
-        buckets["infrastructure_recovery"] += until - end["unix"]
+        pause = 0.0 if following is None or _was_wanted(end) else max(following["unix"] - end["unix"], 0.0)
+        duration = _duration(start, end)
+        seconds += duration + pause
+        buckets["infrastructure_recovery"] += pause
         times: Mapping[str, float] = end.get("times") or {}
         for phase, spent in times.items():
             buckets[_BUCKET_OF.get(phase, "other")] += spent
-        rest = end["unix"] - start["unix"] - sum(times.values())
+        rest = duration - sum(times.values())
         buckets["other" if end["code"] == "finished" else "infrastructure_recovery"] += rest
         if end.get("first_step") is None:
             continue
@@ -101,9 +109,24 @@ def measure_goodput(
         buckets["productive"] -= lost_seconds
         buckets["wasted_progress"] += lost_seconds
         productive = sum(spent for phase, spent in times.items() if _BUCKET_OF.get(phase) == "productive")
+        if end["last_step"] == end["first_step"]:  # its first step did not end
+            buckets["productive"] -= productive
+            buckets["wasted_progress"] += productive
         done.append(_Done(end["first_step"], end["last_step"], productive))
     counted = len([start for start in starts if start["attempt"] not in drills])
     return Goodput(buckets, seconds, counted, sum(each.last - each.first for each in done), wasted_steps)
+
+
+def _duration(start: Mapping[str, Any], end: Mapping[str, Any]) -> float:
+    """Return the seconds of an attempt, by the clock that nobody sets, if both events have it."""
+    if "monotonic" in start and "monotonic" in end:
+        return end["monotonic"] - start["monotonic"]
+    return end["unix"] - start["unix"]
+
+
+def _was_wanted(end: Mapping[str, Any]) -> bool:
+    """Return whether the run was over, or a person ended it, so that the pause after it is no failure's."""
+    return end["code"] == "finished" or _INTERRUPTED in end.get("exit_statuses", ())
 
 
 def _truncate(done: list[_Done], step: int) -> tuple[int, float]:

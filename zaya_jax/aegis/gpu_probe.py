@@ -229,7 +229,7 @@ def _rise(old: int | None, new: int | None) -> int:
 
 
 def _observe(code: str, severity: Severity, text: str, gpu: int) -> Observation:
-    return Observation(code, FaultClass.GPU, severity, text, gpu)
+    return Observation(code, FaultClass.GPU, severity, text, device=gpu)
 
 
 def _checked(values: Any) -> Gpu:

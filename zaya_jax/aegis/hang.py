@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping
 
 from zaya_jax.run.progress_record import Phase, Progress
 
-# In these phases a process waits for others: their collectives, or their connections.
-WAITING = (Phase.JOIN, Phase.DISPATCH, Phase.DEVICE_WAIT)
+# In these phases a process waits for others: their connections, collectives, or ends.
+WAITING = (Phase.JOIN, Phase.DISPATCH, Phase.DEVICE_WAIT, Phase.END)
 
 
 def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[int] = ()) -> list[int]:

@@ -1,4 +1,4 @@
-"""Tell people: run the site's own command for each severe event, without ever waiting for it.
+"""Notify people: run the site's own command for each severe event, without ever waiting for it.
 
 The command is a list of arguments, run without a shell, with the event as one line of JSON on its standard input. It
 runs in a session of its own, which is killed at the timeout.

@@ -22,7 +22,7 @@ class FaultClass(enum.StrEnum):
     DEVICE_MEMORY = "device_memory"  # a GPU ran out of memory
     CHECKPOINT = "checkpoint"  # no checkpoint can be restored, or saving fails
     DISK = "disk"  # a disk is full or fails
-    CONFIGURATION = "configuration"  # the command cannot run as it is
+    CONFIGURATION = "configuration"  # the command or its configuration is invalid
 
 
 class Severity(enum.StrEnum):
@@ -43,7 +43,8 @@ class Observation:
       fault: its class.
       severity: how bad it is.
       text: evidence as printable text of at most 500 characters, such as the line of a log.
-      rank: process that it concerns, for the class GPU the GPU; None for the machine.
+      rank: process that it concerns; None for the machine.
+      device: GPU that it concerns; None for any other part of the machine.
       good_steps: number of steps done before the fault; None if it is not one of the training.
     """
 
@@ -53,6 +54,7 @@ class Observation:
     text: str = ""
     rank: int | None = None
     good_steps: int | None = None
+    device: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", printable(self.text))

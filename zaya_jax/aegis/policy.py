@@ -36,7 +36,7 @@ class TimeoutPolicy:
     evaluate: Positive[float] = 3600.0
     save: Positive[float] = 1800.0
     finish: Positive[float] = 3600.0
-    end: Positive[float] = 60.0
+    end: Positive[float] = 240.0
     floor: Positive[float] = 240.0
     factor: Positive[float] = 5.0
     learn_after: Positive[int] = 5  # steps
@@ -94,7 +94,7 @@ class RulePolicy:
     hang: Action = "restart"
     crash: Action = "restart"
     network: Action = "restart"
-    peers: Action = "replace_node"
+    peers: Action = "restart"
     gpu: Action = "replace_node"
     non_finite: Action = "roll_back"
     spike: Action = "roll_back"
@@ -162,6 +162,11 @@ class Policy:
     grace_seconds: NonNegative[float] = 300.0
     settle_seconds: NonNegative[float] = 2.0
     evidence_seconds: NonNegative[float] = 5.0
+
+    def acting(self, *actions: Action) -> list[FaultClass]:
+        """Return the classes of faults for which one of `actions` is taken, not only logged."""
+        return [FaultClass(rule.name) for rule in fields(RulePolicy)
+                if getattr(self.rules, rule.name) in actions and rule.name not in self.log_only]  # fmt: skip
 
     def check(self) -> None:
         """Raise `InputError` if a value is invalid."""

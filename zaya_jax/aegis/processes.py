@@ -17,6 +17,7 @@ from zaya_jax.aegis.failure import RankEnd
 from zaya_jax.aegis.output import Output, Stream
 from zaya_jax.run.progress_record import SIZE, VARIABLE, Phase, Progress, read_progress
 
+KILL_SECONDS = 60.0  # that the kernel may take to end a process after SIGKILL
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -75,14 +76,22 @@ class Rank:
         except ProcessLookupError:
             return progress  # it ended just now
 
-    def note_end(self) -> RankEnd:
-        """Reap the process, which has ended, and return how."""
-        status = self.process.wait()
+    def note_end(self, seconds: float | None = None) -> RankEnd:
+        """Wait at most `seconds` for the end of the process, reap it, and return how it ended.
+
+        Raises:
+          subprocess.TimeoutExpired: it has not ended.
+        """
+        status = self.process.wait(seconds)
         progress = read_progress(self._record)
         step, phase, words = (-1, Phase.START, None) if progress is None else (
             progress.step if progress.first_step >= 0 else -1, progress.phase, progress.last_words)  # fmt: skip
         self.end = RankEnd(self.index, status, time.monotonic(), step, phase, words, self.killed)
         return self.end
+
+    def give_up(self) -> None:
+        """Count the process as killed, although the kernel has not ended it."""
+        self.end = RankEnd(self.index, -signal.SIGKILL, time.monotonic(), was_killed=True)
 
     def send(self, number: int) -> None:
         """Send a signal to the trainer itself, not to a shell around it or to its data workers."""
@@ -113,6 +122,7 @@ class Gang:
         self.selector = selectors.DefaultSelector()
         self.ranks: list[Rank] = []
         self.final_progress: Progress | None = None  # of the first process, once closed
+        self.stuck: list[int] = []  # processes that SIGKILL did not end
         try:
             for index, (command, environment) in enumerate(processes):
                 self.ranks.append(Rank(index, command, environment, outputs))
@@ -148,8 +158,13 @@ class Gang:
         """Kill every process that still runs, and wait for their ends."""
         for rank in self.ranks:
             rank.kill()
+        deadline = time.monotonic() + KILL_SECONDS
         for rank in self.running:
-            rank.note_end()
+            try:
+                rank.note_end(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:  # it waits in the kernel, for a driver or a file server
+                self.stuck.append(rank.index)
+                rank.give_up()
 
     def close(self) -> None:
         """Kill what is left of the sessions, read the rest of the output, and close everything."""

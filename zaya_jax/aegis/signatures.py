@@ -44,8 +44,8 @@ class Signature:
 
     def observe(self, line: str, rank: int | None = None) -> Observation:
         """Return the observation of `line`, which matched; its evidence starts shortly before the match."""
-        found = self.pattern.search(line[:LONGEST_LINE])
-        start = max(0, found.start() - _CONTEXT) if found else 0
+        match_at = self.pattern.search(line[:LONGEST_LINE])
+        start = max(0, match_at.start() - _CONTEXT) if match_at else 0
         return Observation(self.code, self.fault, self.severity, line[start:LONGEST_LINE], rank)
 
 

@@ -1,11 +1,12 @@
 """The supervisor: runs a training command, attempt after attempt, until it is done or must be given up."""
 
 import dataclasses
+import errno
 import random
 import signal
 import socket
-import subprocess
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -56,41 +57,59 @@ class Supervisor:
     def run(self) -> SupervisorExit:
         """Run the job to its end; the signals that ask it to stop are handled meanwhile."""
         adopt_orphans()
-        before = {number: signal.signal(number, self._note_signal) for number in _STOPS}
+        heard = [number for number in _STOPS if signal.getsignal(number) is not signal.SIG_IGN]  # as under nohup
+        before = {number: signal.signal(number, self._note_signal) for number in heard}
         try:
-            code, why = self._supervise()
+            try:
+                code, why = self._supervise()
+            except InputError as error:
+                code, why = SupervisorExit.CONFIGURATION, str(error)
+            except Exception as error:
+                traceback.print_exc()
+                code, why = SupervisorExit.SOFTWARE, f"The supervisor failed: {type(error).__name__}: {error}."
+            self._end(code, why)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-            self._shared.timeouts.save()
-            self._watch.close()
+        return code
+
+    def _end(self, code: SupervisorExit, why: str) -> None:
+        """Write how it ended, everywhere."""
         shared = self._shared
+        shared.timeouts.save()
+        self._watch.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
         shared.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
         write_verdict(shared.folder, code, why, shared.log.attempt, shared.best_step)
         write_state(shared.folder, attempt=shared.log.attempt, state="ended", exit_code=int(code), why=why, ranks=[])
         shared.outputs[1].say(f"{why} Exit code {int(code)}.")
         for output in shared.outputs:
+            if output.dropped:
+                shared.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
             output.flush(1.0)
         shared.notifier.close(_LAST_NEWS)
         shared.log.close()
-        return code
 
     def _supervise(self) -> tuple[SupervisorExit, str]:
         shared = self._shared
         while True:
             processes = [(argv, {**self._environment, **variables})
                          for argv, variables in self._command.processes(f"127.0.0.1:{_free_port()}")]  # fmt: skip
+            self._watch.start_attempt()
             try:
-                self._watch.start_attempt()
-                failure = Attempt(shared, processes, self._watch).run()
+                expects_records = self._command.config is not None
+                attempt = Attempt(shared, processes, self._watch, expects_records=expects_records)
             except OSError as error:
-                return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
+                if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
+                    return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
+                failure = Failure(FaultClass.CRASH, "not-started", None, -1)  # the machine may be short of something
+            else:
+                failure = attempt.run()
             self._note_faults_made()
-            if shared.signals:
-                return self._stopped(f"after step {max(shared.best_step, 0)}")
             if failure is None:
                 return SupervisorExit.DONE, f"The command finished in attempt {shared.log.attempt}."
+            if shared.signals:
+                return self._stopped(f"after step {max(shared.best_step, 0)}")
             decision = self._decide(failure)
             if decision.exit_code is not None:
                 return decision.exit_code, decision.why
@@ -133,8 +152,9 @@ class Supervisor:
         return decision
 
     def _use_fewer_devices(self, failure: Failure, decision: Decision) -> Decision:
-        is_device = failure.rank is None or failure.fault is FaultClass.GPU
-        lost = failure.rank if is_device else self._command.devices[failure.rank or 0]
+        lost = failure.device
+        if lost is None and failure.rank is not None:
+            lost = self._command.devices[failure.rank]
         fewer = self._command.with_fewer_devices(lost)
         if fewer is None:
             return dataclasses.replace(decision, exit_code=SupervisorExit.RETRY_ELSEWHERE, why=(
@@ -149,8 +169,8 @@ class Supervisor:
         why = "No checkpoint is older than the bad steps."
         if plan is not None:
             try:
-                self._command = roll_back(self._command, plan)
-            except (InputError, OSError, subprocess.TimeoutExpired) as error:
+                self._command = roll_back(self._command, plan, lambda: bool(self._shared.signals))
+            except (InputError, OSError) as error:
                 plan, why = None, str(error)
         if plan is None:
             return dataclasses.replace(decision, exit_code=SupervisorExit.DO_NOT_REQUEUE, why=f"{decision.why} {why}")

@@ -27,20 +27,29 @@ class Timeouts:
         except (InputError, KeyError, TypeError, ValueError):  # missing or damaged: learn again
             self._longest = {}
 
-    def limit(self, phase: Phase) -> float:
-        """Return the seconds that a process may stay in `phase`."""
+    def limit(self, phase: Phase, progress: Progress | None) -> float:
+        """Return the seconds that a process may stay in `phase`.
+
+        Until it has done `learn_after` steps it may wait for other nodes, which compile: what was learned does not
+        apply.
+        """
         most = self._policy.of(phase)
-        if phase.name not in self._longest:
+        if phase.name not in self._longest or not self._has_trained(progress):
             return most
         return min(most, max(self._policy.floor, self._policy.factor * self._longest[phase.name]))
 
     def learn(self, progress: Progress) -> None:
         """Learn from the stays of a process that has trained for enough steps."""
-        if progress.first_step < 0 or progress.step - progress.first_step < self._policy.learn_after:
+        if not self._has_trained(progress):
             return
         for phase in (Phase.DATA, Phase.DISPATCH, Phase.DEVICE_WAIT, Phase.EVALUATE, Phase.SAVE):
             if progress.longest[phase] > self._longest.get(phase.name, 0.0):
                 self._longest[phase.name] = progress.longest[phase]
+
+    def _has_trained(self, progress: Progress | None) -> bool:
+        if progress is None or progress.first_step < 0:
+            return False
+        return progress.step - progress.first_step >= self._policy.learn_after
 
     def save(self) -> None:
         """Write what was learned; a full disk is ignored."""

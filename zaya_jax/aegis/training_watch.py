@@ -28,8 +28,15 @@ class LossWatch:
         self._losses = deque[float](maxlen=policy.spike_window)
         self._step, self._good, self._high, self._not_finite = -1, 0, 0, 0
 
-    def look(self, step: int, loss: float) -> Observation | None:
-        """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps."""
+    def look(self, step: int, loss: float, first_step: int = 0) -> Observation | None:
+        """Look at the loss after `step` steps; return an observation when it has been bad for `spike_steps` steps.
+
+        Args:
+          step: number of steps done.
+          loss: of the last one, in nats/token.
+          first_step: number of steps that were done when training started or resumed.
+        """
+        self._good = max(self._good, first_step)
         if step == self._step or (math.isnan(loss) and self._step < 0):
             return None
         self._step = step
@@ -87,14 +94,14 @@ class StragglerWatch:
             own[rank] = sum(spent) - sum(spent[phase] for phase in _SHARED)
         self._start = dict(progress)
         median = statistics.median(own.values())
-        found = []
+        slow = []
         for rank, seconds in own.items():
             score = (total - (seconds - median)) / total if total > 0 else 1.0
             self._slow[rank] = self._slow.get(rank, 0) + 1 if score < self._policy.straggler_score else 0
             if self._slow[rank] == self._policy.straggler_windows:
-                found.append(Observation(
+                slow.append(Observation(
                     "straggler", FaultClass.STRAGGLER, Severity.WARNING,
                     f"Without the delay of process {rank}, steps would take {score:.0%} of their time, for "
                     f"{self._slow[rank]} windows of {self._policy.straggler_steps} steps.", rank,
                 ))  # fmt: skip
-        return found
+        return slow

@@ -57,8 +57,9 @@ class Watch:
         """
         progress = {rank.index: each for rank in ranks if (each := rank.progress) is not None and each.first_step >= 0}
         seen, self._new = self._new, []
-        if 0 in progress and (bad := self._loss.look(progress[0].step, progress[0].loss)) is not None:
-            seen.append(bad)
+        if (first := progress.get(0)) is not None:
+            bad = self._loss.look(first.step, first.loss, first.first_step)
+            seen += [] if bad is None else [bad]
         if len(progress) == len(ranks) > 1:
             seen += self._straggler.look(progress)
         if now - self._looked < _EVERY:
