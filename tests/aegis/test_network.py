@@ -174,7 +174,7 @@ def test_attributes_outside_of_sysfs_and_special_files_are_not_read(tmp_path, tr
     watch.poll(0)
     secret.write_text("1: DOWN")
     assert watch.poll(1) == []
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 20
 
 
 def nicctl(state: str, downs: int) -> dict:

@@ -69,7 +69,7 @@ def test_no_repetition_is_unbounded_or_nested(sign):
     start = time.perf_counter()
     for line in worst:
         match(sign.source, line)
-    assert time.perf_counter() - start < 0.2
+    assert time.perf_counter() - start < 5
 
 
 @pytest.mark.parametrize(("source", "line"), [(source, line) for source, lines in HARMLESS.items() for line in lines])
