@@ -23,6 +23,7 @@ from zaya_jax.aegis.goodput import measure_goodput
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.report import node_folders
 from zaya_jax.config import load_config
+from zaya_jax.config.checks import counted
 from zaya_jax.config.stages import total_steps
 from zaya_jax.config.yaml_text import dump_yaml
 from zaya_jax.errors import InputError, RunStopped
@@ -103,9 +104,9 @@ class Drill:
         unlimited = {"per_hour": 100_000, "delays": [0.0], "same_failure": 1000, "no_progress": 1000}
         policy = {"timeouts": timeouts, "restart": unlimited}
         (self.folder / "policy.yaml").write_text(dump_yaml(policy), encoding="utf-8")
-        say(f"The undisturbed run: {steps} steps in {self.processes} processes.")
+        say(f"The undisturbed run: {counted(steps, 'step')} in {counted(self.processes, 'process', 'es')}.")
         quiet = self._train("undisturbed", ())
-        say(f"The disturbed run: {len(self.faults)} faults.")
+        say(f"The disturbed run: {counted(len(self.faults), 'fault')}.")
         disturbed = self._train("disturbed", self.faults)
         card = score(self.faults, quiet, disturbed, self.hang_seconds, max(steps // config.checkpoint.every, 1))
         card["identical"] = self._results("undisturbed", steps) == self._results("disturbed", steps)
