@@ -1,17 +1,14 @@
-"""What a machine is, its collectives, and what every result and command of `machine` and `bench` shares."""
+"""What a machine is, and what every result and command of `machine` and `bench` shares."""
 
 import json
 import re
 import sys
 
-import jax
 import pytest
 
-from tests.train_helpers import on_devices
 from zaya_jax.bench.__main__ import main as bench
 from zaya_jax.machine import describe as module
 from zaya_jax.machine.__main__ import main
-from zaya_jax.machine.collectives import check_collectives
 from zaya_jax.machine.describe import describe_machine
 from zaya_jax.machine.plot import draw_lines
 from zaya_jax.machine.result import describe_run, write_result
@@ -36,22 +33,6 @@ def test_a_gpu_that_jax_does_not_use_is_a_failure(monkeypatch):
     assert "failed" not in describe_machine()
     monkeypatch.delenv("JAX_PLATFORMS")
     assert "pip install -e '.[rocm]'" in describe_machine()["failed"]
-
-
-def collectives(broken):
-    """`check_collectives`, with the ring of `ppermute` turned round where `broken`."""
-    permute = jax.lax.ppermute
-    with pytest.MonkeyPatch.context() as patch:
-        if broken:
-            patch.setattr(jax.lax, "ppermute", lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs]))
-        return check_collectives()
-
-
-def test_collectives_are_compared_with_numpy():
-    assert "skipped" in check_collectives()  # one device
-    result = on_devices(8, "tests.machine.test_machine:collectives", False)
-    assert result == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
-    assert "ppermute in float32, ppermute in" in on_devices(4, "tests.machine.test_machine:collectives", True)["failed"]
 
 
 def test_a_result_says_how_and_where_it_was_measured(monkeypatch, tmp_path):

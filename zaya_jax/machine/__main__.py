@@ -6,12 +6,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from zaya_jax.machine.collectives import command as collectives_command
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
 
 _PROGRAM = "python -m zaya_jax.machine"
 _EXAMPLES = """examples:
   python -m zaya_jax.machine describe
   python -m zaya_jax.machine smoke --output smoke.json
+  python -m zaya_jax.machine collectives --operations all_reduce all_gather --png collectives.png
   python -m zaya_jax.machine context --repeats 3 --png memory.png"""
 
 
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     add_flags(context, repeats=5, png="memory per device against the number of devices")
     context.set_defaults(run=_context)
+
+    collectives_command.add(verbs, _PROGRAM)
 
     kernels = add_verb(
         verbs, _PROGRAM, "kernels", "compile each Pallas kernel for GPUs that need not be here",

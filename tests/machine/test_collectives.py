@@ -1,0 +1,180 @@
+"""The sweep of collectives: results, compiled programs, conventions, tables, fit and input."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.devices_helpers import on_devices
+from zaya_jax.config import ParallelConfig
+from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.collectives.check import check_collectives
+from zaya_jax.machine.collectives.fit import fit_times
+from zaya_jax.machine.collectives.operations import COLLECTIVES, pattern
+from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
+from zaya_jax.machine.collectives.text import column, footer, header, parse_rows, row
+from zaya_jax.machine.collectives.timing import wrong_elements
+from zaya_jax.parallel.mesh import make_mesh
+
+HERE = "tests.machine.test_collectives:"
+SIZES = [8 * 2**i for i in range(21)]
+
+
+def reference(name, rows):
+    """What a collective returns, by numpy: rows [n, input of a rank] → [n, output of a rank]."""
+    n = len(rows)
+    return {
+        "all_reduce": lambda: np.tile(rows.sum(0), (n, 1)),
+        "reduce_scatter": lambda: rows.sum(0).reshape(n, -1),
+        "all_gather": lambda: np.tile(rows.reshape(-1), (n, 1)),
+        "broadcast": lambda: np.tile(rows[0], (n, 1)),
+        "all_to_all": lambda: rows.reshape(n, n, -1).swapaxes(0, 1).reshape(n, -1),
+        "permute": lambda: np.roll(rows, 1, 0),
+    }[name]()
+
+
+def compared():
+    """Compare results and expectations with numpy for one group and for groups side by side; then check all."""
+    for layout, axes, n in ((ParallelConfig(), ("data",), 8), (ParallelConfig(data=2, fsdp=4), ("fsdp",), 4)):
+        mesh = make_mesh(layout)
+        for name, collective in COLLECTIVES.items():
+            programs = Programs(Case(collective, mesh, axes, 5 * n, "bfloat16"))
+            x, out = (np.asarray(array, np.float32) for array in (programs.fill(), programs.run(programs.fill())))
+            for group in range(8 // n):
+                rows = x.reshape(8 // n, n, -1)[group]
+                np.testing.assert_array_equal(out.reshape(8 // n, n, -1)[group], reference(name, rows), name)
+            assert wrong_elements(programs) == (0, 0)
+    return check_collectives()
+
+
+def reversed_ring():
+    """Count wrong elements of a ring that turns the other way, and operations of a program in a loop."""
+    case = Case(COLLECTIVES["permute"], make_mesh(), ("data",), 256, "float32")
+    count = collective_counts(Programs(case).in_graph.as_text())
+    permute = jax.lax.ppermute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax.lax, "ppermute", lambda x, axis, pairs: permute(x, axis, [(b, a) for a, b in pairs]))
+        return [count, *wrong_elements(Programs(case))]
+
+
+def test_results_equal_numpy():
+    assert "skipped" in check_collectives()  # one device
+    assert on_devices(8, HERE + "compared") == {"devices": 8, "dtypes": ["float32", "bfloat16", "int32"]}
+
+
+def test_wrong_elements_are_counted_and_so_are_operations_in_a_loop():
+    count, *wrong = on_devices(4, HERE + "reversed_ring")
+    assert count == {"collective-permute": IN_GRAPH}
+    assert wrong == [4 * 256, 4 * 256]
+
+
+def test_a_program_without_the_collective_is_refused():
+    removed = COLLECTIVES["all_reduce"]._replace(run=lambda x, _axes: x)
+    case = Case(removed, make_mesh(), ("data",), 4, "float32")
+    with pytest.raises(RuntimeError, match="must have 1 of all-reduce"):
+        _ = Programs(case).run
+
+
+@given(st.integers(2, 1024), st.sampled_from(("float32", "bfloat16", "int8")))
+def test_patterns_are_exact_in_every_dtype(n, dtype):
+    numbers = pattern(n, dtype)
+    rank = np.arange(n)[:, None]
+    rows = np.where(rank % numbers.stride == 0, (rank + np.arange(2 * numbers.period)) % numbers.period, 0)
+    np.testing.assert_array_equal(numbers.value(-1, jnp.arange(2 * numbers.period)), rows.sum(0))
+    assert rows.sum(0).max() <= (127 if dtype == "int8" else 256)
+    assert len(np.unique(rows[0])) > 1
+
+
+@given(st.integers(2, 512), st.floats(1e8, 1e12), st.integers(1, 1000))
+def test_an_ideal_ring_has_one_bus_bandwidth(n, link, chunk):
+    """A ring sends (n − 1) / n of the buffer over each link, an all-reduce twice; a broadcast, all of it."""
+    for name, collective in COLLECTIVES.items():
+        case = Case(collective, make_mesh(devices=n), ("data",), chunk * n, "float32")
+        sent = case.size * {"all_reduce": 2 * (n - 1) / n, "broadcast": 1, "permute": 1}.get(name, (n - 1) / n)
+        assert column(case, sent / link, 0).busbw == pytest.approx(link)
+        assert collective.passed(case.elements, n) * 4 * (n if collective.whole_chunks else 1) == case.size
+
+
+@given(st.floats(1e-9, 1e7), st.integers(0, 999_999), st.sampled_from(tuple(COLLECTIVES)), st.booleans())
+def test_rows_have_the_form_of_nccl_tests(seconds, wrong, name, both):
+    case = Case(COLLECTIVES[name], make_mesh(devices=4), ("data",), 4096, "bfloat16")
+    half = column(case, seconds, wrong)
+    line = row(case, half if both else None, half)
+    assert len(line) == 52 + (33 if both else 32) + 33
+    (fields,) = parse_rows(line)
+    assert (int(fields["size"]), fields["type"], int(fields["root"])) == (8192, "bfloat16", -(name != "broadcast"))
+    assert ("time" in fields) == both
+    assert float(fields["time_in_place"]) == pytest.approx(seconds * 1e6, rel=0.06, abs=0.006)
+    assert float(fields["wrong_in_place"]) == pytest.approx(wrong, rel=1e-5)
+
+
+def test_a_table_is_aligned_and_says_whether_results_were_wrong():
+    case = Case(COLLECTIVES["all_gather"], make_mesh(), ("data",), 4096, "float32")
+    lines = header("all_gather", [case], "dispatch", 20)
+    assert len(lines[-1]) == len(lines[-2]) == len(row(case, column(case, 1, 0), column(case, 1, 0))) + 1
+    assert "# Out of bounds values : 0 OK" in footer("all_gather", [column(case, 1, 0)])
+    assert "# Out of bounds values : 1 FAILED" in footer("all_gather", [column(case, 1, 0), column(case, 1, 3)])
+
+
+def test_confidence_intervals_cover_what_they_promise():
+    generator = np.random.default_rng(0)
+    covered = []
+    for _ in range(2000):
+        alpha, beta = 10 ** generator.uniform(-6, -4), 10 ** generator.uniform(8, 11.5)
+        noise = generator.uniform(0.01, 0.1) * generator.standard_normal(len(SIZES))
+        fit = fit_times(SIZES, ((alpha + np.array(SIZES) / beta) * (1 + noise)).tolist())
+        assert fit is not None
+        covered.append((fit.alpha.low <= alpha <= fit.alpha.high, fit.beta.low <= beta <= fit.beta.high))
+    assert (np.mean(covered, 0) >= 0.93).all()
+    assert (np.mean(covered, 0) <= 0.97).all()
+
+
+def test_the_knee_is_where_nine_tenths_of_the_bandwidth_are_reached():
+    fit = fit_times(SIZES, [1e-5 + size / 1e9 for size in SIZES])
+    assert fit is not None
+    assert (fit.alpha.value, fit.beta.value) == (pytest.approx(1e-5), pytest.approx(1e9))
+    assert fit.half_size == pytest.approx(1e4)
+    assert fit.knee / (1e-5 + fit.knee / 1e9) == pytest.approx(0.9e9)
+    assert fit_times([8, 16], [1, 2]) is None
+    assert fit_times([8, 16, 32], [3, 2, 1]) is None
+
+
+def sweep(folder):
+    """Run the command on the devices of this process; returns its table."""
+    arguments = ["--operations", "all_reduce", "all_to_all", "--max-bytes", "32K", "--factor", "16", "--repeats",
+                 "2", "--jsonl", f"{folder}/rows", "--output", f"{folder}/result",
+                 "--png", f"{folder}/plot.png"]  # fmt: skip
+    for more in (["--devices", "2", "4"], ["--data", "2", "--fsdp", "2", "--axis", "fsdp", "--mode", "graph"]):
+        assert main(["collectives", *arguments, *more]) == 0
+
+
+def test_the_command_writes_tables_rows_fits_and_a_plot(tmp_path):
+    on_devices(4, HERE + "sweep", str(tmp_path))
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert len(rows) == 2 * 2 * 4 + 2 * 4  # operations × device counts × sizes, then operations × sizes
+    assert {(row["devices"], row["groups"], row["mode"]) for row in rows} == {
+        (2, 1, "dispatch"), (4, 1, "dispatch"), (2, 2, "graph")}  # fmt: skip
+    assert all(row["versions"]["jax"] and row["hardware"]["cpu"] and row["wrong"] == 0 for row in rows)
+    result = json.loads((tmp_path / "result").read_text())
+    assert [fit["operation"] for fit in result["fits"]] == ["all_reduce", "all_to_all"]
+    assert all(row["in_place"]["min"] <= row["in_place"]["p50"] <= row["in_place"]["p99"] for row in result["results"])
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("--max-bytes 4", "--max-bytes is 4, but must be at least --min-bytes, 8."),
+    ("--min-bytes 8X", "--min-bytes is '8X', but must be a number of bytes, such as 8, 64K, 16M or 1G."),
+    ("--factor 1", "--factor is 1, but must be at least 2."),
+    ("--devices 1", "--devices is 1, but must be at least 2."),
+    ("--devices 4096", "--devices is 4096, but this process has"),
+    ("--devices 2 --fsdp 2", "--devices does not go with --axis and the sizes of mesh axes: remove one."),
+    ("--fsdp 3", "--fsdp 3 is 3, but must divide 1, the number of devices."),
+    ("", "There is one device, but a collective needs at least two."),
+])  # fmt: skip
+def test_bad_input_is_named(arguments, message, capsys):
+    assert main(["collectives", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""The verb `collectives` of `python -m zaya_jax.machine`."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.config import ParallelConfig
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.machine.command import add_flags, add_verb
+
+_OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
+_DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
+_AXES = ("data", "fsdp", "expert", "context")
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(
+        verbs, program, "collectives", "check and time collectives over sizes, as nccl-tests and rccl-tests do",
+        "Prints their tables, and fits latency and bandwidth. Every result is compared element by element. Start it "
+        "like training for a job of several processes.", "--operations all_reduce --max-bytes 128M",
+    )  # fmt: skip
+    add_flag = verb.add_argument
+    add_flag("--operations", nargs="+", choices=_OPERATIONS, default=_OPERATIONS, metavar="OPERATION",
+             help=f"operations to measure (default: all): {', '.join(_OPERATIONS)}")  # fmt: skip
+    add_flag("--dtypes", nargs="+", choices=_DTYPES, default=("float32",), metavar="DTYPE",
+             help=f"dtypes (default: float32): {', '.join(_DTYPES)}")  # fmt: skip
+    add_flag("--min-bytes", default="8", metavar="SIZE", help="smallest size, such as 8 or 64K (default: 8)")
+    add_flag("--max-bytes", default="16M", metavar="SIZE", help="largest size (default: 16M)")
+    add_flag("--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
+    add_flag("--devices", nargs="+", type=int, default=(), metavar="N", help="numbers of devices to compare, each the "
+             "first N (default: all devices of the job)")  # fmt: skip
+    for axis in _AXES:
+        default, meaning = (None, "the rest") if axis == "data" else (1, "1")
+        add_flag(f"--{axis}", type=int, default=default, metavar="N",
+                 help=f"devices of the mesh axis {axis} (default: {meaning})")  # fmt: skip
+    add_flag("--axis", nargs="+", choices=_AXES, default=(), metavar="AXIS", help="mesh axes to run over: groups of "
+             "devices run side by side (default: all axes, in one group)")  # fmt: skip
+    add_flag("--mode", choices=("dispatch", "graph"), default="dispatch", help="dispatch: time calls of one operation; "
+             "graph: operations within one program, without the time to start each (default: dispatch)")  # fmt: skip
+    add_flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
+    add_flag("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
+    add_flag("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
+    add_flag("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+    add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
+    verb.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    sizes = _sizes(parsed.min_bytes, parsed.max_bytes, parsed.factor)
+    if parsed.devices and (parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in _AXES)):
+        raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")
+    if few := [count for count in parsed.devices if count < 2]:
+        raise InputError(f"--devices is {few[0]}, but must be at least 2.")
+    layout = ParallelConfig(**{axis: getattr(parsed, axis) for axis in _AXES})
+    from zaya_jax.parallel.multihost import join
+
+    preset = select_preset(None)
+    join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
+
+    sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
+                  tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
+    png, rows = (Path(name) if name else None for name in (parsed.png, parsed.jsonl))
+    return measure_collectives(sweep, rows, png)
+
+
+def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
+    first, last = _bytes("--min-bytes", least), _bytes("--max-bytes", most)
+    if last < first:
+        raise InputError(f"--max-bytes is {most}, but must be at least --min-bytes, {least}.")
+    if factor < 2:
+        raise InputError(f"--factor is {factor}, but must be at least 2.")
+    sizes = [first]
+    while sizes[-1] * factor <= last:
+        sizes.append(sizes[-1] * factor)
+    return tuple(sizes)
+
+
+def _bytes(flag: str, text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if not match or int(match[1]) == 0:
+        raise InputError(f"{flag} is {text!r}, but must be a number of bytes, such as 8, 64K, 16M or 1G.")
+    return int(match[1]) * _UNITS[match[2]]

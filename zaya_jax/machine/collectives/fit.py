@@ -1,0 +1,74 @@
+"""Fit time = α + size / β to measured times, with confidence intervals, and derive sizes from it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+SATURATED = 0.9  # share of β that messages of the knee reach
+CONFIDENCE = 0.95
+_ROUNDS = 4  # of reweighting; the weights change by less than 1 % after the third
+
+
+class Estimate(NamedTuple):
+    """An estimate and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Fit(NamedTuple):
+    """Latency and bandwidth of a collective.
+
+    Attributes:
+      alpha: seconds of an empty message.
+      beta: algorithm bandwidth of an infinite one, bytes/s.
+    """
+
+    alpha: Estimate
+    beta: Estimate
+
+    @property
+    def half_size(self) -> float:
+        """n½: the size in bytes that reaches half of β."""
+        return max(self.alpha.value, 0.0) * self.beta.value
+
+    @property
+    def knee(self) -> float:
+        """The smallest size in bytes that reaches `SATURATED` of β; larger buffers gain little, and overlap less."""
+        return self.half_size * SATURATED / (1 - SATURATED)
+
+
+def fit_times(sizes: Sequence[float], seconds: Sequence[float]) -> Fit | None:
+    """Fit by least squares of relative errors, since times of all sizes scatter by similar percentages.
+
+    The weights are those of the fitted times, so that a time that happens to be short does not count more. The
+    confidence intervals are those of Student's t distribution; that of β is the inverse of the slope's.
+
+    Args:
+      sizes: bytes.
+      seconds: time of each.
+
+    Returns:
+      The fit; None if there are fewer than three different sizes, or times do not grow with the size.
+    """
+    size, time = np.asarray(sizes, float), np.asarray(seconds, float)
+    if len(set(sizes)) < 3:
+        return None
+    design = np.stack([np.ones_like(size), size], 1)
+    weights, solution = 1 / time, np.zeros(2)
+    for _ in range(_ROUNDS):
+        solution = np.linalg.lstsq(design * weights[:, None], time * weights, rcond=None)[0]
+        weights = 1 / np.maximum(design @ solution, 0.1 * time)
+    scaled = design * weights[:, None]
+    freedom = len(size) - 2
+    variance = float((((time - design @ solution) * weights) ** 2).sum()) / freedom
+    deviation = np.sqrt(np.diag(np.linalg.inv(scaled.T @ scaled)) * variance)
+    low, high = solution + np.outer((-1, 1), deviation * stats.t.ppf((1 + CONFIDENCE) / 2, freedom))
+    if solution[1] <= 0:
+        return None
+    fastest = 1 / low[1] if low[1] > 0 else float("inf")
+    return Fit(Estimate(*map(float, (solution[0], low[0], high[0]))),
+               Estimate(float(1 / solution[1]), float(1 / high[1]), float(fastest)))  # fmt: skip

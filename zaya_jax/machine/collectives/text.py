@@ -1,0 +1,113 @@
+"""The table of nccl-tests and rccl-tests, in their exact form, so that existing parsers read it; and its parser.
+
+The form is that of nccl-tests 2.17 (github.com/NVIDIA/nccl-tests, src/util.cu).
+"""
+
+import os
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from zaya_jax.machine.collectives.programs import Case
+from zaya_jax.machine.collectives.timing import WARM_UP, Mode
+
+_TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
+_COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
+_NUMBER = r"\s+([\d.]+(?:e[+-]\d+)?)"
+_HALF = _NUMBER * 3 + r"\s+(\d+(?:\.\d+)?(?:e\+\d+)?|N/A)"
+_ROW = re.compile(rf"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)(?:{_HALF}| {{32}}){_HALF}")
+_FIELDS = ("size", "count", "type", "redop", "root", "time", "algbw", "busbw", "wrong", "time_in_place",
+           "algbw_in_place", "busbw_in_place", "wrong_in_place")  # fmt: skip
+
+
+class Column(NamedTuple):
+    """One half of a row: out of place or in place.
+
+    Attributes:
+      seconds: mean time.
+      algbw: algorithm bandwidth, bytes/s.
+      busbw: bus bandwidth, bytes/s.
+      wrong: number of wrong elements.
+    """
+
+    seconds: float
+    algbw: float
+    busbw: float
+    wrong: int
+
+
+def column(case: Case, seconds: float, wrong: int) -> Column:
+    """Compute the bandwidths of a case from its time."""
+    algbw = case.size / seconds
+    return Column(seconds, algbw, algbw * case.collective.factor(case.ranks), wrong)
+
+
+def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[str]:
+    """Return the lines before the rows of one operation."""
+    sizes = [case.size for case in cases]
+    factor = sizes[-1] // sizes[-2] if len(sizes) > 1 else 2
+    devices = list(np.asarray(cases[0].mesh.devices).flat)
+    host = socket.gethostname()
+    lines = [
+        f"# Collective test starting: {name}_perf",
+        f"# nThread 1 nGpus {jax.local_device_count()} minBytes {min(sizes)} maxBytes {max(sizes)} step: "
+        f"{factor}(factor) warmup iters: {WARM_UP} iters: {repeats} agg iters: 1 validation: 1 graph: "
+        f"{int(mode == 'graph')} unalign: 0",
+        "#",
+        "# Using devices",
+    ]
+    for rank, device in enumerate(devices):
+        pid = os.getpid() if device.process_index == jax.process_index() else 0
+        lines.append(f"#  Rank {rank:2} Group {rank // cases[0].ranks:2} Pid {pid:6} on {host[:10]:>10} device "
+                     f"{device.local_hardware_id or 0:2} [0000:00:00] {device.device_kind}")  # fmt: skip
+    return [
+        *lines,
+        "#",
+        f"#{'':51}           out-of-place                       in-place          ",
+        _COLUMNS.format("size", "count", "type", "redop", "root", *["time", "algbw", "busbw", "#wrong"] * 2),
+        _COLUMNS.format("(B)", "(elements)", "", "", "", *["(us)", "(GB/s)", "(GB/s)", ""] * 2),
+    ]
+
+
+def row(case: Case, out_of_place: Column | None, in_place: Column) -> str:
+    """Return the line of a case; without a time out of place, its columns are blank."""
+    operation = case.collective
+    start = (f"{case.size:12}  {operation.passed(case.elements, case.ranks):12}  {_TYPES[case.dtype]:>8}  "
+             f"{operation.reduction:>6}  {operation.root:6}")  # fmt: skip
+    return start + (_half(out_of_place) if out_of_place else " " * 32) + _half(in_place)
+
+
+def footer(name: str, columns: Sequence[Column]) -> list[str]:
+    """Return the lines after the rows of one operation."""
+    wrong = sum(bool(half.wrong) for half in columns)
+    bandwidth = sum(half.busbw for half in columns) / len(columns) / 1e9
+    return [
+        f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':<20} : {bandwidth:g} ",
+        "#",
+        f"# Collective test concluded: {name}_perf",
+    ]
+
+
+def parse_rows(text: str) -> Iterator[dict[str, str]]:
+    """Yield the columns of each row of a table, by name, without blank ones."""
+    for line in text.splitlines():
+        if match := _ROW.fullmatch(line.rstrip()):
+            yield {name: value for name, value in zip(_FIELDS, match.groups(), strict=True) if value is not None}
+
+
+def _half(half: Column) -> str:
+    return (f"  {_number(half.seconds * 1e6, 7)}  {_number(half.algbw / 1e9, 6)}  {_number(half.busbw / 1e9, 6)}"
+            f"  {half.wrong:6g}")  # fmt: skip
+
+
+def _number(value: float, width: int) -> str:
+    """Format with as many decimals, two at most, as fit the width."""
+    for text in (f"{value:{width}.2f}", f"{value:{width}.1f}", f"{value:{width}.0f}"):
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"

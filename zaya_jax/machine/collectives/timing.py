@@ -1,0 +1,74 @@
+"""Time one case: seconds of each call, the largest over processes."""
+
+import time
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs
+from zaya_jax.parallel.multihost import all_gather
+
+Mode = Literal["dispatch", "graph"]
+WARM_UP = 5  # calls before the first timed one
+_PATIENCE = 600  # seconds that processes may take until they start a case
+
+
+class Timing(NamedTuple):
+    """Seconds of one operation in each timed call, and the number of wrong elements over all devices."""
+
+    seconds: list[float]
+    wrong: int
+
+
+def time_case(case: Case, mode: Mode, repeats: int) -> dict[str, Timing]:
+    """Check and time a collective, out of place and in place.
+
+    Args:
+      case: the collective.
+      mode: 'dispatch' times calls of one operation, with what starting a program costs. 'graph' times a program of
+        `IN_GRAPH` operations, each of which needs the result of the one before, and divides; only in place.
+      repeats: number of timed calls.
+
+    Returns:
+      A timing for 'out_of_place' (not in the mode 'graph') and 'in_place'.
+
+    Raises:
+      RuntimeError: a compiled program does not contain the collective as often as it should.
+    """
+    programs = Programs(case)
+    wrong, wrong_in_place = wrong_elements(programs)
+    if mode == "graph":
+        seconds = _time(programs.in_graph, programs.fill_buffer(), repeats, feed=True)
+        return {"in_place": Timing([second / IN_GRAPH for second in seconds], wrong_in_place)}
+    return {
+        "out_of_place": Timing(_time(programs.run, programs.fill(), repeats, feed=False), wrong),
+        "in_place": Timing(_time(programs.in_place, programs.fill_buffer(), repeats, feed=True), wrong_in_place),
+    }
+
+
+def wrong_elements(programs: Programs) -> tuple[int, int]:
+    """Run a collective once, and count the wrong elements over all devices, out of place and in place."""
+    out_of_place = programs.wrong(programs.run(programs.fill()))
+    in_place = programs.wrong_buffer(programs.in_place(programs.fill_buffer()))
+    return _total(out_of_place), _total(in_place)
+
+
+def _time(call: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int, *, feed: bool) -> list[float]:
+    """Time calls on `x`, or, with `feed`, on the result of the call before."""
+    seconds = []
+    for index in range(WARM_UP + repeats):
+        if index == WARM_UP:
+            all_gather("collectives", None, _PATIENCE)  # all processes start the timed calls together
+        start = time.perf_counter()
+        out = call(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+        if feed:
+            x = out
+    return np.max(all_gather("collectives", seconds[WARM_UP:], _PATIENCE), axis=0).tolist()
+
+
+def _total(wrong: jax.Array) -> int:
+    own = sum(int(shard.data.sum()) for shard in wrong.addressable_shards)
+    return sum(all_gather("collectives", own, _PATIENCE))
