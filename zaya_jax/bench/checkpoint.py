@@ -157,4 +157,4 @@ def _draw(path: Path, size: float, results: list[dict[str, Any]]) -> None:
              for key, what in (("stall", "training waits"), ("commit", "durable after"))
              for way in jobs[0]["ways"]}  # fmt: skip
     draw_lines(path, lines, title=f"Saving {size:g} GiB: how long training waits, and when the checkpoint is durable",
-               x="number of processes", y="time (s)", logarithmic=True)  # fmt: skip
+               x="number of processes", y="time (s)", logarithmic="y")  # fmt: skip

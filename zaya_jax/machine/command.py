@@ -1,6 +1,7 @@
 """Flags, output file and error handling that the commands `machine` and `bench` share."""
 
 import argparse
+import re
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from typing import Any
 from zaya_jax.errors import InputError
 from zaya_jax.machine.result import check_request, write_result
 
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _COLUMNS = 80  # width of descriptions in `--help`
 
 
@@ -41,6 +43,14 @@ def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png:
                           help=f"number of timed repetitions of each measurement (default: {repeats})")  # fmt: skip
     if png is not None:
         verb.add_argument("--png", metavar="FILE", help=f"plot {png} to FILE, as PNG")
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Return a number of bytes written like 8, 64K, 16M or 1G; InputError, which names `flag`, for other texts."""
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
+    if not match or int(match[1]) == 0:
+        raise InputError(f"{flag} is {text!r}, but must be a number of bytes, such as 8, 64K, 16M or 1G.")
+    return int(match[1]) * _UNITS[match[2]]
 
 
 def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:

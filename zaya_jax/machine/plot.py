@@ -10,7 +10,7 @@ _SEED = " seed "
 
 
 def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, title: str, x: str, y: str,
-               marks: Mapping[float, str] | None = None, logarithmic: bool = False) -> None:  # fmt: skip
+               marks: Mapping[float, str] | None = None, logarithmic: str = "") -> None:  # fmt: skip
     """Plot lines. Lines whose names differ only in ' seed N' become their mean, in a band from minimum to maximum.
 
     Args:
@@ -20,7 +20,7 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
       x: label of the x axis, with its unit.
       y: label of the y axis, with its unit.
       marks: text by x position, for vertical lines.
-      logarithmic: scale of the y axis.
+      logarithmic: axes with a logarithmic scale, such as 'xy'.
     """
     figure = new_figure(title)
     (panel,) = figure.axes
@@ -37,7 +37,9 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
         panel.axvline(position, color="grey", linewidth=0.8, linestyle="dotted")
         panel.annotate(f" {text}", (position, 1), xycoords=("data", "axes fraction"), verticalalignment="top",
                        fontsize="small", color="grey")  # fmt: skip
-    panel.set(xlabel=x, ylabel=y, yscale="log" if logarithmic else "linear")
-    integer_steps(panel)
+    scale = {f"{axis}scale": "log" for axis in logarithmic}
+    panel.set(xlabel=x, ylabel=y, **scale)
+    if "x" not in logarithmic:
+        integer_steps(panel)
     legend_beside(panel)
     save_figure(figure, path)

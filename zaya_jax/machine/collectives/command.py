@@ -1,19 +1,17 @@
 """The verb `collectives` of `python -m zaya_jax.machine`."""
 
 import argparse
-import re
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.machine.command import add_flags, add_verb
+from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
 _AXES = ("data", "fsdp", "expert", "context")
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def add(verbs: Any, program: str) -> None:
@@ -69,7 +67,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
-    first, last = _bytes("--min-bytes", least), _bytes("--max-bytes", most)
+    first, last = parse_bytes("--min-bytes", least), parse_bytes("--max-bytes", most)
     if last < first:
         raise InputError(f"--max-bytes is {most}, but must be at least --min-bytes, {least}.")
     if factor < 2:
@@ -78,10 +76,3 @@ def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:
     while sizes[-1] * factor <= last:
         sizes.append(sizes[-1] * factor)
     return tuple(sizes)
-
-
-def _bytes(flag: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.upper())
-    if not match or int(match[1]) == 0:
-        raise InputError(f"{flag} is {text!r}, but must be a number of bytes, such as 8, 64K, 16M or 1G.")
-    return int(match[1]) * _UNITS[match[2]]

@@ -1,0 +1,91 @@
+"""The five operations of BabelStream (github.com/UoB-HPC/BabelStream) over sizes, in its table's form.
+
+As there, an operation's rate is that of its shortest call, and the first call is left out. `copy` writes −a, since XLA
+would return a plain copy's input as its output.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+SCALAR = 3.0
+ITEM = 4  # bytes of fp32
+_FILL = (1.0, 2.0)  # of a and b
+
+
+class Kernel(NamedTuple):
+    """An operation.
+
+    Attributes:
+      run: (a, b) → result.
+      arrays: arrays that it reads or writes.
+      result: expected value of each element; for `dot`, of the mean of the products.
+    """
+
+    run: Callable[[jax.Array, jax.Array], jax.Array]
+    arrays: int
+    result: float
+
+
+KERNELS = {
+    "Copy": Kernel(lambda a, _b: -a, 2, -_FILL[0]),
+    "Mul": Kernel(lambda a, _b: SCALAR * a, 2, SCALAR * _FILL[0]),
+    "Add": Kernel(lambda a, b: a + b, 3, _FILL[0] + _FILL[1]),
+    "Triad": Kernel(lambda a, b: a + SCALAR * b, 3, _FILL[0] + SCALAR * _FILL[1]),
+    "Dot": Kernel(jnp.vdot, 2, _FILL[0] * _FILL[1]),
+}
+
+
+def time_kernel(name: str, size: int, repeats: int) -> list[float]:
+    """Return the seconds of each call but the first.
+
+    Args:
+      name: key of `KERNELS`.
+      size: bytes of each array.
+      repeats: number of timed calls.
+
+    Raises:
+      RuntimeError: the result is wrong.
+    """
+    kernel, count = KERNELS[name], size // ITEM
+    a, b = (jnp.full(count, value, jnp.float32) for value in _FILL)
+    reduces = name == "Dot"
+    out = jnp.zeros(() if reduces else count, jnp.float32)
+    # The result takes the memory of the one before, so that no call allocates.
+    call = jax.jit(lambda _out, a, b: kernel.run(a, b), donate_argnums=0, keep_unused=True).lower(out, a, b).compile()
+    seconds = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        out = call(out, a, b).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    got = np.array(jnp.stack([out.min(), out.max()])) / (count if reduces else 1)
+    if not np.allclose(got, kernel.result, rtol=1e-3 if reduces else 0):  # a sum of many fp32 products is rounded
+        raise RuntimeError(f"{name} returned {got[0]:g} to {got[1]:g} instead of {kernel.result:g}.")
+    return seconds[1:]
+
+
+def rate(name: str, size: int, seconds: list[float]) -> float:
+    """Return bytes/s of the shortest call."""
+    return KERNELS[name].arrays * (size // ITEM * ITEM) / min(seconds)
+
+
+def table(size: int, timed: dict[str, list[float]]) -> list[str]:
+    """Return the lines of BabelStream's table for arrays of `size` bytes."""
+    lines = [f"{'Function':<12}{'MBytes/sec':<12}{'Min (sec)':<12}{'Max':<12}{'Average':<12}"]
+    for name, seconds in timed.items():
+        numbers = (min(seconds), max(seconds), float(np.mean(seconds)))
+        lines.append(f"{name:<12}{rate(name, size, seconds) / 1e6:<12.3f}" + "".join(f"{x:<12.5f}" for x in numbers))
+    return lines
+
+
+def results(size: int, timed: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """Return a row for each operation, with rates in bytes/s and seconds."""
+    return [
+        {"operation": name.lower(), "bytes": size, "bytes_per_second": rate(name, size, seconds), "min": min(seconds),
+         "max": max(seconds), "mean": float(np.mean(seconds))}
+        for name, seconds in timed.items()
+    ]  # fmt: skip

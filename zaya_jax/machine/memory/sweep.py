@@ -1,0 +1,101 @@
+"""Measure memory bandwidth over sizes, the model's memory-bound operations, and the peer in C; print and return."""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.machine.kernel_cases import Case, Sizes, cases, program
+from zaya_jax.machine.memory import bandwidth
+from zaya_jax.machine.memory.stream import compile_stream, time_stream
+from zaya_jax.machine.plot import draw_lines
+from zaya_jax.machine.result import describe_run
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.target import current_target
+
+MEMORY_BOUND = ("residual_norm", "residual_norm backward", "momentum")
+_TOGETHER = 4  # rounds in which the operations and the peer are measured, in turn
+
+
+def measure_memory(
+    sizes: Sequence[int], model: ModelConfig, repeats: int, *, stream: bool, png: str | None
+) -> dict[str, Any]:
+    """Measure the first device of this process, and print tables.
+
+    Args:
+      sizes: bytes of each array; the largest one should be at least four times the last-level cache.
+      model: gives the widths of the model's operations.
+      repeats: number of timed calls of each operation and size.
+      stream: whether to measure the triad in C, too, in the same rounds as ours at the largest size.
+      png: file for a plot of bandwidth against the size.
+
+    Returns:
+      The result, for JSON: `results` of BabelStream's operations, `operations` of the model's, `stream` of the peer.
+
+    Raises:
+      InputError: `stream` without a C compiler.
+    """
+    result = describe_run("memory bandwidth", f"arrays of {', '.join(f'{size:,}' for size in sizes)} bytes, float32",
+                          "the triad in C with OpenMP" if stream else "", ())  # fmt: skip
+    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
+    with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
+        peer = compile_stream(Path(folder)) if stream else None
+        c_seconds: list[float] = []
+        for size in sizes:
+            timed: dict[str, list[float]] = {name: [] for name in bandwidth.KERNELS}
+            for _ in range(_TOGETHER):
+                for name in bandwidth.KERNELS:
+                    timed[name] += bandwidth.time_kernel(name, size, -(-repeats // _TOGETHER))
+                if peer is not None and size == max(sizes):
+                    c_seconds += time_stream(peer, size // bandwidth.ITEM, -(-repeats // _TOGETHER))
+            print("\n".join([*bandwidth.table(size, timed), ""]), flush=True)
+            result["results"] += bandwidth.results(size, timed)
+    (triad,) = (row["bytes_per_second"] for row in result["results"]
+                if (row["operation"], row["bytes"]) == ("triad", max(sizes)))  # fmt: skip
+    if peer is not None:
+        theirs = 3 * max(sizes) / min(c_seconds)
+        result["stream"] = {"compiler": peer.compiler, "bytes_per_second": theirs, "ratio": triad / theirs}
+        print(f"triad in C ({peer.compiler}): {theirs / 1e9:.3g} GB/s; ours is {triad / theirs:.2f} of it\n")
+    widths = _widths(model, max(sizes))
+    kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
+    result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
+    if png:
+        _draw(Path(png), result["results"])
+    return result
+
+
+def _widths(model: ModelConfig, size: int) -> Sizes:
+    """Return sizes of cases with the model's widths, whose activations and matrices take about `size` bytes in fp32."""
+    width, fused = model.hidden_size, 2 * model.expert_size
+    tokens = max(1, size // (bandwidth.ITEM * width))
+    matrices = max(1, size // (bandwidth.ITEM * width * fused))
+    return Sizes(tokens, tokens, tokens, width, model.num_query_heads, model.num_kv_heads, model.head_dim, 1, 8,
+                 model.expert_size, (matrices, width, fused), (1, 8))  # fmt: skip
+
+
+def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
+    run, arguments = program(case, kernels)
+    call, seconds = jax.jit(run, donate_argnums=tuple(range(case.held))), []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        out = jax.block_until_ready(call(*arguments))
+        seconds.append(time.perf_counter() - start)
+        arguments = (*out[: case.held], *arguments[case.held :])
+    speed = case.bytes / statistics.median(seconds[1:])
+    print(f"{name}: {speed / 1e9:.3g} GB/s of the bytes that it must move, {speed / triad:.0%} of triad", flush=True)
+    return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
+
+
+def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    lines = {}
+    for row in rows:
+        xs, ys = lines.setdefault(row["operation"], ([], []))
+        xs.append(row["bytes"])
+        ys.append(row["bytes_per_second"] / 1e9)
+    draw_lines(path, lines, title="Memory bandwidth", x="bytes of an array", y="bandwidth (GB/s)",
+               logarithmic="x")  # fmt: skip
