@@ -19,6 +19,7 @@ class Hardware(NamedTuple):
       intra_node: bytes/s that a device can send to all others of its node together.
       link: bytes/s that it can send to one of them; as much as `intra_node` behind a switch.
       inter_node: bytes/s that a device's network adapter can send.
+      units: compute units or streaming multiprocessors.
     """
 
     kinds: tuple[str, ...]
@@ -31,6 +32,7 @@ class Hardware(NamedTuple):
     intra_node: float
     link: float
     inter_node: float
+    units: int
 
     @property
     def allocatable(self) -> float:
@@ -44,10 +46,10 @@ class Hardware(NamedTuple):
 # 4 has 450 GB/s per direction, behind NVSwitch. The MI355X has 256 units, each with 4,096 bf16 FLOPs per clock, at
 # 2.4 GHz.
 HARDWARE = {
-    "mi300x": Hardware(("MI300X", "gfx942"), 206.1e9, 0.97, 1307e12, 163.4e12, 5.3e12, 8, 448e9, 64e9, 50e9),
-    "mi355x": Hardware(("MI355X", "gfx950"), 309.2e9, 0.97, 2517e12, 157.3e12, 8.0e12, 8, 537.6e9, 76.8e9, 50e9),
-    "h100": Hardware(("H100",), 84.9e9, 0.9, 989e12, 494.7e12, 3.35e12, 8, 450e9, 450e9, 50e9),
-    "h200": Hardware(("H200",), 150.0e9, 0.9, 989e12, 494.7e12, 4.8e12, 8, 450e9, 450e9, 50e9),
+    "mi300x": Hardware(("MI300X", "gfx942"), 206.1e9, 0.97, 1307e12, 163.4e12, 5.3e12, 8, 448e9, 64e9, 50e9, 304),
+    "mi355x": Hardware(("MI355X", "gfx950"), 309.2e9, 0.97, 2517e12, 157.3e12, 8.0e12, 8, 537.6e9, 76.8e9, 50e9, 256),
+    "h100": Hardware(("H100",), 84.9e9, 0.9, 989e12, 494.7e12, 3.35e12, 8, 450e9, 450e9, 50e9, 132),
+    "h200": Hardware(("H200",), 150.0e9, 0.9, 989e12, 494.7e12, 4.8e12, 8, 450e9, 450e9, 50e9, 132),
 }
 
 

@@ -1,0 +1,1 @@
+"""Sizing rules: do the sizes of a configuration suit a GPU?"""
