@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from zaya_jax.config.phases import Remat
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.lora import ADAPTED
-from zaya_jax.model.loss import CHUNK
+from zaya_jax.model.loss import chunk_tokens
 from zaya_jax.model.tree import shapes
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
@@ -207,9 +207,11 @@ def count_activations(
 
 def _temporaries(program: PhaseProgram, tokens: int, recomputed: int) -> int:
     """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
-    chunk = min(CHUNK, tokens // program.placement.mesh.shape["context"])
-    sums = accumulation_dtype(program.config.train.compute_dtype).itemsize
-    logits = 2 * chunk * program.model.config.vocab_size * sums
+    config, vocab = program.config, program.model.config.vocab_size
+    local = tokens // program.placement.mesh.shape["context"]
+    chunk = chunk_tokens(local, vocab, config.model.hidden_size, config.lora is not None)
+    sums = accumulation_dtype(config.train.compute_dtype).itemsize
+    logits = 2 * chunk * vocab * sums
     return max(recomputed + _gathered_layer(program) + _merging(program), logits)
 
 
