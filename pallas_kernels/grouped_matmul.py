@@ -213,7 +213,7 @@ def _outer_kernel(
     bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: str
 ) -> None:
     m, n, depth = sizes
-    *refs, out_ref = refs
+    *inputs, out_ref = refs
     p, q = out_ref.shape[2:]
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
@@ -226,7 +226,7 @@ def _outer_kernel(
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        place = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
+        place = triton.load(inputs[0].at[rows], mask=inside, other=0) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
         # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
@@ -237,7 +237,7 @@ def _outer_kernel(
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
     here, mask = (layer, group, x_column[:, None], y_column[None, :]), both(x_fits, y_fits)
-    for total_ref in refs[bool(moved) :]:
+    for total_ref in inputs[bool(moved) :]:
         out += load(total_ref, *here, mask=mask)
     triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 

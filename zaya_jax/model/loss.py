@@ -80,7 +80,10 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
         loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
         return total + loss.sum(), loss
 
-    zero, chunk = jnp.zeros((), accumulation_dtype(hidden_td.dtype)), chunk_tokens(len(hidden_td), *head_vd.shape, True)
+    zero, chunk = (
+        jnp.zeros((), accumulation_dtype(hidden_td.dtype)),
+        chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True),
+    )
     with jax.named_scope(LOSS):
         total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
@@ -106,7 +109,7 @@ def chunked_logprobs(
       fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
       padding.
     """
-    chunk = chunk_tokens(len(index_q), *head_vd.shape, True)
+    chunk = chunk_tokens(len(index_q), *head_vd.shape, frozen_head=True)
     index_nc, targets_nc = _chunks(chunk, index_q, targets_q)
     head_vd = head_vd.astype(hidden_td.dtype)
 

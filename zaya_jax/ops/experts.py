@@ -9,6 +9,7 @@ The kernels take the matrices from the stack of all layers, and add their gradie
 of a layer's matrices would take as much memory traffic as everything else in the layer.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -26,6 +27,7 @@ from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_
 from zaya_jax.ops.stacked import StackedLayer, in_stack
 
 Matrices = jax.Array | StackedLayer
+_NONE: Any = None  # a gradient of zero
 
 
 def dispatch_experts(
@@ -159,9 +161,9 @@ def _outer(architecture: str, matrices: StackedLayer, x_tp: jax.Array, y_tq: jax
     """Return the gradient of `matrices`, or add it to their total; `options` are those of `grouped_outer`."""
     outer = functools.partial(grouped_outer, x_tp, y_tq, architecture=architecture, **options)
     if matrices.total is None:
-        return StackedLayer(outer(), None)
+        return dataclasses.replace(matrices, stack=outer(), layer=_NONE)
     matrices.total[...] = outer(total_lepq=matrices.total[...], layer=matrices.layer)
-    return StackedLayer(None, None, None, jnp.zeros_like(matrices.probe))
+    return StackedLayer(_NONE, _NONE, _NONE, jnp.zeros((), jnp.float32))
 
 
 _experts.defvjp(_experts_forward, _experts_backward)
