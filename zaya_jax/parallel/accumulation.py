@@ -2,7 +2,7 @@
 
 Autodiff of a scan stacks the gradients of all layers, and a loop over micro-batches adds the stacks: three arrays as
 large as the model, read and written for every micro-batch. Here the sums are references (`jax.new_ref`), to which each
-layer adds its gradient as soon as it has one.
+layer adds its gradient as soon as it has one. Small parameters are left to autodiff, since each would add a launch.
 """
 
 import dataclasses
@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.ops.stacked import StackedLayer
+
+SMALL = 2**17  # elements of a layer's parameter up to which autodiff sums its gradients
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "total", "probe"], meta_fields=["in_place"])

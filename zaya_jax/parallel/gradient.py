@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.parallel.accumulation import Accumulated
+from zaya_jax.parallel.accumulation import SMALL, Accumulated
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
@@ -53,7 +53,7 @@ def summed_gradient(
 
     Args:
       local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar loss, sums). The loss is
-        differentiated with respect to the trained parameters. Those of layers are `Accumulated`.
+        differentiated with respect to the trained parameters. Large ones of layers are `Accumulated`.
       mesh: the device mesh.
       leaves: placement of each parameter, by name.
       dtypes: compute dtype of each parameter, by name.
@@ -69,12 +69,13 @@ def summed_gradient(
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
         compute, frozen_compute = compute_copy(params, leaves, dtypes), frozen_copy(frozen, leaves)
-        others = {name: x for name, x in compute.items() if not is_stacked(name)}
+        large = {name for name, x in compute.items() if is_stacked(name) and x.size > SMALL * x.shape[0]}
+        others = {name: x for name, x in compute.items() if name not in large}
         probe = jnp.zeros((), jnp.float32)
 
         def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
             """Add the gradient of a micro-batch to `total`."""
-            references = {name: jax.new_ref(x) for name, x in total.items() if is_stacked(name)}
+            references = {name: jax.new_ref(total[name]) for name in large}
 
             def loss(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
                 layers = {name: Accumulated(compute[name], x, probe, name in in_place)
