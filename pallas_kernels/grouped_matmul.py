@@ -6,6 +6,9 @@ and superfluous ones stop at once.
 
 If rows are not sorted in memory, `order` has their places, and tiles gather or scatter them. This costs nothing, since
 a row is wider than one memory transaction.
+
+Matrices may be those of one of several layers: kernels take the whole stack and the layer's index, and add gradients to
+the layer's part of their sum in place, since a copy of a layer's matrices costs as much as reading them does.
 """
 
 import functools
@@ -32,27 +35,28 @@ class RowTile(NamedTuple):
     Attributes:
       rows: int32 [m], indices among the sorted rows.
       inside: bool [m], whether the row belongs to the group.
-      group: index of the group.
+      matrix: indices of the layer and of the group's matrix.
       meets: int32, 1 if there is a matrix to multiply by, 0 for rows of no group.
     """
 
     rows: jax.Array
     inside: jax.Array
-    group: jax.Array
+    matrix: tuple[jax.Array, jax.Array]
     meets: jax.Array
 
 
-def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
+def row_tiles(sizes_e: jax.Array, rows: int, block: int, layer: jax.Array | int = 0) -> jax.Array:
     """Split the rows into tiles, each within one group; tiles of rows of no group come last.
 
     Args:
       sizes_e: int32 number of rows of each group.
       rows: total number of rows.
       block: rows of a tile.
+      layer: index of the layer whose matrices the rows are multiplied by.
 
     Returns:
-      int32 [3, m]: group of each tile (e or more for no group), its first row, and the end of its group. Superfluous
-      tiles start past their end. m is a multiple of `TOGETHER`.
+      int32 [4, m]: group of each tile (e or more for no group), its first row, the end of its group, and the layer.
+      Superfluous tiles start past their end. m is a multiple of `TOGETHER`.
     """
     groups = sizes_e.shape[0] + 1
     most = (rows + groups * (block - 1)) // block
@@ -64,14 +68,15 @@ def row_tiles(sizes_e: jax.Array, rows: int, block: int) -> jax.Array:
     group = (index[:, None] >= last).sum(1, dtype=jnp.int32)
     # First row of each group minus the rows of all tiles before it, so that tile i starts at begin + i · block.
     begin = jnp.append(starts - (last - tiles) * block, rows)
-    return jnp.stack([group, begin[group] + index * block, jnp.append(ends, rows)[group]]).astype(jnp.int32)
+    last_row = jnp.append(ends, rows)[group]
+    return jnp.stack([group, begin[group] + index * block, last_row, jnp.full_like(group, layer)]).astype(jnp.int32)
 
 
 def row_tile(tiles_ref: Any, index: jax.Array, block: int, groups: int) -> RowTile:
     """Return tile `index` of `row_tiles`."""
-    group, first, end = tiles_ref[0, index], tiles_ref[1, index], tiles_ref[2, index]
+    group, first, end, layer = (tiles_ref[i, index] for i in range(4))
     rows = first + jnp.arange(block, dtype=jnp.int32)
-    return RowTile(rows, rows < end, jnp.minimum(group, groups - 1), (group < groups).astype(jnp.int32))
+    return RowTile(rows, rows < end, (layer, jnp.minimum(group, groups - 1)), (group < groups).astype(jnp.int32))
 
 
 def place(index: jax.Array, rows: int, columns: int, architecture: str) -> tuple[jax.Array, jax.Array]:
@@ -115,16 +120,16 @@ def rows_times_matrix(
     x_ref: Any, rows: jax.Array, w_ref: Any, own: RowTile, columns: Sequence[tuple[jax.Array, jax.Array | None]],
     depth: int, transpose: bool = False,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Compute `x[rows] @ w[group][:, columns]` in fp32, for each of `columns`.
+    """Compute `x[rows] @ w[matrix][:, columns]` in fp32, for each of `columns`.
 
     Args:
       x_ref: [t, p].
       rows: indices into its rows, all valid.
-      w_ref: [e, p, q], or [e, q, p] with `transpose`.
+      w_ref: [l, e, p, q], or [l, e, q, p] with `transpose`.
       own: tile of the rows.
       columns: pairs of indices among q, and mask of the valid ones.
       depth: length of the piece of p in each step.
-      transpose: whether to multiply by `w[group].T`.
+      transpose: whether to multiply by `w[matrix].T`.
     """
     p = x_ref.shape[1]
 
@@ -134,9 +139,9 @@ def rows_times_matrix(
         products = []
         for (column, fits), total in zip(columns, sums, strict=True):
             if transpose:
-                w = load(w_ref, own.group, column[:, None], inner[None, :], mask=both(fits, exists))
+                w = load(w_ref, *own.matrix, column[:, None], inner[None, :], mask=both(fits, exists))
             else:
-                w = load(w_ref, own.group, inner[:, None], column[None, :], mask=both(exists, fits))
+                w = load(w_ref, *own.matrix, inner[:, None], column[None, :], mask=both(exists, fits))
             products.append(total + product(x, w, (1, 1 if transpose else 0)))
         return tuple(products)
 
@@ -150,7 +155,7 @@ def _product_kernel(
     m, n, depth = sizes
     *moved, out_ref = refs
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(out_ref.shape[1], n), architecture)
-    own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
+    own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, out_ref.shape[1])
     rows = jnp.where(own.inside, own.rows, 0)
     (out,) = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits)], depth, transpose)
@@ -165,20 +170,22 @@ def _product_kernel(
 
 def grouped_product(
     x_tp: jax.Array,
-    w_epq: jax.Array,
+    w_lepq: jax.Array,
     sizes_e: jax.Array,
     *,
+    layer: jax.Array | int = 0,
     transpose: bool = False,
     order_t: jax.Array | None = None,
     scale_t: jax.Array | None = None,
     architecture: str,
 ) -> jax.Array:
-    """Compute `x_tp[rows of e] @ w_epq[e]` for every group e.
+    """Compute `x_tp[rows of e] @ w_lepq[layer, e]` for every group e.
 
     Args:
       x_tp: rows sorted by group, bf16 or fp32.
-      w_epq: one matrix for each group, of the same dtype.
+      w_lepq: one matrix for each layer and group, of the same dtype.
       sizes_e: int32 number of rows of each group; the sum is at most t.
+      layer: int32 index of the layer.
       transpose: whether to multiply by the transposed matrices; x is then [t, q].
       order_t: int32 permutation: row i of the result is written to row `order_t[i]`.
       scale_t: fp32 factors of the written rows; requires `order_t`.
@@ -189,12 +196,12 @@ def grouped_product(
     """
     chosen = tile("grouped_product", architecture, x_tp.dtype)
     m, n, _ = chosen.sizes
-    t, width = x_tp.shape[0], w_epq.shape[1 if transpose else 2]
-    tiles = row_tiles(sizes_e, t, m)
+    t, width = x_tp.shape[0], w_lepq.shape[2 if transpose else 3]
+    tiles = row_tiles(sizes_e, t, m, layer)
     moved = [array for array in (order_t, scale_t) if array is not None]
     return launch(
         functools.partial(_product_kernel, sizes=chosen.sizes, transpose=transpose, architecture=architecture),
-        tiles, x_tp, w_epq, *moved,
+        tiles, x_tp, w_lepq, *moved,
         name="grouped_product_transposed" if transpose else "grouped_product",
         grid=(tiles.shape[1] * pl.cdiv(width, n),),
         out_shape=jax.ShapeDtypeStruct((t, width), x_tp.dtype),
@@ -206,20 +213,20 @@ def _outer_kernel(
     bounds_ref: Any, x_ref: Any, y_ref: Any, *refs: Any, sizes: tuple[int, ...], moved: str, architecture: str
 ) -> None:
     m, n, depth = sizes
-    out_ref = refs[-1]
-    p, q = out_ref.shape[1:]
+    *inputs, out_ref = refs
+    p, q = out_ref.shape[2:]
     down, across = pl.cdiv(p, m), pl.cdiv(q, n)
     program = pl.program_id(0)
     group = jax.lax.div(program, down * across)
     row_index, column_index = place(jax.lax.rem(program, down * across), down, across, architecture)
     x_column, x_fits = piece(row_index, m, p)
     y_column, y_fits = piece(column_index, n, q)
-    first, end = bounds_ref[0, group], bounds_ref[1, group]
+    first, end, layer = (bounds_ref[i, group] for i in range(3))
 
     def step(i: jax.Array, total: jax.Array) -> jax.Array:
         rows = first + i * depth + jnp.arange(depth, dtype=jnp.int32)
         inside = rows < end
-        place = triton.load(refs[0].at[rows], mask=inside, other=0) if moved else rows
+        place = triton.load(inputs[0].at[rows], mask=inside, other=0) if moved else rows
         x_rows, y_rows = place if moved == "x" else rows, place if moved == "y" else rows
         # Rows of other groups are masked in both, since they may not be finite. x is loaded transposed, which AMD's
         # compiler does on the way to shared memory; it cannot do that for a tile transposed after loading.
@@ -229,8 +236,10 @@ def _outer_kernel(
 
     steps = jax.lax.div(end - first + (depth - 1), depth)
     out = jax.lax.fori_loop(0, steps, step, jnp.zeros((m, n), jnp.float32))
-    here = out_ref.at[group, x_column[:, None], y_column[None, :]]
-    triton.store(here, out.astype(out_ref.dtype), mask=both(x_fits, y_fits))
+    here, mask = (layer, group, x_column[:, None], y_column[None, :]), both(x_fits, y_fits)
+    for total_ref in inputs[bool(moved) :]:
+        out += load(total_ref, *here, mask=mask)
+    triton.store(out_ref.at[here], out.astype(out_ref.dtype), mask=mask)
 
 
 def grouped_outer(
@@ -240,7 +249,8 @@ def grouped_outer(
     *,
     order_t: jax.Array | None = None,
     moved: str = "",
-    dtype: jax.typing.DTypeLike,
+    total_lepq: jax.Array | None = None,
+    layer: jax.Array | int = 0,
     architecture: str,
 ) -> jax.Array:
     """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e: the gradient of the matrices.
@@ -251,21 +261,27 @@ def grouped_outer(
       sizes_e: int32 number of rows of each group; the sum is at most t.
       order_t: int32 permutation: sorted row i of the `moved` array is its row `order_t[i]`.
       moved: 'x', 'y', or '' for neither.
-      dtype: dtype of the result; sums are in fp32.
+      total_lepq: what to add the result to, in place; fp32.
+      layer: int32 index of the layer in `total_lepq`.
       architecture: see `launch`.
 
     Returns:
-      [e, p, q], zero for empty groups.
+      `total_lepq` with the sum in its layer; without it, the products alone [1, e, p, q] in the dtype of `x_tp`, zero
+      for empty groups. Sums are in fp32.
     """
     chosen = tile("grouped_outer", architecture, x_tp.dtype)
     m, n, _ = chosen.sizes
     e, p, q = sizes_e.shape[0], x_tp.shape[1], y_tq.shape[1]
     ends = jnp.cumsum(sizes_e)
+    bounds = jnp.stack([ends - sizes_e, ends, jnp.full_like(ends, layer)]).astype(jnp.int32)
+    arrays = [bounds, x_tp, y_tq, *(array for array in (order_t, total_lepq) if array is not None)]
+    out = jax.ShapeDtypeStruct((1, e, p, q), x_tp.dtype) if total_lepq is None else total_lepq
     return launch(
         functools.partial(_outer_kernel, sizes=chosen.sizes, moved=moved, architecture=architecture),
-        jnp.stack([ends - sizes_e, ends]).astype(jnp.int32), x_tp, y_tq, *([] if order_t is None else [order_t]),
+        *arrays,
         name="grouped_outer",
         grid=(e * pl.cdiv(p, m) * pl.cdiv(q, n),),
-        out_shape=jax.ShapeDtypeStruct((e, p, q), dtype),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype),
+        aliases={} if total_lepq is None else {len(arrays) - 1: 0},
         warps=chosen.warps, stages=chosen.stages, architecture=architecture,
     )  # fmt: skip

@@ -27,7 +27,7 @@ def _forward_kernel(
     m, n, depth = sizes
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], pl.cdiv(f, n), architecture)
-    own = row_tile(tiles_ref, row_index, m, w_ref.shape[0])
+    own = row_tile(tiles_ref, row_index, m, w_ref.shape[1])
     column, fits = piece(column_index, n, f)
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
     gate, up = rows_times_matrix(x_ref, rows, w_ref, own, [(column, fits), (f + column, fits)], depth)
@@ -47,15 +47,17 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def grouped_swiglu(
-    x_td: jax.Array, order_t: jax.Array, gate_up_edf: jax.Array, sizes_e: jax.Array, *, keep: bool, architecture: str
-) -> tuple[jax.Array, ...]:
+    x_td: jax.Array, order_t: jax.Array, gate_up_ledf: jax.Array, sizes_e: jax.Array, *, layer: jax.Array | int = 0,
+    keep: bool, architecture: str,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """Multiply sorted rows by the gate and up matrices of their group, and apply SwiGLU.
 
     Args:
       x_td: rows in any order, bf16 or fp32.
       order_t: int32 permutation that sorts them by group.
-      gate_up_edf: [e, d, 2f], gate then up, of the same dtype.
+      gate_up_ledf: [l, e, d, 2f], gate then up, of the same dtype.
       sizes_e: int32 number of rows of each group; the sum is at most t.
+      layer: int32 index of the layer.
       keep: whether to return gate and up, too.
       architecture: see `launch`.
 
@@ -65,12 +67,12 @@ def grouped_swiglu(
     """
     chosen = tile("grouped_swiglu", architecture, x_td.dtype)
     m, n, _ = chosen.sizes
-    t, f = x_td.shape[0], gate_up_edf.shape[2] // 2
-    tiles = row_tiles(sizes_e, t, m)
+    t, f = x_td.shape[0], gate_up_ledf.shape[3] // 2
+    tiles = row_tiles(sizes_e, t, m, layer)
     widths = (f, 2 * f) if keep else (f,)
     return launch(
         functools.partial(_forward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, x_td, gate_up_edf,
+        tiles, order_t, x_td, gate_up_ledf,
         name="grouped_swiglu",
         grid=(tiles.shape[1] * pl.cdiv(f, n),),
         out_shape=tuple(jax.ShapeDtypeStruct((t, width), x_td.dtype) for width in widths),
@@ -85,7 +87,7 @@ def _backward_kernel(
     m, n, depth = sizes
     f = hidden_ref.shape[1]
     row_index, column_index = place(pl.program_id(0), tiles_ref.shape[1], dscale_ref.shape[0], architecture)
-    own = row_tile(tiles_ref, row_index, m, down_ref.shape[0])
+    own = row_tile(tiles_ref, row_index, m, down_ref.shape[1])
     columns = [piece(HALVES * column_index + half, n, f, HALVES) for half in range(HALVES)]
     rows = triton.load(order_ref.at[own.rows], mask=own.inside, other=0)
     parts = rows_times_matrix(dout_ref, rows, down_ref, own, columns, depth, transpose=True)
@@ -112,10 +114,11 @@ def grouped_swiglu_backward(
     dout_td: jax.Array,
     order_t: jax.Array,
     scale_t: jax.Array,
-    down_efd: jax.Array,
+    down_lefd: jax.Array,
     gate_up_tf: jax.Array,
     sizes_e: jax.Array,
     *,
+    layer: jax.Array | int = 0,
     architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradient of gate and up from the gradient of `scale_t · (hidden @ down)`.
@@ -124,24 +127,25 @@ def grouped_swiglu_backward(
       dout_td: rows in any order, bf16 or fp32.
       order_t: int32 permutation that sorts them by group.
       scale_t: fp32 factors of the rows of `dout_td`.
-      down_efd: [e, f, d], of the same dtype.
+      down_lefd: [l, e, f, d], of the same dtype.
       gate_up_tf: [t, 2f] of the sorted rows, as `grouped_swiglu` kept them.
       sizes_e: int32 number of rows of each group; the sum is at most t.
+      layer: int32 index of the layer.
       architecture: see `launch`.
 
     Returns:
       For the sorted rows: the gradient of gate and up [t, 2f]; hidden times scale [t, f], whose outer product with
-      `dout_td` is the gradient of `down_efd`; and the gradient of scale, fp32 [t].
+      `dout_td` is the gradient of the down matrices; and the gradient of scale, fp32 [t].
     """
     chosen = tile("grouped_swiglu_backward", architecture, dout_td.dtype)
     m, n, _ = chosen.sizes
-    t, f = gate_up_tf.shape[0], down_efd.shape[1]
-    tiles = row_tiles(sizes_e, t, m)
+    t, f = gate_up_tf.shape[0], down_lefd.shape[2]
+    tiles = row_tiles(sizes_e, t, m, layer)
     columns = pl.cdiv(f, HALVES * n)
     like = dout_td.dtype
     dgate_up, hidden, dscale = launch(
         functools.partial(_backward_kernel, sizes=chosen.sizes, architecture=architecture),
-        tiles, order_t, scale_t, dout_td, down_efd, gate_up_tf,
+        tiles, order_t, scale_t, dout_td, down_lefd, gate_up_tf,
         name="grouped_swiglu_backward",
         grid=(tiles.shape[1] * columns,),
         out_shape=(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from tests.helpers import assert_close, blocks_of, jit, seeds
-from zaya_jax.model.loss import chunked_loss
+from zaya_jax.model.loss import chunk_tokens, chunked_loss
 
 T, D, V = 13, 6, 23
 
@@ -73,6 +73,38 @@ def test_the_logits_of_all_tokens_never_exist():
     assert f"4,{V}]" in jaxpr
     for rows in (T, 16):
         assert f"[{rows},{V}]" not in jaxpr
+
+
+def test_the_head_is_cast_once_for_all_chunks():
+    hidden, head, bias, targets, weights = draw(0)
+
+    def bodies(function):
+        with blocks_of(4):
+            jaxpr = jax.make_jaxpr(function)(hidden.astype(jnp.bfloat16), head, bias, targets, weights)
+        return [str(equation.params["jaxpr"]) for equation in _walk(jaxpr.jaxpr) if equation.primitive.name == "scan"]
+
+    for function in (total, jax.value_and_grad(total, argnums=(0, 1, 2))):
+        (body,) = bodies(function)
+        assert f"bf16[{V},{D}]" in body
+        assert f"f32[{V},{D}]" not in body
+
+
+def _walk(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in equation.params.values():
+            if hasattr(inner, "eqns"):
+                yield from _walk(getattr(inner, "jaxpr", inner))
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "width", "frozen", "chunk"),
+    [(262_272, 2048, False, 2048), (262_272, 2048, True, 512), (262_272, 4096, False, 2048), (4096, 256, False, 512),
+     (1_000_000, 2048, False, 512)],
+)  # fmt: skip
+def test_chunks_are_as_long_as_the_width_unless_logits_are_too_large(vocab_size, width, frozen, chunk):
+    assert chunk_tokens(16_384, vocab_size, width, frozen) == chunk
+    assert chunk_tokens(100, vocab_size, width, frozen) == 100
 
 
 def test_the_gradient_is_scaled_by_what_comes_after():

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers import jit, seeds
+from tests.helpers import assert_close, jit, seeds
 from tests.kernel_helpers import kernel, lower, lowered_kernels, shape
 from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.stacked import StackedLayer
 
 # The largest error of a result over the largest of its values. Between a token and its output in bf16 stand four
 # roundings: of gate and up, of hidden, of the output, and of what the reference is given.
@@ -170,6 +171,34 @@ def test_without_a_gradient_gate_and_up_are_not_written():
     *arrays, _ = of_8b(jnp.bfloat16)
     text = lower(functools.partial(forward, platform="cuda"), *arrays, platform="cuda").as_text()
     assert "16384x4096" not in text
+
+
+def test_in_the_stack_of_all_layers_a_gradient_is_added_to_its_layer_alone():
+    (t, *_, e), layers = SHAPE, (2, 0)  # of three; each adds to the sums
+    h, weight, gate_up, down, cotangent = draw(SHAPE, "float32", 3)
+    stacks = [jnp.stack([x * scale for scale in (0.5, -1.0, 1.0)]) for x in (gate_up, down)]
+    expert = jnp.asarray(np.arange(t) % (e + 1), jnp.int32)
+    experts = kernel("experts", "interpret")
+
+    @jax.jit
+    def stacked(totals, layer):
+        references = [jax.new_ref(total) for total in totals]
+
+        def call(h, weight, probe):
+            matrices = (StackedLayer(x, layer, total, probe) for x, total in zip(stacks, references, strict=True))
+            return experts(h, expert, weight, *matrices)
+
+        out, back = jax.vjp(call, h, weight, jnp.zeros(()))
+        dh, dweight, _ = back(cotangent)
+        return out, dh, dweight, [jax.freeze(x) for x in references]
+
+    totals = expected = [jnp.full(x.shape, 3.0) for x in stacks]
+    for layer in layers:
+        *ours, totals = stacked(totals, jnp.int32(layer))
+        *alone, dgate_up, ddown = compiled("interpret")(h, expert, weight, *(x[layer] for x in stacks), cotangent)
+        expected = [x.at[layer].add(g) for x, g in zip(expected, (dgate_up, ddown), strict=True)]
+        assert_close(ours, alone, 1e-6)
+        assert_close(totals, expected, 1e-6)
 
 
 def refused(h=(8, 4), expert=(8,), weight=(8,), gate_up=(2, 4, 12), down=(2, 6, 4), dtypes=("float32",) * 3):

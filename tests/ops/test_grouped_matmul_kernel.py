@@ -108,7 +108,7 @@ def test_each_row_is_written_by_one_tile(sizes):
     for index in range(tiles.shape[1]):
         own = row_tile(tiles, jnp.int32(index), 16, groups)
         for row in np.asarray(own.rows)[np.asarray(own.inside)]:
-            owners[row].append((int(own.group), int(own.meets)))
+            owners[row].append((int(own.matrix[1]), int(own.meets)))
     expected = [(group, 1) for group in np.repeat(np.arange(groups), sizes)]
     assert owners == [[owner] for owner in expected + [(groups - 1, 0)] * (rows - len(expected))]
 

@@ -60,7 +60,7 @@ class MixtureOfExperts(nnx.Module):
         """
         b, s, d = h_bsd.shape
         routing = self.router(h_bsd, state_bsr, ops)
-        gate_up, down = self.experts.gate_up[...], self.experts.down[...]
+        gate_up, down = (matrices.get_value() for matrices in (self.experts.gate_up, self.experts.down))
         real = segments_bs != 0
         counts = jnp.zeros(self.num_experts + 1, jnp.int32).at[routing.expert_bs].add(real.astype(jnp.int32))
         expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)

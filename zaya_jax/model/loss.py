@@ -14,7 +14,8 @@ import numpy as np
 
 from zaya_jax.ops.precision import accumulation_dtype
 
-CHUNK = 512  # tokens
+CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
+LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
 LOSS = "loss"  # scope of the chunks in compiled programs
 
 
@@ -41,18 +42,26 @@ def chunked_loss(
     return _loss(hidden_td, head_vd, bias_v, targets_t, weights_t)
 
 
-def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+def chunk_tokens(tokens: int, vocab_size: int, width: int, frozen_head: bool) -> int:
+    """Return the number of tokens in a chunk of `tokens`.
+
+    If the head is trained, each chunk reads and writes all of dW, 8·v·d bytes, and its logits several times, about 22·v
+    bytes per token. A chunk of d tokens or more makes the first the smaller part.
+    """
+    chunk = CHUNK if frozen_head else max(CHUNK, 1 << (width - 1).bit_length())
+    while chunk > 1 and 4 * chunk * vocab_size > LOGITS_BYTES:
+        chunk //= 2
+    return min(chunk, tokens)
+
+
+def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Reshape each array [t, …] to [chunks, chunk, …], padded with zeros."""
-    t = arrays[0].shape[0]
-    chunk = min(CHUNK, t)
-    pad = -t % chunk
+    pad = -arrays[0].shape[0] % chunk
     return tuple(jnp.pad(a, ((0, pad), *[(0, 0)] * (a.ndim - 1))).reshape(-1, chunk, *a.shape[1:]) for a in arrays)
 
 
 def _chunk_logits(h_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None) -> jax.Array:
-    z_tv = jnp.einsum(
-        "td,vd->tv", h_td, head_vd.astype(h_td.dtype), preferred_element_type=accumulation_dtype(h_td.dtype)
-    )
+    z_tv = jnp.einsum("td,vd->tv", h_td, head_vd, preferred_element_type=accumulation_dtype(h_td.dtype))
     return z_tv if bias_v is None else z_tv + bias_v.astype(z_tv.dtype)
 
 
@@ -64,14 +73,19 @@ def _chunk_loss(z_tv: jax.Array, targets_t: jax.Array, weights_t: jax.Array) -> 
 
 def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, targets_t: jax.Array,
           weights_t: jax.Array) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    def body(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        h, targets, weights = chunk
+    head_vd = head_vd.astype(hidden_td.dtype)  # once, not in each chunk
+
+    def body(total: jax.Array, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        h, targets, weights = arrays
         loss, _ = _chunk_loss(_chunk_logits(h, head_vd, bias_v), targets, weights)
         return total + loss.sum(), loss
 
-    zero = jnp.zeros((), accumulation_dtype(hidden_td.dtype))
+    zero, chunk = (
+        jnp.zeros((), accumulation_dtype(hidden_td.dtype)),
+        chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True),
+    )
     with jax.named_scope(LOSS):
-        total, losses = jax.lax.scan(body, zero, _chunks(hidden_td, targets_t, weights_t))
+        total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
 
@@ -95,8 +109,9 @@ def chunked_logprobs(
       fp32 [q] log-probability of each target in nats, and bool [q], whether it is the most likely token; zeros for
       padding.
     """
-    index_nc, targets_nc = _chunks(index_q, targets_q)
-    chunk = index_nc.shape[1]
+    chunk = chunk_tokens(len(index_q), *head_vd.shape, frozen_head=True)
+    index_nc, targets_nc = _chunks(chunk, index_q, targets_q)
+    head_vd = head_vd.astype(hidden_td.dtype)
 
     def body(i: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         z = _chunk_logits(hidden_td[index_nc[i]], head_vd, bias_v)
@@ -114,16 +129,18 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
              weights_t: jax.Array, frozen_head: bool = False) -> tuple[tuple[jax.Array, jax.Array], Any]:  # fmt: skip
     v, d = head_vd.shape
     dtype, sums = hidden_td.dtype, accumulation_dtype(hidden_td.dtype)
+    chunk = chunk_tokens(len(hidden_td), v, d, frozen_head)
+    low_vd = head_vd.astype(dtype)  # once, not in each chunk
 
-    def body(carry: tuple[Any, ...], chunk: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
+    def body(carry: tuple[Any, ...], arrays: tuple[jax.Array, ...]) -> tuple[tuple[Any, ...], tuple[jax.Array, ...]]:
         total, dw_dv, db_v = carry
-        h, h_dt, targets, weights = chunk
-        z = _chunk_logits(h, head_vd, bias_v)
+        h, h_dt, targets, weights = arrays
+        z = _chunk_logits(h, low_vd, bias_v)
         loss, lse = _chunk_loss(z, targets, weights)
         one_hot = jnp.arange(v) == targets[:, None]
         dz = (jnp.exp(z - lse[:, None]) - one_hot) * weights[:, None]
         dz_low = dz.astype(dtype)
-        dh = jnp.einsum("tv,vd->td", dz_low, head_vd.astype(dtype), preferred_element_type=sums)
+        dh = jnp.einsum("tv,vd->td", dz_low, low_vd, preferred_element_type=sums)
         # This layout (vocabulary innermost) needs no transposes.
         dw_dv = None if dw_dv is None else dw_dv + jnp.einsum("dt,tv->dv", h_dt, dz_low, preferred_element_type=sums)
         db_v = None if db_v is None else db_v + dz.sum(0)
@@ -131,7 +148,7 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
 
     start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
              None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
-    h, targets, weights = _chunks(hidden_td, targets_t, weights_t)
+    h, targets, weights = _chunks(chunk, hidden_td, targets_t, weights_t)
     with jax.named_scope(LOSS):
         (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]

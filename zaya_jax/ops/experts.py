@@ -4,8 +4,12 @@ The kernels take two launches forward and four backward. They gather and scatter
 permutations, and fuse elementwise work into the matmuls: SwiGLU into the first, the token's weight into the second, and
 SwiGLU's gradient into the gradient of the second. The backward pass needs the sorted gate and up projections [t, 2f],
 named `MATMUL_OUTPUT`: if rematerialization saves them, no matmul is recomputed.
+
+The kernels take the matrices from the stack of all layers, and add their gradients to the stack's sum in place: copies
+of a layer's matrices would take as much memory traffic as everything else in the layer.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -20,6 +24,10 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
+from zaya_jax.ops.stacked import StackedLayer, in_stack
+
+Matrices = jax.Array | StackedLayer
+_NONE: Any = None  # a gradient of zero
 
 
 def dispatch_experts(
@@ -32,7 +40,7 @@ def dispatch_experts(
       h_td: tokens.
       expert_t: int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
       weight_t: fp32 factor of each token's output.
-      gate_up_edf: [e, d, 2f], gate then up.
+      gate_up_edf: [e, d, 2f], gate then up. The kernels also accept a `StackedLayer`, here and below.
       down_efd: [e, f, d].
       products: implementations of the operations of `grouped_matmul`, by name.
 
@@ -82,7 +90,7 @@ permute.defvjp(_permute_forward, _permute_backward)
 
 
 def _unsupported(
-    _architecture: str, h: jax.Array, expert: jax.Array, weight: jax.Array, gate_up: jax.Array, down: jax.Array
+    _architecture: str, h: jax.Array, expert: jax.Array, weight: jax.Array, gate_up: Matrices, down: Matrices
 ) -> str:
     if why := other_dtypes("experts", h, gate_up, down):
         return why
@@ -96,43 +104,66 @@ def _unsupported(
 
 
 def _kernel(
-    architecture: str, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array,
-    down_efd: jax.Array,
+    architecture: str, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: Matrices,
+    down_efd: Matrices,
 ) -> jax.Array:  # fmt: skip
     order, sizes_e = _sort(expert_t, down_efd.shape[0])
     order = checkpoint_name(order, MATMUL_OUTPUT)  # saves a sort for 4 bytes per token
-    out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
+    gate_up, down = in_stack(gate_up_edf), in_stack(down_efd)
+    out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up, down)
     return checkpoint_name(out_td, MATMUL_OUTPUT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-             gate_up_edf: jax.Array, down_efd: jax.Array) -> jax.Array:  # fmt: skip
-    (hidden_tf,) = grouped_swiglu(h_td, order_t, gate_up_edf, sizes_e, keep=False, architecture=architecture)
-    return grouped_product(hidden_tf, down_efd, sizes_e, order_t=order_t, scale_t=weight_t, architecture=architecture)
+             gate_up: StackedLayer, down: StackedLayer) -> jax.Array:  # fmt: skip
+    (hidden_tf,) = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=False)
+    return _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
+
+
+def _hidden(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: StackedLayer,
+            keep: bool) -> tuple[jax.Array, ...]:  # fmt: skip
+    return grouped_swiglu(h_td, order_t, gate_up.stack, sizes_e, layer=gate_up.layer, keep=keep,
+                          architecture=architecture)  # fmt: skip
+
+
+def _out(architecture: str, hidden_tf: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
+         down: StackedLayer) -> jax.Array:  # fmt: skip
+    return grouped_product(hidden_tf, down.stack, sizes_e, layer=down.layer, order_t=order_t, scale_t=weight_t,
+                           architecture=architecture)  # fmt: skip
 
 
 def _experts_forward(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-             gate_up_edf: jax.Array, down_efd: jax.Array) -> tuple[jax.Array, Any]:  # fmt: skip
-    hidden_tf, gate_up_tf = grouped_swiglu(h_td, order_t, gate_up_edf, sizes_e, keep=True, architecture=architecture)
-    out_td = grouped_product(hidden_tf, down_efd, sizes_e, order_t=order_t, scale_t=weight_t, architecture=architecture)
+                     gate_up: StackedLayer, down: StackedLayer) -> tuple[jax.Array, Any]:  # fmt: skip
+    hidden_tf, gate_up_tf = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=True)
+    out_td = _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
     gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
-    return out_td, (h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf)
+    return out_td, (h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf)
 
 
 def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
-    h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf = saved
+    h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf = saved
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, down_efd, gate_up_tf, sizes_e, architecture=architecture
+        dout_td, order_t, weight_t, down.stack, gate_up_tf, sizes_e, layer=down.layer, architecture=architecture
     )
-    outer = functools.partial(grouped_outer, sizes_e=sizes_e, order_t=order_t, architecture=architecture)
-    ddown_efd = outer(hidden_tf, dout_td, moved="y", dtype=down_efd.dtype)
-    dgate_up_edf = outer(h_td, dgate_up_tf, moved="x", dtype=gate_up_edf.dtype)
+    outer = functools.partial(_outer, architecture, sizes_e=sizes_e, order_t=order_t)
+    ddown = outer(down, hidden_tf, dout_td, moved="y")
+    dgate_up = outer(gate_up, h_td, dgate_up_tf, moved="x")
     dh_td = grouped_product(
-        dgate_up_tf, gate_up_edf, sizes_e, transpose=True, order_t=order_t, architecture=architecture
-    )
+        dgate_up_tf, gate_up.stack, sizes_e, layer=gate_up.layer, transpose=True, order_t=order_t,
+        architecture=architecture,
+    )  # fmt: skip
     none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
-    return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up_edf, ddown_efd
+    return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up, ddown
+
+
+def _outer(architecture: str, matrices: StackedLayer, x_tp: jax.Array, y_tq: jax.Array, **options: Any) -> Any:
+    """Return the gradient of `matrices`, or add it to their total; `options` are those of `grouped_outer`."""
+    outer = functools.partial(grouped_outer, x_tp, y_tq, architecture=architecture, **options)
+    if matrices.total is None:
+        return dataclasses.replace(matrices, stack=outer(), layer=_NONE)
+    matrices.total[...] = outer(total_lepq=matrices.total[...], layer=matrices.layer)
+    return StackedLayer(_NONE, _NONE, _NONE, jnp.zeros((), jnp.float32))
 
 
 _experts.defvjp(_experts_forward, _experts_backward)

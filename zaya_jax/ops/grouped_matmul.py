@@ -158,12 +158,12 @@ def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: j
     return other_dtypes("grouped products", x, y)
 
 
-def _kernel(transpose: bool, architecture: str, *arrays: jax.Array) -> jax.Array:
-    return kernels.grouped_product(*arrays, transpose=transpose, architecture=architecture)
+def _kernel(transpose: bool, architecture: str, x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+    return kernels.grouped_product(x_tp, w_epq[None], sizes_e, transpose=transpose, architecture=architecture)
 
 
 def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    return kernels.grouped_outer(x_tp, y_tq, sizes_e, dtype=x_tp.dtype, architecture=architecture)
+    return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture)[0]
 
 
 # --- the checks ------------------------------------------------------------------------------------------------

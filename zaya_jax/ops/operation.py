@@ -90,7 +90,7 @@ class Operation:
         return next(kernel for kernel in self.kernels if kernel.name == name)
 
 
-def other_dtypes(what: str, *arrays: jax.Array) -> str:
+def other_dtypes(what: str, *arrays: Any) -> str:
     """Return '' if all arrays are bf16 or all are fp32, else a sentence that says why a kernel needs that."""
     dtypes = [jnp.dtype(array.dtype) for array in arrays]
     if dtypes[0] in DTYPES and len({*dtypes}) == 1:

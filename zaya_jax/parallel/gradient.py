@@ -2,13 +2,14 @@
 
 Master weights enter sharded. They are cast to the compute dtype and gathered once a step; layers under FSDP stay
 sharded, and the loop over layers gathers them one at a time. Each device accumulates the gradients of its micro-batches
-in fp32. Only then are they reduce-scattered: the compiler's automatic partitioning would put an all-reduce inside the
-loop, for every layer of every micro-batch. Local functions return sums, which are divided once by the global count.
+in fp32 (`accumulation`). Only then are they reduce-scattered: the compiler's automatic partitioning would put an
+all-reduce inside the loop, for every layer of every micro-batch. Local functions return sums, which are divided once by
+the global count.
 
 Frozen parameters under adapters enter next to the trained ones, sharded, in the compute dtype and without a gradient.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config.parallel import Reduce
-from zaya_jax.model.tree import Arrays
+from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.parallel.accumulation import SMALL, Accumulated
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
@@ -44,17 +46,19 @@ def reduction(leaf: LeafPlacement, mesh: AnyMesh) -> Reduction:
 
 
 def summed_gradient(
-    local_loss: LocalLoss, mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], reduce: Reduce
-) -> Callable[..., tuple[Sums, Arrays]]:
+    local_loss: LocalLoss, mesh: AnyMesh, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any],
+    reduce: Reduce, in_place: Collection[str] = (),
+) -> Callable[..., tuple[Sums, Arrays]]:  # fmt: skip
     """Make the gradient of the loss, summed over all micro-batches and devices.
 
     Args:
       local_loss: (compute copy of all parameters, constants, micro-batch) → (scalar loss, sums). The loss is
-        differentiated with respect to the trained parameters.
+        differentiated with respect to the trained parameters. Large ones of layers are `Accumulated`.
       mesh: the device mesh.
       leaves: placement of each parameter, by name.
       dtypes: compute dtype of each parameter, by name.
       reduce: whether to sum gradients over devices once a step, or after each micro-batch.
+      in_place: names of the layers' parameters that no layer copies, see `Accumulated`.
 
     Returns:
       A function (params, constants, batch, frozen) → (sums, gradient). The batch's leaves are [micro-batches,
@@ -65,18 +69,32 @@ def summed_gradient(
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
         compute, frozen_compute = compute_copy(params, leaves, dtypes), frozen_copy(frozen, leaves)
-        gradient = jax.grad(lambda copy, *rest: local_loss({**frozen_compute, **copy}, *rest), has_aux=True)
+        large = {name for name, x in compute.items() if is_stacked(name) and x.size > SMALL * x.shape[0]}
+        others = {name: x for name, x in compute.items() if name not in large}
+        probe = jnp.zeros((), jnp.float32)
 
-        def accumulated(micro: Any) -> tuple[Arrays, Sums]:
-            grads, sums = gradient(compute, constants, micro)
-            return to_accumulator(grads, leaves, mesh, reduce), sums
+        def add_gradient(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
+            """Add the gradient of a micro-batch to `total`."""
+            references = {name: jax.new_ref(total[name]) for name in large}
 
-        def add(total: Any, micro: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, accumulated(micro)), None
+            def loss(others: Arrays, probe: jax.Array) -> tuple[jax.Array, Sums]:
+                layers = {name: Accumulated(compute[name], x, probe, name in in_place)
+                          for name, x in references.items()}  # fmt: skip
+                return local_loss({**frozen_compute, **layers, **others}, constants, micro)
 
-        first = accumulated(jax.tree.map(lambda x: x[0], batch))
-        rest = jax.tree.map(lambda x: x[1:], batch)
-        (grads, sums), _ = jax.lax.scan(add, first, rest)
+            (grads, _), sums = jax.grad(loss, argnums=(0, 1), has_aux=True)(others, probe)
+            added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
+            return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
+
+        def add(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
+            if reduce == "step" or not reduce_axes:
+                return add_gradient(total, micro)
+            grads, sums = add_gradient(_zeros(to_accumulator(compute, leaves, mesh, "step")), micro)
+            return jax.tree.map(jnp.add, total, to_accumulator(grads, leaves, mesh, reduce)), sums
+
+        start = jax.eval_shape(lambda: to_accumulator(compute, leaves, mesh, reduce))
+        grads, sums = jax.lax.scan(add, _zeros(start), batch)
+        sums = jax.tree.map(lambda x: x.sum(0), sums)
         if reduce_axes:
             sums = jax.lax.psum(sums, reduce_axes)
         return sums, grads if reduce == "micro_batch" else _to_stored(grads, leaves, mesh)
@@ -150,6 +168,10 @@ def to_accumulator(grads: Arrays, leaves: Mapping[str, LeafPlacement], mesh: Any
     """Convert the gradients of a micro-batch to what is accumulated: fp32, already reduced if `reduce` says so."""
     grads = {name: g.astype(accumulation_dtype(g.dtype)) for name, g in grads.items()}
     return _to_stored(grads, leaves, mesh) if reduce == "micro_batch" else grads
+
+
+def _zeros(arrays: Mapping[str, Any]) -> Arrays:
+    return {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items()}
 
 
 def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from zaya_jax.ops.momentum import OnMatrices
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
+from zaya_jax.parallel.accumulation import scan_layers
 from zaya_jax.parallel.batch import WHOLE, ProcessShare, place_batch, process_share
 from zaya_jax.parallel.context import gather_sequence, gathered_attention, make_halo, make_mix
 from zaya_jax.parallel.decode import tree_cached_attention
@@ -40,6 +41,7 @@ class Placement:
       leaves: placement of each parameter, by name.
       dtypes: compute dtype of each parameter, by name.
       kernels: implementations of the operations on one device.
+      in_place: names of the layers' parameters that kernels read in the stack of all layers.
     """
 
     config: ParallelConfig
@@ -47,6 +49,7 @@ class Placement:
     leaves: Mapping[str, LeafPlacement]
     dtypes: Mapping[str, Any]
     kernels: KernelSelection
+    in_place: frozenset[str] = frozenset()
 
     def __hash__(self) -> int:
         return hash((self.config, self.mesh))
@@ -55,7 +58,7 @@ class Placement:
     def ops(self) -> Ops:
         """The operations of `kernels`, with collectives added where the layout needs them."""
         base, shape, changes = self.kernels.ops, self.mesh.shape, {}
-        changes["gather_layer"] = gather_layer(self.leaves, self.dtypes)
+        changes |= {"gather_layer": gather_layer(self.leaves, self.dtypes), "scan_layers": scan_layers}
         if shape["expert"] > 1 and self.config.expert_exchange == "ragged":
             changes["experts"] = ragged_experts(base.experts, jax.lax.ragged_all_to_all, shape["expert"])
         elif shape["expert"] > 1:
@@ -83,7 +86,9 @@ class Placement:
 
     def gradient(self, local_loss: LocalLoss) -> Callable[..., tuple[Sums, Any]]:
         """`gradient.summed_gradient` on this placement."""
-        return summed_gradient(local_loss, self.mesh, self.leaves, self.dtypes, self.config.gradient_reduction)
+        return summed_gradient(
+            local_loss, self.mesh, self.leaves, self.dtypes, self.config.gradient_reduction, self.in_place
+        )
 
     def sums(self, local_sums: Callable[[Any, Any, Any], Sums]) -> Callable[..., Sums]:
         """`gradient.summed` on this placement."""
@@ -149,4 +154,8 @@ def make_placement(
       exact: names of parameters that compute in fp32 (fp64 if `dtype` is).
     """
     dtypes = {**compute_dtypes(roles, dtype), **dict.fromkeys(exact, accumulation_dtype(dtype))}
-    return Placement(parallel, mesh, place_leaves(shapes, roles, mesh), dtypes, kernels)
+    leaves = place_leaves(shapes, roles, mesh)
+    merged = bool(exact)  # matrices of experts are computed from their adapters, one layer at a time
+    in_place = {name for name, role in roles.items() if role == "expert" and not (leaves[name].by_layer or merged)}
+    return Placement(parallel, mesh, leaves, dtypes, kernels,
+                     frozenset(in_place if "experts" in kernels.chosen else ()))  # fmt: skip

@@ -16,6 +16,7 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.compilers.compiled import compile_step
 from zaya_jax.machine.compilers.gpus import GPUS
+from zaya_jax.machine.compilers.moves import moves_in_loops
 from zaya_jax.machine.compilers.predict import phase_shares, predict
 from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move_rows
 from zaya_jax.machine.compilers.toolchain import environment
@@ -97,6 +98,13 @@ def test_kernels_spill_no_more_than_recorded(gpu):
     assert all(count <= SPILLS[gpu][name] for name, count in spills.items())
     ours = {kernel.name for kernel in compiled(gpu).kernels}
     assert {"attention", "cca_mix", "cca_mix_backward", "grouped_swiglu", "gram", "momentum"} <= ours
+
+
+def test_layers_copy_no_matrices_of_experts():
+    model = config("mi300x").model
+    down = 2 * model.num_experts // AXES["mi300x"]["expert"] * model.expert_size * model.hidden_size  # bytes in bf16
+    moves = moves_in_loops(compiled("mi300x").entry, 2 * down)  # read and written
+    assert not [move.instruction.op_name for move in moves if move.place.kind.startswith("layers")]
 
 
 def run(gpu, folder, code, flags=""):

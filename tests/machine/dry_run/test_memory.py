@@ -140,9 +140,8 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     config = load_config("configs/tiny.yaml")
     embedding = 4 * config.model.vocab_size * config.model.hidden_size  # its gradient is among the activations
     # A micro-batch's gradient in fp32, the accumulated shards, and the sum of one leaf before it is added.
-    of_micro_batch = (kept["step"].gradients - embedding) / 2
+    of_micro_batch = kept["step"].gradients - embedding
     assert kept["micro_batch"].gradients == of_micro_batch + sum(shards) + max(shards)
-    assert kept["micro_batch"].gradients < 0.7 * kept["step"].gradients
 
 
 LORA = ["lora.rank=16", "lora.alpha=32"]
@@ -161,7 +160,7 @@ def test_under_adapters_parameters_are_stored_once_in_the_compute_dtype():
     pairs = [(d, 1024), (d, 256), (d, 128), (d, 128), (1024, d), *[(d, 2 * f), (f, d)] * experts]
     adapters = layers * rank * sum(rows + columns for rows, columns in pairs)
     assert adapted.parameters == adapted.update == 4 * adapters
-    assert adapted.gradients == 8 * adapters  # those added up, and a micro-batch's
+    assert adapted.gradients == 4 * adapters
     assert 0 <= adapted.optimizer - 8 * adapters < 1e5  # both moments; balancing, counters
     assert adapted.compute == 0
     vectors = 4 * layers * 13000  # fp32 norms, scales and biases of a layer

@@ -177,7 +177,9 @@ def instruction_cost(place: Place, instruction: Instruction, shares: Shares = WH
     if instruction.kernel:
         shapes = [array for shape in (*read, instruction.shape) for array in arrays(shape)]
         share = {"grouped": shares.rows, "attention": shares.keys}.get(instruction.kernel.partition("_")[0], 1.0)
-        rows = shares.rows if instruction.kernel.startswith("grouped") else 1.0
+        rows = 1.0
+        if instruction.kernel.startswith("grouped"):  # one layer of a stack [l, e, p, q]
+            rows, shapes = shares.rows, [(dtype, sizes[-3:]) for dtype, sizes in shapes]
         moved = sum(ITEM_BYTES[dtype] * math.prod(sizes) * (rows if len(sizes) == 2 else 1) for dtype, sizes in shapes)
         flops = share * _kernel_flops(instruction.kernel, shapes)
         fp32 = not any(dtype in ("bf16", "f16") for dtype, _ in shapes)

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
+from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.lora import ADAPTED
-from zaya_jax.model.loss import CHUNK
+from zaya_jax.model.loss import chunk_tokens
 from zaya_jax.model.tree import shapes
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
@@ -45,7 +46,8 @@ class Memory(NamedTuple):
       parameters: master weights.
       optimizer: moments, balancing state, counters.
       compute: copy of the parameters in the compute dtype.
-      gradients: accumulated gradients, and those of one micro-batch.
+      gradients: accumulated gradients, to which layers add theirs in place. If they are reduced after each
+        micro-batch, also those of one micro-batch.
       activations: what is saved for the backward pass of a micro-batch.
       temporaries: recomputed activations and gathered parameters of a layer, or a chunk of logits.
       update: gradients and Newton–Schulz iterates at the peak of the optimizer's step.
@@ -80,30 +82,28 @@ def estimate_memory(program: PhaseProgram, sequences: int, context: int, count: 
     activations = count(program, sequences, context)
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
-    # A reduction after each micro-batch first converts all gradients to the accumulation dtype, and returns a leaf's
-    # sum beside its accumulator.
-    reduces = placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1
-    gradients = _on_one_device(program, lambda copy, _: jax.tree.map(_accumulation, copy) if reduces else copy)
-    # That of the embedding is the gradient of the head, among the activations.
-    gradients = {name: x for name, x in gradients.items() if program.roles[name] != "embedding"}
-    accumulated = _on_one_device(
-        program,
-        lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, placement.config.gradient_reduction),
-    )
+
+    def accumulated(reduce: Reduce) -> dict[str, Any]:
+        return _on_one_device(program, lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, reduce))
+
+    local = accumulated("step")
+    gradients = _bytes(local)
+    if placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1:
+        # That of the embedding is the gradient of the head, among the activations. The sum of a leaf over devices
+        # stands beside its accumulator.
+        embedding = sum(_bytes(x) for name, x in local.items() if program.roles[name] == "embedding")
+        sums = [_bytes(x) for x in accumulated("micro_batch").values()]
+        gradients += sum(sums) + max(sums) - embedding
     return Memory(
         parameters=master_weights,
         optimizer=stored - master_weights,
         compute=_copy_bytes(program),
-        gradients=_bytes(gradients) + _bytes(accumulated) + (max(map(_bytes, accumulated.values())) if reduces else 0),
+        gradients=gradients,
         activations=activations.kept,
         temporaries=_temporaries(program, sequences * context, activations.recomputed),
         update=_update(program, master_weights),
         frozen=device_bytes(frozen),
     )
-
-
-def _accumulation(x: jax.Array) -> jax.Array:
-    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
@@ -207,9 +207,11 @@ def count_activations(
 
 def _temporaries(program: PhaseProgram, tokens: int, recomputed: int) -> int:
     """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
-    chunk = min(CHUNK, tokens // program.placement.mesh.shape["context"])
-    sums = accumulation_dtype(program.config.train.compute_dtype).itemsize
-    logits = 2 * chunk * program.model.config.vocab_size * sums
+    config, vocab = program.config, program.model.config.vocab_size
+    local = tokens // program.placement.mesh.shape["context"]
+    chunk = chunk_tokens(local, vocab, config.model.hidden_size, config.lora is not None)
+    sums = accumulation_dtype(config.train.compute_dtype).itemsize
+    logits = 2 * chunk * vocab * sums
     return max(recomputed + _gathered_layer(program) + _merging(program), logits)
 
 

@@ -1,0 +1,69 @@
+"""Gradients that layers add to the sums of a step in place, against autodiff's own."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.helpers import assert_close
+from zaya_jax.parallel.accumulation import Accumulated, scan_layers
+
+LAYERS, WIDTH = 3, 16
+
+
+def layer(remat):
+    def apply(x, w):
+        return jnp.tanh(x @ w["matrix"] + w["bias"].astype(x.dtype))
+
+    return jax.checkpoint(apply, prevent_cse=False) if remat else apply
+
+
+def loss(stacks, x, remat):
+    x, means = scan_layers(lambda x, w: (layer(remat)(x, w), x.mean()), x, stacks)
+    return (x.astype(jnp.float32) ** 2).sum() + means.sum()
+
+
+def accumulated(stacks, totals, x, remat=False):
+    """The sums `totals` after the gradient of `loss` was added to them."""
+    references = jax.tree.map(jax.new_ref, totals)
+
+    def of_probe(probe):
+        layers = jax.tree.map(lambda stack, total: Accumulated(stack, total, probe, False), stacks, references)
+        return loss(layers, x, remat)
+
+    jax.grad(of_probe)(jnp.zeros(()))
+    return jax.tree.map(jax.freeze, references)
+
+
+def draw(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    stacks = {"matrix": rng.normal(size=(LAYERS, WIDTH, WIDTH)) / WIDTH**0.5, "bias": rng.normal(size=(LAYERS, WIDTH))}
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), stacks), jnp.asarray(rng.normal(size=(5, WIDTH)), dtype)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_layers_add_their_gradient_to_the_sums(remat):
+    stacks, x = draw()
+    totals = jax.tree.map(lambda s: jnp.full(s.shape, 7.0), stacks)
+    gradient = jax.grad(loss)(stacks, x, remat)
+    ours = jax.jit(functools.partial(accumulated, remat=remat))(stacks, totals, x)
+    assert_close(ours, jax.tree.map(jnp.add, totals, gradient), 1e-6)
+
+
+def test_gradients_in_bf16_are_added_in_fp32():
+    stacks, x = draw(jnp.bfloat16)
+    totals = jax.tree.map(lambda s: jnp.full(s.shape, 4096.0, jnp.float32), stacks)  # bf16 would lose all below 16
+    gradient = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss)(stacks, x, False))
+    ours = jax.jit(accumulated)(stacks, totals, x)
+    assert_close(jax.tree.map(lambda x: x - 4096, ours), gradient, 2**-7)
+
+
+def test_no_further_stack_is_in_memory():
+    """Beside the sums themselves, whose memory is donated, there are activations and gradients of one layer."""
+    shapes = {"matrix": (64, 64, 64), "bias": (64, 64)}
+    stacks = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in shapes.items()}
+    x = jax.ShapeDtypeStruct((2, 64), jnp.float32)
+    lowered = jax.jit(accumulated, donate_argnums=1).lower(stacks, stacks, x)
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 64**3 * 4 / 2

@@ -1,0 +1,49 @@
+"""A layer's parameter as a part of the stack of all layers, for operations that need no copy of it."""
+
+import dataclasses
+import functools
+
+import jax
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "layer", "total", "probe"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class StackedLayer:
+    """A parameter of one layer, where it is in memory.
+
+    An operation's backward pass adds the parameter's gradient to `total` in place, and gives `probe` a gradient of
+    zero. jax differentiates `probe` in place of the stack: a gradient of the stack would be as large as all layers.
+
+    Attributes:
+      stack: [l, …], all layers.
+      layer: int32 index of the layer.
+      total: reference to the fp32 sum of the gradients of `stack`; None if there is no gradient, or if the stack has
+        one layer, whose gradient is returned as usual.
+      probe: fp32 scalar; None without `total`.
+    """
+
+    stack: jax.Array
+    layer: jax.Array | int
+    total: jax.Ref | None = None
+    probe: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the layer's parameter."""
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> jax.numpy.dtype:
+        """The dtype of the parameter."""
+        return self.stack.dtype
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> "StackedLayer":
+        """Return the same; ValueError if `dtype` is another, since that would copy all layers."""
+        if dtype != self.dtype:
+            raise ValueError(f"A stack in {self.dtype} cannot be used in {jax.numpy.dtype(dtype)} without a copy.")
+        return self
+
+
+def in_stack(x: jax.Array | StackedLayer) -> StackedLayer:
+    """Return a parameter as a stack of one layer, unless it is in a stack already."""
+    return x if isinstance(x, StackedLayer) else StackedLayer(x[None], 0)
