@@ -82,6 +82,8 @@ _COLLECTIVES = (
 )  # fmt: skip
 _AMD = (
     *_COLLECTIVES,
+    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
+            "overlaps collectives with independent computation; on NVIDIA GPUs XLA does so by default", _TOOLBOX),
     Setting("--xla_gpu_enable_all_gather_combine_by_dim", "false",
             "also combines all-gathers of arrays that are sharded along different axes", _PRIMUS),
     Setting("--xla_gpu_enable_cublaslt", "true", "uses hipBLASLt for matmuls", _PRIMUS),

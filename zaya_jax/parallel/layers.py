@@ -40,7 +40,7 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
     """
     places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.in_layer}
 
-    def whole(name: str, x: jax.Array | Scattered) -> jax.Array:
+    def whole(name: str, x: Any) -> jax.Array:
         if name not in places:
             return x
         place, dtype = places[name]

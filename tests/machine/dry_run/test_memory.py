@@ -139,11 +139,11 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     program = Programs(load_config("configs/tiny.yaml"), KERNELS, 8)[0]
     params, leaves = program.abstract_state.params, program.placement.leaves
     shards = {name: device_bytes(x) for name, x in params.items()}
-    # The layers reduce the gradients of their matrices; that of the embedding is among the activations.
-    of_micro_batch = sum(shards[name] if leaves[name].in_layer else 4 * x.size
-                         for name, x in params.items() if name != "embedding")  # fmt: skip
-    assert kept["micro_batch"].gradients == of_micro_batch + sum(shards.values())
-    assert kept["micro_batch"].gradients < 0.3 * kept["step"].gradients
+    # The layers reduce the gradients of their matrices.
+    of_micro_batch = sum(shards[name] if leaves[name].in_layer else 4 * x.size for name, x in params.items())
+    # A sum is added to its accumulator leaf by leaf.
+    assert kept["micro_batch"].gradients == of_micro_batch + sum(shards.values()) + max(shards.values())
+    assert kept["micro_batch"].gradients < 0.5 * kept["step"].gradients
 
 
 def test_layers_of_a_single_micro_batch_gather_their_matrices(monkeypatch):
@@ -154,7 +154,7 @@ def test_layers_of_a_single_micro_batch_gather_their_matrices(monkeypatch):
     with_remat = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="full"))
     kept = [memory(with_remat, 8, micro_batches=count) for count in (1, 2)]
     assert kept[1].compute - kept[0].compute == 7 * matrices  # in fp32, as the master weights
-    assert kept[0].gradients < 0.3 * kept[1].gradients
+    assert kept[0].gradients < 0.5 * kept[1].gradients
 
 
 LORA = ["lora.rank=16", "lora.alpha=32"]
@@ -187,5 +187,7 @@ def test_eight_devices_share_what_is_under_adapters(monkeypatch):
     shared = memory(config, 8)
     assert shared.frozen == pytest.approx(alone.frozen / 8, rel=0.01)
     assert shared.parameters == pytest.approx(alone.parameters / 8, rel=0.01)
-    # A layer is gathered where it begins, from a copy in the order of the gather; the embedding is there whole.
-    assert alone.frozen / 8 < shared.compute < alone.frozen / 8 + 2 * config.model.vocab_size * 2048
+    # A layer is gathered where it begins: experts as they lie, other matrices from a copy in the order of the gather.
+    # The embedding is there whole.
+    embedding = 2 * config.model.vocab_size * 2048
+    assert embedding < shared.compute < embedding + 0.05 * alone.frozen / 8

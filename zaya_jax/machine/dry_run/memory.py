@@ -87,7 +87,7 @@ def estimate_memory(
     reduces = single or (placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1)
 
     def gradients_of(copy: Any, _: Any) -> Any:
-        """Those of a micro-batch, and what is accumulated."""
+        """Those of a micro-batch, and what is accumulated; if it is reduced, a leaf's sum is beside its accumulator."""
         if not reduces:
             return copy, jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
@@ -95,13 +95,14 @@ def estimate_memory(
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
     gradients, accumulated = _on_one_device(program, gradients_of)
-    # That of the embedding is the gradient of the head, among the activations.
-    gradients = {name: x for name, x in gradients.items() if program.roles[name] != "embedding"}
+    # That of the embedding is the gradient of the head, among the activations; before its reduction there are two.
+    gradients = {name: x for name, x in gradients.items() if reduces or program.roles[name] != "embedding"}
+    beside = max(map(_bytes, accumulated.values()), default=0) if reduces else 0
     return Memory(
         parameters=master_weights,
         optimizer=stored - master_weights,
         compute=_copy_bytes(program, single),
-        gradients=_bytes(gradients) + _bytes(accumulated),
+        gradients=_bytes(gradients) + _bytes(accumulated) + beside,
         activations=activations.kept,
         temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
         update=_update(program, master_weights),
@@ -228,9 +229,10 @@ def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bo
 
 
 def _gathered_layer(program: PhaseProgram, single: bool) -> int:
-    """Return bytes of matrices that layers gather, and of one layer's gradients before and in their exchange.
+    """Return bytes of matrices that layers gather, and of the gradients of a layer.
 
-    Those of a period are gathered, and those of the next layer already.
+    Those of a period are gathered, and those of the next layer already. The gradients are there before their exchange,
+    in it, and once more while the exchange runs beside the next layer.
     """
     placement, layers = program.placement, len(program.model.config.period)
     exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0.0
@@ -240,7 +242,7 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
         reduces = gathers or (placement.config.gradient_reduction == "micro_batch" and leaf.in_layer and leaf.gathers)
         whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
         total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0
-        total += whole * 2 * exact / layers if reduces and name in program.trained else 0
+        total += whole * 3 * exact / layers if reduces and name in program.trained else 0
     return int(total)
 
 
