@@ -41,6 +41,9 @@ LAYOUTS = {
 }
 
 
+SINGLE = "single "
+
+
 class ThreeSteps(NamedTuple):
     """The metrics of three steps and the states after them; of the start its sums and its gradient."""
 
@@ -74,14 +77,16 @@ def start(dtype: ComputeDtype) -> Any:
 
 
 def run_layout(
-    parallel: ParallelConfig, devices: int = 8, gradient: bool = True, dtype: ComputeDtype = "float64"
-) -> ThreeSteps:
+    parallel: ParallelConfig, devices: int = 8, gradient: bool = True, dtype: ComputeDtype = "float64",
+    micro_batch: int | None = 8,
+) -> ThreeSteps:  # fmt: skip
     """Three steps of `WIDE` on a layout, and where asked for the gradient by itself, compiled on its own.
 
     In fp64 tokens choose their experts; in fp32 and bf16 rounding would flip choices, and so they are forced.
     """
     with jax.enable_x64(dtype == "float64"):
-        train = dataclasses.replace(WIDE.train, compute_dtype=dtype)
+        batch = dataclasses.replace(WIDE.train.batch, micro_batch=micro_batch)
+        train = dataclasses.replace(WIDE.train, compute_dtype=dtype, batch=batch)
         config = dataclasses.replace(WIDE, parallel=parallel, train=train)
         config.check()
         program = make_program(config, devices)
@@ -104,5 +109,6 @@ def run_layout(
 
 
 def run_layouts(names: list[str], gradient: bool, dtype: ComputeDtype = "float64") -> dict[str, ThreeSteps]:
-    """`run_layout` of some of `LAYOUTS`, in this process."""
-    return {name: run_layout(LAYOUTS[name], gradient=gradient, dtype=dtype) for name in names}
+    """`run_layout` of some of `LAYOUTS`, in this process; "single NAME" has one micro-batch."""
+    return {name: run_layout(LAYOUTS[name.removeprefix(SINGLE)], gradient=gradient, dtype=dtype,
+                             micro_batch=None if name.startswith(SINGLE) else 8) for name in names}  # fmt: skip

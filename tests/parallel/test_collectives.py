@@ -29,16 +29,18 @@ MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
 QUICK = ("data", MIXED)
 REST = ("micro_batch", "fsdp", "hybrid", "expert4", GATHERED, "ring_zigzag4")
 
-# How often what stands in a place runs in a step. A step does its first micro-batch, and a loop the other six: a
-# number that no other loop with a collective has.
+# How often what stands in a place runs in a step. A step does its first micro-batch and its last, in which gradients
+# are reduced, and a loop the five others; if each is reduced, a loop does six. No other loop with a collective has
+# these numbers.
 MICRO = 7
-LAYER = MICRO * 2
+GROUPS = 2
+LAYER = MICRO * GROUPS
 HOP = 3  # of four devices in a ring
-LOOPS = {MICRO - 1: "", 2: "layers", HOP: "hops"}
+LOOPS = {MICRO - 1: "", MICRO - 2: "", GROUPS: "layers", HOP: "hops"}
 
 # Parameters by where they are. The temperatures are too few to split.
-SPLIT, LAYERED, EXPERTS, MATRICES = 34, 30, 2, 11
-REST_OF_SPLIT = SPLIT - LAYERED
+SPLIT, EXPERTS, MATRICES = 34, 2, 11
+REST_OF_SPLIT = SPLIT - MATRICES
 
 
 def config_of(name):
@@ -80,21 +82,27 @@ def place(call):
     return " ".join(filter(None, (LOOPS.get(trips, str(trips)) for trips in call.loops)))
 
 
-def once(over, leaves=SPLIT, scatters=1):
+def once(over, leaves=REST_OF_SPLIT, scatters=1):
     """Masters gathered into the compute copy, gradients scattered; neither in the loop over micro-batches."""
     return {("", "", "all-gather", over): leaves, ("", "", "reduce-scatter", over): leaves * scatters}
 
 
-def muon(over, leaves=MATRICES):
-    """Parts of matrices to whole ones, and back."""
+def matrices(over, leaves=MATRICES, scatters=1):
+    """The same of the layers' matrices, whose gradients are scattered in the layers of the last micro-batch."""
+    return {("", "", "all-gather", over): leaves,
+            ("layers", "backward", "reduce-scatter", over): leaves * scatters * GROUPS}  # fmt: skip
+
+
+def muon(over, leaves=MATRICES - EXPERTS):
+    """Parts of matrices to whole ones, and back. Experts are whole on their devices."""
     return {("", "", "all-to-all", over): 2 * leaves}
 
 
 def layers():
     """Each layer gathered where it begins, in both passes since the layer is computed again; its gradient scattered."""
-    return {("layers", "forward", "all-gather", "fsdp"): LAYERED * LAYER,
-            ("layers", "again", "all-gather", "fsdp"): LAYERED * LAYER,
-            ("layers", "backward", "reduce-scatter", "fsdp"): LAYERED * LAYER}  # fmt: skip
+    return {("layers", "forward", "all-gather", "fsdp"): MATRICES * LAYER,
+            ("layers", "again", "all-gather", "fsdp"): MATRICES * LAYER,
+            ("layers", "backward", "reduce-scatter", "fsdp"): MATRICES * LAYER}  # fmt: skip
 
 
 def experts():
@@ -139,20 +147,19 @@ def together(*parts):
 
 # Runs in a step by (place, stage, kind, axes) of all that is not a sum.
 EXPECTED = {
-    "data": together(once("data"), muon("data")),
-    "micro_batch": together(once("data", scatters=MICRO), muon("data")),
-    "fsdp": together(once("fsdp", REST_OF_SPLIT), layers(), muon("fsdp")),
-    "hybrid": together(once("data fsdp", REST_OF_SPLIT), once("data", LAYERED), layers(), muon("data fsdp")),
+    "data": together(once("data"), matrices("data"), muon("data")),
+    "micro_batch": together(once("data", scatters=MICRO), matrices("data", scatters=MICRO), muon("data")),
+    "fsdp": together(once("fsdp"), layers(), muon("fsdp")),
+    "hybrid": together(once("data fsdp"), matrices("data"), layers(), muon("data fsdp")),
     "expert4": together(
-        once("data expert", SPLIT - EXPERTS), once("data", EXPERTS), experts(),
-        muon("data expert", MATRICES - EXPERTS), muon("data", EXPERTS),
+        once("data expert"), matrices("data expert", MATRICES - EXPERTS), matrices("data", EXPERTS), experts(),
+        muon("data expert"),
     ),
-    GATHERED: together(once("data context"), muon("data context"), halos(), gathered_keys()),
-    "ring_zigzag4": together(once("data context"), muon("data context"), halos(), ring()),
+    GATHERED: together(once("data context"), matrices("data context"), muon("data context"), halos(), gathered_keys()),
+    "ring_zigzag4": together(once("data context"), matrices("data context"), muon("data context"), halos(), ring()),
     MIXED: together(
-        once("fsdp expert context", REST_OF_SPLIT), once("expert context", LAYERED - EXPERTS), once("context", EXPERTS),
-        layers(), experts(), halos(), gathered_keys(),
-        muon("fsdp expert context", MATRICES - EXPERTS), muon("fsdp context", EXPERTS),
+        once("fsdp expert context"), matrices("expert context", MATRICES - EXPERTS), matrices("context", EXPERTS),
+        layers(), experts(), halos(), gathered_keys(), muon("fsdp expert context"),
     ),
 }  # fmt: skip
 
@@ -162,10 +169,10 @@ def test_the_counts_are_those_of_the_model():
     roles = program.roles
     split = [name for name, role in roles.items() if role != "temperature"]
     assert len(split) == SPLIT
-    assert sum(is_stacked(name) for name in split) == LAYERED
     assert sum(role == "expert" for role in roles.values()) == EXPERTS
     assert sum(role in MATRIX_ROLES for role in roles.values()) == MATRICES
-    assert program.model.config.num_groups * MICRO == LAYER
+    assert all(is_stacked(name) for name, role in roles.items() if role in MATRIX_ROLES)
+    assert program.model.config.num_groups == GROUPS
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.soak) for name in REST)])
@@ -223,8 +230,9 @@ def moved(calls, name):
         # Of a device's two pieces, one permutation carries the halos of the front ones, another of the back ones.
         units = sequences if call.kind == "collective-permute" else sequences * WIDE.data.context
         counts[call.kind, whole / units] += 1
-    # In a step they stand in two loops, that of the first micro-batch and that of the others.
-    return {what: count / len({call.loops for call in calls}) for what, count in counts.items()}
+    # In a step they stand in three loops: those of the first micro-batch, of the last, and of the others.
+    programs = 3 if len({call.loops for call in calls}) > 1 else 1
+    return {what: count / programs for what, count in counts.items()}
 
 
 def sizes_of(model):

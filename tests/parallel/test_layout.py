@@ -7,7 +7,8 @@ from tests.parallel_helpers import LAYOUTS, ThreeSteps, run_layout
 from tests.train_helpers import on_devices
 
 BANDS = {"float32": 1e-5, "bfloat16": 0.15}  # of the largest value of a leaf's gradient
-QUICK = ["fsdp_expert_context"]
+QUICK = ["fsdp_expert_context", "single data_fsdp_expert"]
+SINGLE = [f"single {name}" for name in ("data", "fsdp", "hybrid", "data_fsdp_ring", "fsdp_expert_context")]
 
 
 def far(x: np.ndarray, expected: np.ndarray) -> float:
@@ -48,7 +49,7 @@ def test_layouts_give_what_one_device_gives(alone):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", sorted(LAYOUTS))
+@pytest.mark.parametrize("name", [*sorted(LAYOUTS), *SINGLE])
 def test_every_layout_gives_what_one_device_gives(alone_with_gradient, name):
     check(name, on_devices(8, "tests.parallel_helpers:run_layouts", [name], True)[name], alone_with_gradient)
 

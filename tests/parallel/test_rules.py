@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run.estimate import simulated_programs
+from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.tree import shapes
 from zaya_jax.parallel.mesh import AXES
 from zaya_jax.parallel.rules import place_leaves
@@ -40,11 +41,15 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
             assert local[0] == shape[0], name
         expert = full[1][name] == "expert"
         if expert:
-            assert local[1] == shape[1] // mesh.shape["expert"], name
+            assert local[1] == shape[1] // math.prod(mesh.shape[axis] for axis in place.own + place.experts_over), name
         assert place.own == (("expert",) if expert and mesh.shape["expert"] > 1 else ())
         parts = math.prod(mesh.shape[axis] for axis in place.split)
         assert math.prod(local) * parts == math.prod(shape), name
-        assert place.by_layer == (name.startswith("blocks.") and mesh.shape["fsdp"] > 1 and "fsdp" in place.over)
+        matrix = name.startswith("blocks.") and full[1][name] in MATRIX_ROLES
+        assert place.in_layer == (matrix and parts == math.prod(sizes)), name
+        assert place.by_layer == (place.in_layer and mesh.shape["fsdp"] > 1), name
+        assert len(place.gathers) <= 1
+        assert {*place.gathered, *(["fsdp"] if place.by_layer else []), *place.own} == set(place.split)
 
 
 @given(sizes=sizes)
@@ -54,6 +59,25 @@ def test_matrices_are_split_over_all_devices(full, sizes):
     for name, place in place_leaves(*full, mesh).items():
         if full[1][name] in ("attention", "expert", "embedding") and devices <= 1024:
             assert set(place.split) == {axis for axis in AXES if mesh.shape[axis] > 1}, name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts_over", "over", "layer_axis", "gathers"),
+    [
+        ((8, 1, 1, 1), ("data",), (), None, ((-3, ("data",)),)),  # two of 16 experts on each device
+        ((1, 8, 1, 1), ("fsdp",), (), -3, ()),
+        ((2, 4, 1, 2), ("fsdp", "data", "context"), (), -3, ((-3, ("data", "context")),)),
+        ((128, 8, 1, 1), ("fsdp",), ("data",), -3, ((-1, ("data",)),)),
+        ((128, 1, 8, 1), (), ("data",), None, ((-1, ("data",)),)),
+        ((1, 2, 8, 1), ("fsdp",), (), -3, ()),
+        ((1024, 1, 1, 1), (), ("data",), None, ((-1, ("data",)),)),
+    ],
+)
+def test_experts_are_split_along_their_own_axis_where_they_divide(full, sizes, experts_over, over, layer_axis, gathers):
+    place = place_leaves(*full, abstract_mesh(sizes))["blocks.0.mixture.experts.gate_up"]
+    assert (place.experts_over, place.over, place.layer_axis, place.gathers) == (
+        experts_over, over, layer_axis, gathers
+    )  # fmt: skip
 
 
 def test_the_vocabulary_is_split_where_it_divides_and_the_width_where_it_does_not(full):

@@ -112,7 +112,8 @@ def fits(config: Config, devices: int) -> bool:
         others = layout.fsdp * layout.expert * layout.context
         if devices % others or layout.data not in (None, devices // others):
             return False
-        if stage.sequences % (micro_batch * devices // layout.context):
+        shards = devices // layout.context
+        if stage.sequences % (min(micro_batch, max(1, stage.sequences // shards)) * shards):
             return False
     return True
 

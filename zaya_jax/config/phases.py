@@ -59,7 +59,8 @@ class BatchConfig:
     start: Positive[int] | None = None  # per step at the start of a linear ramp; sizes in between are multiples of it
     ramp_tokens: int = 0  # length of the linear ramp
     stepped: tuple[BatchSizeConfig, ...] = ()  # sizes before `tokens`, in order
-    micro_batch: Positive[int] | None = None  # sequences per device in a micro-batch; null: all of them
+    # sequences per device in a micro-batch, or all of a step (as with null) if a ramp has fewer
+    micro_batch: Positive[int] | None = None
 
     def check(self, where: str) -> None:
         """Raise `InputError` if a value is out of range; `where` is the batch's key."""

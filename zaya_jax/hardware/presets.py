@@ -12,6 +12,7 @@ _TOOLBOX = "https://github.com/NVIDIA/JAX-Toolbox/blob/main/docs/GPU_performance
 _XLA = "https://github.com/openxla/xla/blob/main/xla/debug_options_flags.cc"
 _NCCL = "https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html"
 _MI300X = "https://rocm.docs.amd.com/en/latest/how-to/rocm-for-ai/inference-optimization/workload.html"
+_RCCL = "https://rocm.blogs.amd.com/software-tools-optimization/mi300x-rccl-xgmi/README.html"
 _ROCR = "https://rocm.docs.amd.com/projects/ROCR-Runtime/en/latest/api-reference/environment_variables.html"
 
 
@@ -64,13 +65,16 @@ def _memory(fraction: str, source: str) -> Setting:
                    "0.75)", source, "XLA_CLIENT_MEM_FRACTION")  # fmt: skip
 
 
+_SATURATED = "134217728"  # bytes of a message that saturates the links of a node
 _COLLECTIVES = (
-    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
-            "overlaps collectives with independent computation", _TOOLBOX),
-    Setting("--xla_gpu_all_gather_combine_threshold_bytes", "8589934592",
-            "combines the all-gathers of a layer; larger messages use links better", _TOOLBOX),
-    Setting("--xla_gpu_reduce_scatter_combine_threshold_bytes", "8589934592",
-            "combines the reduce-scatters of gradients likewise", _TOOLBOX),
+    Setting("--xla_gpu_enable_pipelined_all_gather", "true",
+            "gathers the next layer while one is computed (FSDP, and steps of one micro-batch)", _TOOLBOX),
+    Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "4",
+            "a layer's gathers and the reduction of the layer before may run at the same time", _XLA),
+    Setting("--xla_gpu_all_gather_combine_threshold_bytes", _SATURATED,
+            "combines small all-gathers up to 128 MiB, where links are saturated; larger messages start later", _RCCL),
+    Setting("--xla_gpu_reduce_scatter_combine_threshold_bytes", _SATURATED,
+            "combines the reduce-scatters of gradients likewise", _RCCL),
     Setting("--xla_gpu_first_collective_call_terminate_timeout_seconds", "300",
             "the first collective waits up to 300 s for the slowest GPU; XLA's default is 40 s", _XLA),
     Setting("NCCL_IB_TIMEOUT", "22", "InfiniBand and RoCE retry for 120 s instead of 30 s, so a flapping link "
@@ -78,6 +82,8 @@ _COLLECTIVES = (
 )  # fmt: skip
 _AMD = (
     *_COLLECTIVES,
+    Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
+            "overlaps collectives with independent computation; on NVIDIA GPUs XLA does so by default", _TOOLBOX),
     Setting("--xla_gpu_enable_all_gather_combine_by_dim", "false",
             "also combines all-gathers of arrays that are sharded along different axes", _PRIMUS),
     Setting("--xla_gpu_enable_cublaslt", "true", "uses hipBLASLt for matmuls", _PRIMUS),

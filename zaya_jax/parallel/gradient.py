@@ -2,13 +2,14 @@
 
 Master weights enter sharded. They are cast to the compute dtype and gathered once a step; layers under FSDP stay
 sharded, and the loop over layers gathers them one at a time. Each device accumulates the gradients of its micro-batches
-in fp32 (`accumulation`). Only then are they reduce-scattered: the compiler's automatic partitioning would put an
-all-reduce inside the loop, for every layer of every micro-batch. Local functions return sums, which are divided once by
-the global count.
+in fp32 (`accumulation`). Only in the last one are they reduce-scattered: the compiler's automatic partitioning would put
+an all-reduce into every layer of every micro-batch. The matrices of a layer are reduced as soon as its backward pass is
+done, so that the earlier layers hide it. Local functions return sums, which are divided once by the global count.
 
 Frozen parameters under adapters enter next to the trained ones, sharded, in the compute dtype and without a gradient.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.accumulation import SMALL, Accumulated
 from zaya_jax.parallel.collectives import sum_scatter
+from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes
 from zaya_jax.parallel.rules import LeafPlacement
 
@@ -68,7 +70,11 @@ def summed_gradient(
     reduce_axes = nontrivial_axes(mesh, AXES)
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
-        compute, frozen_compute = compute_copy(params, leaves, dtypes), frozen_copy(frozen, leaves)
+        micro_batches = jax.tree.leaves(batch)[0].shape[0]
+        # With one micro-batch nothing reads a matrix twice, so that the layers gather them.
+        compute = compute_copy(params, leaves, dtypes, gather_matrices=micro_batches > 1)
+        frozen_compute = frozen_copy(frozen, leaves)
+
         large = {name for name, x in compute.items() if is_stacked(name) and x.size > SMALL * x.shape[0]}
         others = {name: x for name, x in compute.items() if name not in large}
         probe = jnp.zeros((), jnp.float32)
@@ -86,18 +92,37 @@ def summed_gradient(
             added = {name: total[name] + g.astype(total[name].dtype) for name, g in grads.items()}
             return {**added, **{name: jax.freeze(x) for name, x in references.items()}}, sums
 
-        def add(total: Arrays, micro: Any) -> tuple[Arrays, Sums]:
-            if reduce == "step" or not reduce_axes:
-                return add_gradient(total, micro)
-            grads, sums = add_gradient(_zeros(to_accumulator(compute, leaves, mesh, "step")), micro)
-            return jax.tree.map(jnp.add, total, to_accumulator(grads, leaves, mesh, reduce)), sums
+        def summed_up(batch: Any) -> tuple[Arrays, Sums]:
+            """Add up the gradients of micro-batches on this device."""
+            zeros = {name: jnp.zeros(x.shape, accumulation_dtype(x.dtype)) for name, x in compute.items()}
+            grads, sums = jax.lax.scan(add_gradient, zeros, batch)
+            return grads, jax.tree.map(lambda x: x.sum(0), sums)
 
-        start = jax.eval_shape(lambda: to_accumulator(compute, leaves, mesh, reduce))
-        grads, sums = jax.lax.scan(add, _zeros(start), batch)
-        sums = jax.tree.map(lambda x: x.sum(0), sums)
+        def reduced(micro: Any, totals: Arrays | None = None) -> tuple[Arrays, Sums]:
+            parts = scatter_in_layers(compute, totals, leaves, mesh, sharded=micro_batches == 1)
+
+            def loss(wanted: Arrays) -> tuple[jax.Array, Sums]:
+                copy = {name: x._replace(shard=wanted[name]) if isinstance(x, Scattered) else wanted[name]
+                        for name, x in parts.items()}  # fmt: skip
+                return local_loss({**frozen_compute, **copy}, constants, micro)
+
+            grads, sums = jax.grad(loss, has_aux=True)(differentiated(parts))
+            return reduce_rest(grads, parts, totals, leaves, mesh), sums
+
+        if reduce_axes and micro_batches == 1:
+            grads, sums = reduced(jax.tree.map(lambda x: x[0], batch))
+        elif reduce_axes and reduce == "micro_batch":
+            grads, sums = _added(reduced, batch)
+        elif any(leaf.in_layer and leaf.gathers for leaf in leaves.values()):
+            grads, sums = summed_up(jax.tree.map(lambda x: x[:-1], batch))
+            grads, last = reduced(jax.tree.map(lambda x: x[-1], batch), grads)
+            sums = jax.tree.map(jnp.add, sums, last)
+        else:
+            grads, sums = summed_up(batch)
+            grads = {name: _to_stored(g, leaves[name], mesh) for name, g in grads.items()}
         if reduce_axes:
             sums = jax.lax.psum(sums, reduce_axes)
-        return sums, grads if reduce == "micro_batch" else _to_stored(grads, leaves, mesh)
+        return sums, grads
 
     return _mapped(region, mesh, leaves, batch_spec(leading=1), gradient=True)
 
@@ -139,16 +164,19 @@ def _mapped(
     return mapped
 
 
-def compute_copy(params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Arrays:
+def compute_copy(
+    params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], gather_matrices: bool = True
+) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
     the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
+    Without `gather_matrices`, those of the layers stay sharded; `scatter_in_layers` lets the layers gather them.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        if not leaf.gathered:
+        if not leaf.gathered or (leaf.in_layer and not gather_matrices):
             return x if leaf.exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
         return x.astype(accumulation_dtype(dtype)) if leaf.exact else x
@@ -164,27 +192,70 @@ def frozen_copy(frozen: Arrays, leaves: Mapping[str, LeafPlacement]) -> Arrays:
     return {name: _gather(leaves[name], x) for name, x in frozen.items()}
 
 
-def to_accumulator(grads: Arrays, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh, reduce: Reduce) -> Arrays:
-    """Convert the gradients of a micro-batch to what is accumulated: fp32, already reduced if `reduce` says so."""
-    grads = {name: g.astype(accumulation_dtype(g.dtype)) for name, g in grads.items()}
-    return _to_stored(grads, leaves, mesh) if reduce == "micro_batch" else grads
+def scatter_in_layers(
+    compute: Arrays, totals: Arrays | None, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh, sharded: bool
+) -> dict[str, jax.Array | Scattered]:
+    """Make the layers' matrices in a compute copy `Scattered`.
+
+    Args:
+      compute: the result of `compute_copy`.
+      totals: gradients of earlier micro-batches; None if there are none.
+      leaves: placement of each parameter, by name.
+      mesh: the device mesh.
+      sharded: whether matrices in `compute` are still sharded.
+    """
+
+    def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:
+        leaf = leaves[name]
+        if not (leaf.in_layer and leaf.gathers):
+            return x
+        ((axis, over),) = leaf.gathers
+        shape = list(x.shape)
+        shape[axis] //= 1 if sharded else math.prod(mesh.shape[name] for name in over)
+        total = None if totals is None else totals[name]
+        return Scattered(x, total, jnp.zeros(shape, accumulation_dtype(x.dtype)))
+
+    return {name: scattered(name, x) for name, x in compute.items()}
 
 
-def _zeros(arrays: Mapping[str, Any]) -> Arrays:
-    return {name: jnp.zeros(x.shape, x.dtype) for name, x in arrays.items()}
+def differentiated(parts: Mapping[str, jax.Array | Scattered]) -> Arrays:
+    """Return the arrays that the loss is differentiated with respect to."""
+    return {name: x.shard if isinstance(x, Scattered) else x for name, x in parts.items()}
+
+
+def reduce_rest(
+    grads: Arrays, parts: Mapping[str, jax.Array | Scattered], totals: Arrays | None,
+    leaves: Mapping[str, LeafPlacement], mesh: AnyMesh,
+) -> Arrays:  # fmt: skip
+    """Reduce the gradients that the layers have not reduced, after adding those of earlier micro-batches."""
+
+    def reduced(name: str, g: jax.Array) -> jax.Array:
+        if isinstance(parts[name], Scattered):
+            return g
+        g = g.astype(accumulation_dtype(g.dtype))
+        return _to_stored(g if totals is None else totals[name] + g, leaves[name], mesh)
+
+    return {name: reduced(name, g) for name, g in grads.items()}
+
+
+def _added(function: Callable[[Any], Any], batch: Any) -> Any:
+    """Add up the results of `function` for each micro-batch."""
+
+    def add(total: Any, micro: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(micro)), None
+
+    first = function(jax.tree.map(lambda x: x[0], batch))
+    return jax.lax.scan(add, first, jax.tree.map(lambda x: x[1:], batch))[0]
 
 
 def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
-    if leaf.axis is None or not leaf.gathered:
-        return x
-    return jax.lax.all_gather(x, leaf.gathered, axis=x.ndim + leaf.axis, tiled=True)
+    for axis, over in leaf.gathers:
+        x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
+    return x
 
 
-def _to_stored(grads: Arrays, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> Arrays:
-    def reduced(leaf: LeafPlacement, g: jax.Array) -> jax.Array:
-        scatter, others = reduction(leaf, mesh)
-        if scatter and leaf.axis is not None:
-            g = sum_scatter(g, scatter, g.ndim + leaf.axis)
-        return jax.lax.psum(g, others) if others else g
-
-    return {name: reduced(leaves[name], g) for name, g in grads.items()}
+def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:
+    for axis, over in leaf.gathers:
+        g = sum_scatter(g, over, g.ndim + axis)
+    others = reduction(leaf, mesh).sum
+    return jax.lax.psum(g, others) if others else g

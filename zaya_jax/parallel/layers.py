@@ -1,15 +1,30 @@
-"""FSDP inside the loop over layers: gather the parameters of a layer, and merge its adapters."""
+"""Collectives inside the loop over layers, where the layers hide them: gathers of FSDP, and reductions of gradients."""
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from zaya_jax.model.lora import Adapted, adapter_names, merge
 from zaya_jax.model.tree import map_variables, name_in_layer
+from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.rules import LeafPlacement
+
+
+class Scattered(NamedTuple):
+    """A parameter whose gradient is reduce-scattered in the backward pass of its layer, as the gradient of `shard`.
+
+    Attributes:
+      value: compute copy of the parameter, whole or this device's shard, which is gathered here; it gets no gradient.
+      total: gradient of earlier micro-batches on this device, which is added before the sum; None if there is none.
+      shard: zeros with the shape and dtype of the reduced gradient.
+    """
+
+    value: jax.Array
+    total: jax.Array | None
+    shard: jax.Array
 
 
 def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -17,31 +32,57 @@ def gather_layer(leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any])
 
     Matrices with adapters are merged with them, so that the sum and its gradient exist for one layer at a time. The
     gradient of a gathered matrix is reduce-scattered in the dtype of the shard, since the compute dtype would lose
-    bits.
+    bits. Parameters may be `Scattered`.
 
     Args:
       leaves: placement of all parameters, by name; it is the same at every position of the layer pattern.
       dtypes: compute dtype of each parameter, by name.
     """
-    by_layer = {
-        name_in_layer(name): (place.axis, dtypes[name])
-        for name, place in leaves.items()
-        if place.by_layer and place.axis is not None
-    }
+    places = {name_in_layer(name): (place, dtypes[name]) for name, place in leaves.items() if place.in_layer}
 
-    def whole(name: str, x: jax.Array) -> jax.Array:
-        if name not in by_layer:
+    def whole(name: str, x: Any) -> jax.Array:
+        if name not in places:
             return x
-        axis, dtype = by_layer[name]
-        return _gather(x, x.ndim + axis, dtype)
+        place, dtype = places[name]
+        if isinstance(x, Scattered):
+            ((axis, over),) = place.gathers
+            x = _scattered(axis, over, dtype, *x)
+        return x if place.layer_axis is None else _gather(x, x.ndim + place.layer_axis, dtype)
 
-    def gather(name: str, x: jax.Array | Adapted) -> jax.Array:
+    def gather(name: str, x: jax.Array | Scattered | Adapted) -> jax.Array:
         if not isinstance(x, Adapted):
             return whole(name, x)
         a, b = adapter_names(name)
         return merge(Adapted(whole(name, x.base), whole(a, x.a), whole(b, x.b), x.scale))
 
     return lambda block: map_variables(block, gather)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _scattered(
+    axis: int, over: tuple[str, ...], dtype: Any, value: jax.Array, total: jax.Array | None, shard: jax.Array
+) -> jax.Array:
+    del total
+    if value.shape != shard.shape:
+        return value
+    return jax.lax.all_gather(value.astype(dtype), over, axis=value.ndim + axis, tiled=True).astype(value.dtype)
+
+
+def _scattered_forward(
+    axis: int, over: tuple[str, ...], dtype: Any, value: jax.Array, total: jax.Array | None, shard: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    return _scattered(axis, over, dtype, value, total, shard), total
+
+
+def _scattered_backward(
+    axis: int, over: tuple[str, ...], dtype: Any, total: jax.Array | None, g: jax.Array
+) -> tuple[None, None, jax.Array]:
+    del dtype
+    g = g.astype(accumulation_dtype(g.dtype))
+    return None, None, sum_scatter(g if total is None else total + g, over, g.ndim + axis)
+
+
+_scattered.defvjp(_scattered_forward, _scattered_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -92,8 +92,12 @@ def nontrivial_axes(mesh: AnyMesh, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 def check_batch(mesh: AnyMesh, sequences: int, key: str, micro: int = 1) -> None:
-    """Raise `InputError` unless `sequences`, set by the key `key`, are a multiple of shards × `micro`."""
+    """Raise `InputError` unless `sequences`, set by the key `key`, are a multiple of shards × `micro`.
+
+    A shard with fewer than `micro` sequences has one micro-batch.
+    """
     shards = batch_shards(mesh)
+    micro = min(micro, max(1, sequences // shards))
     if sequences % (shards * micro):
         each = "" if micro == 1 else f" × micro_batch {micro}"
         raise InputError(f"{key} gives {counted(sequences, 'sequence')}, but must give a multiple of {shards * micro} "

@@ -1,8 +1,10 @@
 """The sharding rules: one table from parameter names and roles to `PartitionSpec`.
 
-Master weights and optimizer state are sharded over all devices of the job, along the larger of a parameter's last two
-axes that the number of devices divides. If it divides neither, fewer mesh axes are used. The axis of stacked layers is
-never sharded, since numbers such as 40 layers rarely divide.
+Master weights and optimizer state are sharded over all devices of the job: experts along the axis of experts, if their
+number is a multiple of the devices (or of `fsdp` alone), because whole matrices are gathered without a transpose and
+Muon need not exchange them; everything else along the larger of its last two axes that the number of devices divides.
+If it divides neither, fewer mesh axes are used. The axis of stacked layers is never sharded, since numbers such as 40
+layers rarely divide.
 """
 
 import math
@@ -12,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zaya_jax.model.layers import Role
+from zaya_jax.model.layers import MATRIX_ROLES, Role
 from zaya_jax.model.tree import is_stacked
-from zaya_jax.parallel.mesh import STORED_OVER, AnyMesh, nontrivial_axes
+from zaya_jax.parallel.mesh import AXES, STORED_OVER, AnyMesh, nontrivial_axes
 
 
 class LeafPlacement(NamedTuple):
@@ -22,10 +24,13 @@ class LeafPlacement(NamedTuple):
 
     Attributes:
       stored: partition of the master weights, their gradient and the optimizer state.
-      axis: the sharded axis, counted from the end (negative); None if there is none.
+      axis: the sharded axis of its matrices or vectors, counted from the end (negative); None if there is none.
       over: mesh axes that `axis` is sharded over.
       own: mesh axes along which the compute copy stays sharded: `expert` for experts.
-      by_layer: whether it is gathered over fsdp one layer at a time, in the loop over layers.
+      experts_over: mesh axes that the axis of experts is sharded over, inside `own`.
+      in_layer: whether the loop over layers hides its collectives: a stack of the layers' matrices that is sharded over
+        all devices. Vectors are not, since those of all layers take a few MB.
+      by_layer: whether it is gathered over fsdp one layer at a time, in that loop.
       exact: whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
         tokens that the compute dtype would round.
     """
@@ -34,18 +39,35 @@ class LeafPlacement(NamedTuple):
     axis: int | None
     over: tuple[str, ...]
     own: tuple[str, ...]
+    experts_over: tuple[str, ...]
+    in_layer: bool
     by_layer: bool
     exact: bool
 
     @property
+    def gathers(self) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """(axis, mesh axes) of the all-gather that makes the compute copy once a step; at most one."""
+        splits = ((EXPERTS_AXIS, self.experts_over), (self.axis, self.over))
+        once = ((axis, tuple(x for x in over if not (self.by_layer and x == "fsdp"))) for axis, over in splits)
+        return tuple((axis, over) for axis, over in once if axis is not None and over)
+
+    @property
     def gathered(self) -> tuple[str, ...]:
         """Mesh axes over which the compute copy is gathered once a step."""
-        return tuple(axis for axis in self.over if not (self.by_layer and axis == "fsdp"))
+        return tuple(axis for _, over in self.gathers for axis in over)
+
+    @property
+    def layer_axis(self) -> int | None:
+        """The axis that is gathered over fsdp one layer at a time; None if there is none."""
+        return None if not self.by_layer else EXPERTS_AXIS if "fsdp" in self.experts_over else self.axis
 
     @property
     def split(self) -> tuple[str, ...]:
         """All mesh axes that it is sharded over."""
-        return (*self.own, *self.over)
+        return (*self.own, *self.experts_over, *self.over)
+
+
+EXPERTS_AXIS = -3  # of a stack of matrices
 
 
 def place_leaves(
@@ -63,21 +85,34 @@ def place_leaves(
 
 def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> LeafPlacement:
     layered, own = is_stacked(name), nontrivial_axes(mesh, ["expert"] if role == "expert" else [])
-    stack = layered + (role == "expert")
     over = nontrivial_axes(mesh, [axis for axis in STORED_OVER if axis not in own])
-    candidates = sorted(range(-min(2, len(shape) - stack), 0), key=lambda axis: shape[axis], reverse=True)
+    experts_over = ()
+    if role == "expert":
+        experts = shape[EXPERTS_AXIS] // _size(mesh, own)
+        fsdp = tuple(axis for axis in over if axis == "fsdp")
+        experts_over = next((axes for axes in (over, fsdp) if experts % _size(mesh, axes) == 0), ())
+        over = tuple(axis for axis in over if axis not in experts_over)
+    dimensions = len(shape) - layered - (role == "expert")
+    candidates = sorted(range(-min(2, dimensions), 0), key=lambda axis: shape[axis], reverse=True)
     axis = None
     while over and axis is None:
-        parts = math.prod(mesh.shape[name] for name in over)
+        parts = _size(mesh, over)
         axis = next((index for index in candidates if shape[index] % parts == 0), None)
         over = over if axis is not None else over[:-1]
     spec: list[Any] = [None] * len(shape)
     if axis is not None:
         spec[axis] = over
-    if own:
-        spec[stack - 1] = "expert"
-    by_layer = layered and "fsdp" in over
-    return LeafPlacement(PartitionSpec(*spec), axis, over, own, by_layer, by_layer or role == "embedding")
+    if own or experts_over:
+        spec[EXPERTS_AXIS] = (*own, *experts_over)
+    split = {*own, *experts_over, *over}
+    in_layer = layered and role in MATRIX_ROLES and split == {*nontrivial_axes(mesh, AXES)}
+    by_layer = in_layer and "fsdp" in split
+    return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, in_layer, by_layer,
+                         by_layer or role == "embedding")  # fmt: skip
+
+
+def _size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def state_shardings(state: Any, leaves: Mapping[str, LeafPlacement], mesh: AnyMesh) -> Any:

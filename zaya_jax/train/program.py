@@ -81,7 +81,8 @@ class PhaseProgram:
     def batch_shape(self, stage: BatchStage) -> tuple[int, int, int]:
         """Return (micro-batches, sequences of a micro-batch over all devices, tokens of a sequence)."""
         micro = self.config.batch_for(self.config.phases[stage.phase]).micro_batch
-        sequences = stage.sequences if micro is None else micro * batch_shards(self.placement.mesh)
+        shards = batch_shards(self.placement.mesh)
+        sequences = stage.sequences if micro is None else min(stage.sequences, micro * shards)
         return stage.sequences // sequences, sequences, stage.context
 
     def trace(self, stage: BatchStage) -> jax.stages.Traced:

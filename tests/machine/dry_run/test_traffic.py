@@ -96,8 +96,8 @@ def test_only_attention_with_convolutions_has_halos():
     assert "halos" in with_halos - without
 
 
-def by_what(phase, parallel=None):
-    config = load_config("configs/zaya1_8b.yaml")
+def by_what(phase, parallel=None, overrides=()):
+    config = load_config("configs/zaya1_8b.yaml", list(overrides))
     if parallel is not None:
         config = dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], parallel=parallel),))
     sent = Counter()
@@ -107,11 +107,20 @@ def by_what(phase, parallel=None):
 
 
 def test_zero1_of_the_released_model_gathers_bf16_and_scatters_fp32_once_a_step():
-    sent = by_what(0)
+    sent = by_what(0, overrides=["phases.pretrain_1.batch.micro_batch=1"])
     small = sent["gradients of unsharded parameters"] / 8 * 1024 / 1023  # parameters that 1,024 does not split
     split = 8_840_488_784 + 256 - small
     assert sent["gradients"] == pytest.approx(4 * split * 1023 / 1024, rel=1e-6)
     assert sent["parameters"] == pytest.approx(sent["gradients"] / 2, rel=1e-3)  # some vectors compute in fp32
+
+
+def test_layers_gather_for_both_passes_and_hide_what_they_move_in_a_single_micro_batch():
+    program = simulated_programs(load_config("configs/zaya1_8b.yaml"), 1024)
+    transfers = estimate_phase(program, 0, None).transfers
+    hidden = {transfer.what: transfer.bytes for transfer in transfers if transfer.hidden}
+    assert hidden["parameters"] == hidden["gradients"]  # bf16 twice, and fp32 once
+    exposed = sum(transfer.bytes for transfer in transfers if not transfer.hidden)
+    assert exposed < 0.06 * sum(hidden.values())
 
 
 def test_matrices_travel_to_be_whole_in_the_dtype_of_the_iterates():

@@ -95,7 +95,7 @@ def estimate_phase(
     stage = largest_stage(config, phase)
     micro_batches, sequences, _ = program.batch_shape(stage)
     sequences //= batch_shards(program.placement.mesh)
-    memory = estimate_memory(program, sequences, stage.context, count)
+    memory = estimate_memory(program, sequences, stage.context, micro_batches, count)
     tokens = stage.sequences * stage.context
     split = config.optimizer.muon.gate_up == "split"
     flops = {
@@ -113,7 +113,7 @@ def estimate_phase(
             "memory": traffic / hardware.bandwidth,
             "network": seconds(moved, sizes, hardware),
         }
-        exposed = [transfer for transfer in moved if not transfer.hidden]
+        hidden, exposed = ([transfer for transfer in moved if transfer.hidden == x] for x in (True, False))
         times = {
             "matmuls and kernels": _compute_seconds(flops, program.remat, config, hardware, ASSUMPTIONS) / devices,
             "other memory traffic": ASSUMPTIONS.traffic * traffic / hardware.bandwidth / ASSUMPTIONS.memory,
@@ -121,8 +121,9 @@ def estimate_phase(
             * config.model.num_layers
             * ASSUMPTIONS.layer_launches
             * ASSUMPTIONS.launch,
-            "exposed network": seconds(exposed, sizes, hardware, LINKS),
         }
+        behind = max(0.0, seconds(hidden, sizes, hardware, LINKS) - sum(times.values()))
+        times["exposed network"] = seconds(exposed, sizes, hardware, LINKS) + behind
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
     keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat",
             "parallel": config.parallel_key(phase_config)}  # fmt: skip

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.model.layers import MATRIX_ROLES
 from zaya_jax.model.lora import ADAPTED
@@ -21,7 +20,7 @@ from zaya_jax.model.loss import chunk_tokens
 from zaya_jax.model.tree import shapes
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
-from zaya_jax.parallel.gradient import compute_copy, frozen_copy, to_accumulator
+from zaya_jax.parallel.gradient import compute_copy, differentiated, frozen_copy, reduce_rest, scatter_in_layers
 from zaya_jax.parallel.mesh import batch_shards, batch_spec
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.train.program import PhaseProgram, Programs
@@ -70,40 +69,48 @@ class Memory(NamedTuple):
         return self.frozen + self.parameters + self.optimizer + max(passes, self.update)
 
 
-def estimate_memory(program: PhaseProgram, sequences: int, context: int, count: CountActivations) -> Memory:
+def estimate_memory(
+    program: PhaseProgram, sequences: int, context: int, micro_batches: int, count: CountActivations
+) -> Memory:
     """Estimate the memory of a device in a phase.
 
     Args:
       program: program of the phase, on abstract devices.
       sequences: sequences of a micro-batch on one device.
       context: tokens of a sequence.
+      micro_batches: micro-batches of a step. With one, the layers gather their matrices and reduce their gradients.
       count: `count_activations`, or a table of it.
     """
     activations = count(program, sequences, context)
     placement, state, frozen = program.placement, program.abstract_state, program.abstract_base
     master_weights, stored = device_bytes(state.params), device_bytes(state)
+    single = micro_batches == 1 and placement.mesh.size > 1
+    reduces = single or (placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1)
 
-    def accumulated(reduce: Reduce) -> dict[str, Any]:
-        return _on_one_device(program, lambda copy, _: to_accumulator(copy, placement.leaves, placement.mesh, reduce))
+    def gradients_of(copy: Any, _: Any) -> Any:
+        """Those of a micro-batch, and what is accumulated; if it is reduced, a leaf's sum is beside its accumulator."""
+        if not reduces:  # layers add theirs in place
+            return {}, jax.tree.map(_accumulation, copy)
+        parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
+        micro = differentiated(parts)
+        return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
-    local = accumulated("step")
-    gradients = _bytes(local)
-    if placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1:
-        # That of the embedding is the gradient of the head, among the activations. The sum of a leaf over devices
-        # stands beside its accumulator.
-        embedding = sum(_bytes(x) for name, x in local.items() if program.roles[name] == "embedding")
-        sums = [_bytes(x) for x in accumulated("micro_batch").values()]
-        gradients += sum(sums) + max(sums) - embedding
+    gradients, accumulated = _on_one_device(program, gradients_of)
+    beside = max(map(_bytes, accumulated.values()), default=0) if reduces else 0
     return Memory(
         parameters=master_weights,
         optimizer=stored - master_weights,
-        compute=_copy_bytes(program),
-        gradients=gradients,
+        compute=_copy_bytes(program, single),
+        gradients=_bytes(gradients) + _bytes(accumulated) + beside,
         activations=activations.kept,
-        temporaries=_temporaries(program, sequences * context, activations.recomputed),
+        temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
         update=_update(program, master_weights),
         frozen=device_bytes(frozen),
     )
+
+
+def _accumulation(x: jax.Array) -> jax.Array:
+    return x.astype(accumulation_dtype(x.dtype))
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
@@ -123,17 +130,24 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
     return master_weights + int(highest)
 
 
-def _copy_bytes(program: PhaseProgram) -> int:
+def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     """Return bytes of the compute copy, without parameters that are used as stored.
 
-    XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers whose sharded axis comes first.
+    XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers that are sharded along an axis of
+    their matrices. With a single micro-batch, matrices that layers gather are whole only if the backward pass needs
+    them without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
     for name, x in _on_one_device(program, _merge_copies).items():
         leaf = placement.leaves[name]
+        reordered = leaf.by_layer and "fsdp" not in leaf.experts_over
         if leaf.gathered:
-            total += (2 if leaf.by_layer else 1) * math.prod(x.shape) * placement.dtypes[name].itemsize
-        elif leaf.by_layer or x.dtype != stored[name].dtype:
+            count = math.prod(x.shape)
+            if single and leaf.in_layer and name in program.trained:
+                shards = math.prod(placement.mesh.shape[axis] for axis in leaf.gathered)
+                count = count // shards + (count if program.remat == "none" else 0)
+            total += (2 if reordered else 1) * count * placement.dtypes[name].itemsize
+        elif reordered or x.dtype != stored[name].dtype:
             total += _bytes(x)
     return total
 
@@ -205,24 +219,31 @@ def count_activations(
     return Activations(residuals(program, sequences, context), max(0, group("none") - group("full")))
 
 
-def _temporaries(program: PhaseProgram, tokens: int, recomputed: int) -> int:
+def _temporaries(program: PhaseProgram, tokens: int, recomputed: int, single: bool) -> int:
     """Return bytes of one group of layers' recomputed activations and merged matrices, or of a chunk of logits."""
     config, vocab = program.config, program.model.config.vocab_size
     local = tokens // program.placement.mesh.shape["context"]
     chunk = chunk_tokens(local, vocab, config.model.hidden_size, config.lora is not None)
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     logits = 2 * chunk * vocab * sums
-    return max(recomputed + _gathered_layer(program) + _merging(program), logits)
+    return max(recomputed + _gathered_layer(program, single) + _merging(program), logits)
 
 
-def _gathered_layer(program: PhaseProgram) -> int:
-    """Return bytes of a period's gathered parameters, and of one layer's gradient before and in its exchange."""
-    n, layers = program.placement.mesh.shape["fsdp"], len(program.model.config.period)
+def _gathered_layer(program: PhaseProgram, single: bool) -> int:
+    """Return bytes of matrices that layers gather, and of the gradients of a layer.
+
+    Those of a period are gathered, and those of the next layer already. The gradients are there before their exchange,
+    in it, and once more while the exchange runs beside the next layer.
+    """
+    placement, layers = program.placement, len(program.model.config.period)
     exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0.0
     for name, shape in local_shapes(program).items():
-        if n > 1 and program.placement.leaves[name].by_layer:
-            gradient = 2 * exact / layers if name in program.trained else 0
-            total += math.prod(shape[1:]) * n * (program.placement.dtypes[name].itemsize + gradient)
+        leaf = placement.leaves[name]
+        gathers = leaf.by_layer or (single and leaf.in_layer and name in program.trained)
+        reduces = gathers or (placement.config.gradient_reduction == "micro_batch" and leaf.in_layer and leaf.gathers)
+        whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
+        total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0
+        total += whole * 3 * exact / layers if reduces and name in program.trained else 0
     return int(total)
 
 

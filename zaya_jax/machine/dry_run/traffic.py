@@ -84,22 +84,26 @@ def transfers(
 
 def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
     placement, sizes = program.placement, program.placement.mesh.shape
-    sent: dict[tuple[str, str, tuple[str, ...]], float] = {}
+    sent: dict[tuple[str, str, tuple[str, ...], bool], float] = {}
     times = micro_batches if placement.config.gradient_reduction == "micro_batch" else 1
     exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
 
-    def add(what: str, kind: str, axes: tuple[str, ...], held: float) -> None:
+    def add(what: str, kind: str, axes: tuple[str, ...], held: float, hidden: bool = False) -> None:
         n = math.prod(sizes[axis] for axis in axes)
-        sent[what, kind, axes] = sent.get((what, kind, axes), 0.0) + held * (n - 1) / n
+        sent[what, kind, axes, hidden] = sent.get((what, kind, axes, hidden), 0.0) + held * (n - 1) / n
 
     for name, leaf in placement.leaves.items():
         held, collectives = math.prod(local[name]), reduction(leaf, placement.mesh)
-        add("parameters", "all-gather", leaf.gathered, held * placement.dtypes[name].itemsize)
-        if name in program.trained:
-            add("gradients", "reduce-scatter", collectives.scatter, held * exact * times)
+        trained = name in program.trained
+        # The layers of a single micro-batch gather their matrices, in each pass that computes them.
+        in_layers = micro_batches == 1 and leaf.in_layer and trained
+        gathers = 2 if in_layers and program.remat != "none" else 1
+        add("parameters", "all-gather", leaf.gathered, gathers * held * placement.dtypes[name].itemsize, in_layers)
+        if trained:
+            add("gradients", "reduce-scatter", collectives.scatter, held * exact * times, leaf.in_layer)
             scattered = held / math.prod(sizes[axis] for axis in collectives.scatter)
             add("gradients of unsharded parameters", "all-reduce", collectives.sum, 2 * scattered * exact * times)
-    return [Transfer(*key, count) for key, count in sent.items()]
+    return [Transfer(what, kind, axes, count, hidden) for (what, kind, axes, hidden), count in sent.items()]
 
 
 def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_batches: int) -> list[Transfer]:
@@ -110,7 +114,7 @@ def _layers(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], micro_b
     exact = accumulation_dtype(program.config.train.compute_dtype).itemsize
     scattered = sum(count for name, count in held.items() if name in program.trained) * exact
     return [
-        Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers),
+        Transfer("layers", "all-gather", ("fsdp",), gathered * micro_batches * gathers, hidden=True),
         Transfer("gradients of layers", "reduce-scatter", ("fsdp",), scattered * micro_batches, hidden=True),
     ]
 
@@ -125,6 +129,8 @@ def _muon(program: PhaseProgram, local: Mapping[str, tuple[int, ...]]) -> list[T
             continue
         n, gather_size = (math.prod(sizes[axis] for axis in axes) for axes in (leaf.over, leaf.gathered))
         stack = math.prod(local[name][:-2])
+        if n == 1:  # devices hold whole matrices, such as some experts each
+            continue
         padded = -(-stack // n) * n / stack  # the stack is padded to a multiple of the devices
         held = math.prod(local[name]) / gather_size * item * padded
         sent[leaf.over] = sent.get(leaf.over, 0.0) + 2 * held * (n - 1) / n
