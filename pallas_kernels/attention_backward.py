@@ -31,9 +31,23 @@ from pallas_kernels.launch import launch
 from pallas_kernels.product import product
 
 
+def backward_ranges(
+    q_bshc: jax.Array, k_btkc: jax.Array, segments: Segments, offset: jax.Array, *, window: int | None,
+    architecture: str,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Compute the `ranges` of both kernels of `attention_backward`, which depend on documents only."""
+    b, s, h, _ = q_bshc.shape
+    shape = (b, s, k_btkc.shape[1], h // k_btkc.shape[2])
+    by_keys, by_queries = (
+        ranges(segments, offset, shape, tile_of(name, architecture, q_bshc).sizes, window, of_keys=of_keys)
+        for name, of_keys in (("attention_backward_keys", True), ("attention_backward_queries", False))
+    )
+    return by_keys, by_queries
+
+
 def attention_backward(
     q_bshc: jax.Array, k_btkc: jax.Array, v_btkc: jax.Array, segments: Segments, offset: jax.Array,
-    lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
+    bounds: tuple[jax.Array, jax.Array], lse_bsh: jax.Array, delta_bsh: jax.Array, do_bshc: jax.Array, *,
     window: int | None, dtype: jax.typing.DTypeLike, architecture: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Compute the gradients of q, k and v.
@@ -44,6 +58,7 @@ def attention_backward(
       v_btkc: as in `attention_forward`.
       segments: as in `attention_forward`.
       offset: as in `attention_forward`.
+      bounds: result of `backward_ranges`.
       lse_bsh: fp32 log-sum-exp of each query, over all keys that it sees, also on other devices.
       delta_bsh: fp32, sum over channels of output times its gradient.
       do_bshc: gradient of the output, in the dtype of q.
@@ -59,26 +74,23 @@ def attention_backward(
     shape = (b, s, t, h // num_kv)
     arrays = (q_bshc, k_btkc, v_btkc, do_bshc, lse_bsh, delta_bsh, *(segments or ()))
 
+    by_keys, by_queries = bounds
     tile = tile_of("attention_backward_keys", architecture, q_bshc)
-    rows, keys = tile.sizes
-    bounds = ranges(segments, offset, shape, (rows, keys), window, of_keys=True)
     dk, dv = launch(
-        functools.partial(_keys_kernel, shape=shape, sizes=(rows, keys), window=window),
-        offset[None], bounds, *arrays,
+        functools.partial(_keys_kernel, shape=shape, sizes=tile.sizes, window=window),
+        offset[None], by_keys, *arrays,
         name="attention_backward_keys",
-        grid=(b * num_kv, bounds.shape[1]),
+        grid=(b * num_kv, by_keys.shape[1]),
         out_shape=(jax.ShapeDtypeStruct((b, t, num_kv, c), dtype),) * 2,
         warps=tile.warps, stages=tile.stages, architecture=architecture,
     )  # fmt: skip
 
     tile = tile_of("attention_backward_queries", architecture, q_bshc)
-    rows, keys = tile.sizes
-    bounds = ranges(segments, offset, shape, (rows, keys), window)
     dq = launch(
-        functools.partial(_queries_kernel, shape=shape, sizes=(rows, keys), window=window),
-        offset[None], bounds, *arrays,
+        functools.partial(_queries_kernel, shape=shape, sizes=tile.sizes, window=window),
+        offset[None], by_queries, *arrays,
         name="attention_backward_queries",
-        grid=(b * num_kv, bounds.shape[1]),
+        grid=(b * num_kv, by_queries.shape[1]),
         out_shape=jax.ShapeDtypeStruct((b, s, h, c), dtype),
         warps=tile.warps, stages=tile.stages, architecture=architecture,
     )  # fmt: skip
@@ -86,7 +98,7 @@ def attention_backward(
 
 
 def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any,
-                 delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+                 delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, ...],
                  window: int | None) -> None:  # fmt: skip
     *segments, dk_ref, dv_ref = refs
     q_seg_ref, k_seg_ref = segments or (None, None)
@@ -119,7 +131,7 @@ def _keys_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref
 
 
 def _queries_kernel(offset_ref: Any, bounds_ref: Any, q_ref: Any, k_ref: Any, v_ref: Any, do_ref: Any, lse_ref: Any,
-                    delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+                    delta_ref: Any, *refs: Any, shape: tuple[int, int, int, int], sizes: tuple[int, ...],
                     window: int | None) -> None:  # fmt: skip
     *segments, dq_ref = refs
     q_seg_ref, k_seg_ref = segments or (None, None)

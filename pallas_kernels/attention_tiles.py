@@ -52,7 +52,7 @@ def tile_of(kernel: str, architecture: str, q_bshc: jax.Array) -> Tile:
 
 
 def ranges(
-    segments: Segments, offset: jax.Array, shape: tuple[int, int, int, int], sizes: tuple[int, int],
+    segments: Segments, offset: jax.Array, shape: tuple[int, int, int, int], sizes: tuple[int, ...],
     window: int | None, *, of_keys: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Compute which tiles of keys each tile of rows visits, or the other way round.
@@ -175,12 +175,15 @@ def seen(rows: Rows, keys: jax.Array, segments: jax.Array | None, t: int, window
     def key(x: jax.Array) -> jax.Array:
         return x[:, None] if keys_first else x[None, :]
 
-    mask = key(keys) <= row(rows.position)
+    # Conditions on a row or a key alone are folded into its index, since comparisons of whole tiles need registers.
+    if segments is None:
+        last, place = rows.position, jnp.where(keys < t, keys, jnp.iinfo(jnp.int32).max)
+    else:
+        last, place = jnp.where(rows.segment != 0, rows.position, -1), keys
+    mask = key(place) <= row(last)
     if window is not None:
         mask &= key(keys) > row(rows.position - window)
-    if segments is None:
-        return mask & key(keys < t)
-    return mask & (key(segments) == row(rows.segment)) & row(rows.segment != 0)
+    return mask if segments is None else mask & (key(segments) == row(rows.segment))
 
 
 def visit(bounds: tuple[Any, Any, Any, Any], body: Any, state: Any) -> Any:

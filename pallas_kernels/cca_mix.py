@@ -21,17 +21,18 @@ from pallas_kernels.tiles import tile
 class MixArrays(NamedTuple):
     """Inputs of the mix; n = h + k heads, x = k·c / 2, p pairs of rotated channels.
 
-    `halo_u_bwnc` and `halo_segments_bw` hold the max(k0 + k1 − 2, 1) rows before the first token. `grouped_wncc` has
-    the dtype of `u_bsnc`, other weights any floating dtype; cos and sin are fp32, segments int32. `start_x` is the
-    delayed value at the start of a document.
+    `packed_bsmc` has the n heads, queries before keys, then k heads of which the first half of all channels is this
+    token's value and the second half the next token's.
+    `halo_u_bwnc` and `halo_segments_bw` hold the max(k0 + k1 − 2, 1) rows before the first token; without a halo, its
+    three arrays are None, and nothing is before the first token. `grouped_wncc` has the dtype of `packed_bsmc`, other
+    weights any floating dtype; cos and sin are fp32, segments int32. `start_x` is the delayed value at the start of a
+    document; None for zero.
     """
 
-    u_bsnc: jax.Array
-    current_bsx: jax.Array
-    delayed_bsx: jax.Array
-    halo_u_bwnc: jax.Array
-    halo_delayed_b1x: jax.Array
-    halo_segments_bw: jax.Array
+    packed_bsmc: jax.Array
+    halo_u_bwnc: jax.Array | None
+    halo_delayed_b1x: jax.Array | None
+    halo_segments_bw: jax.Array | None
     segments_bs: jax.Array
     cos_bsp: jax.Array
     sin_bsp: jax.Array
@@ -40,7 +41,37 @@ class MixArrays(NamedTuple):
     grouped_wncc: jax.Array
     grouped_bias_nc: jax.Array
     temperature_k: jax.Array
-    start_x: jax.Array
+    start_x: jax.Array | None
+
+
+class Sizes(NamedTuple):
+    """Sizes of the mix; `heads` includes those of keys, `half` is half of the value's channels, `halo` its rows."""
+
+    batch: int
+    tokens: int
+    heads: int
+    kv_heads: int
+    channels: int
+    half: int
+    halo: int
+
+
+def sizes_of(x: Any) -> Sizes:
+    """Return the sizes of `MixArrays`, or of references to them."""
+    b, s, heads, c = x.packed_bsmc.shape
+    num_kv = x.temperature_k.shape[0]
+    before = 0 if x.halo_segments_bw is None else x.halo_segments_bw.shape[1]
+    return Sizes(b, s, heads - num_kv, num_kv, c, num_kv * c // 2, before)
+
+
+def without_none(arrays: tuple[Any, ...]) -> tuple[list[Any], tuple[bool, ...]]:
+    """Return the arrays that are not None, which a kernel takes, and which those are."""
+    return [x for x in arrays if x is not None], tuple(x is not None for x in arrays)
+
+
+def with_none(kind: Any, given: tuple[bool, ...], refs: Any) -> Any:
+    """Undo `without_none` for references: take those that are `given` from an iterator, for a named tuple."""
+    return kind(*(next(refs) if there else None for there in given))
 
 
 def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -51,19 +82,18 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
       architecture: see `launch`.
 
     Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsmc`.
     """
-    b, s, n, c = x.u_bsnc.shape
-    num_kv = x.temperature_k.shape[0]
-    sizes, warps, stages = tile("cca_mix", architecture, x.u_bsnc.dtype)
-    tokens, depth = sizes
+    b, s, n, num_kv, c, *_ = sizes_of(x)
+    (tokens, depth), warps, stages = tile("cca_mix", architecture, x.packed_bsmc.dtype)
+    arrays, given = without_none(x)
 
     def out(heads: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((b, s, heads, c), x.u_bsnc.dtype)
+        return jax.ShapeDtypeStruct((b, s, heads, c), x.packed_bsmc.dtype)
 
     return launch(
-        functools.partial(_kernel, tokens=tokens, depth=min(depth, c)),
-        *x,
+        functools.partial(_kernel, given=given, tokens=tokens, depth=min(depth, c)),
+        *arrays,
         name="cca_mix",
         grid=(num_kv, pl.cdiv(s, tokens), b),
         out_shape=(out(n - num_kv), out(num_kv), out(num_kv)),
@@ -73,11 +103,12 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
     )
 
 
-def _kernel(*refs: Any, tokens: int, depth: int) -> None:
-    x: Any = MixArrays(*refs[: len(MixArrays._fields)])
-    q_ref, k_ref, v_ref = refs[len(MixArrays._fields) :]
-    s, n, c = x.u_bsnc.shape[1:]
-    num_kv, pairs = x.temperature_k.shape[0], x.cos_bsp.shape[2]
+def _kernel(*refs: Any, given: tuple[bool, ...], tokens: int, depth: int) -> None:
+    rest = iter(refs)
+    x = with_none(MixArrays, given, rest)
+    q_ref, k_ref, v_ref = rest
+    _, s, n, num_kv, c, *_ = sizes_of(x)
+    pairs = x.cos_bsp.shape[2]
     group, batch = pl.program_id(0), pl.program_id(2)
     served = (n - num_kv) // num_kv
     time = pl.program_id(1) * tokens + span(0, tokens)
@@ -131,8 +162,8 @@ def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: 
         kernels = [triton.load(x.grouped_wncc.at[tap, head, channels[:, None], column[None, :]]) for column in columns]
         return tuple(z + product(row, kernel) for z, kernel in zip(sums, kernels, strict=True))
 
-    dtype = x.u_bsnc.dtype
-    taps, chunks = x.grouped_wncc.shape[0], x.u_bsnc.shape[3] // depth
+    dtype = x.packed_bsmc.dtype
+    taps, chunks = x.grouped_wncc.shape[0], x.grouped_wncc.shape[2] // depth
     zero = tuple(jnp.zeros((time.size, column.size), jnp.float32) for column in columns)
     sums = jax.lax.fori_loop(0, taps * chunks, step, zero)
     biases = [triton.load(x.grouped_bias_nc.at[head, column]).astype(dtype) for column in columns]
@@ -141,27 +172,30 @@ def _mixed(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, columns: 
 
 def _shift_value(x: Any, v_ref: Any, batch: jax.Array, time: jax.Array, group: jax.Array) -> None:
     """Store the values: this token's in the first half of all channels, the previous token's in the second."""
-    s, half = x.current_bsx.shape[1:]
-    channel = span(0, v_ref.shape[3])
-    at = group * v_ref.shape[3] + channel
-    late = at >= half
+    sizes = sizes_of(x)
+    channel = span(0, sizes.channels)
+    at = group * sizes.channels + channel
+    late = at >= sizes.half
     shape = (time.size, channel.size)
-    inside = filled((time < s)[:, None], *shape)
-    current = triton.load(x.current_bsx.at[batch, time[:, None], at[None, :]], mask=inside & ~late[None, :], other=0.0)
-    before = triton.load(x.delayed_bsx.at[batch, time[:, None] - 1, (at - half)[None, :]],
+    inside = filled((time < sizes.tokens)[:, None], *shape)
+    head = sizes.heads + group
+    current = triton.load(x.packed_bsmc.at[batch, time[:, None], head, channel[None, :]],
+                          mask=inside & ~late[None, :], other=0.0)  # fmt: skip
+    before = triton.load(x.packed_bsmc.at[batch, time[:, None] - 1, head, channel[None, :]],
                          mask=inside & (time >= 1)[:, None] & late[None, :], other=0.0)  # fmt: skip
-    halo = triton.load(x.halo_delayed_b1x.at[batch, 0, at - half], mask=late, other=0.0)
-    start = triton.load(x.start_x.at[at - half], mask=late, other=0.0)
-    before = jnp.where((time == 0)[:, None], halo[None, :], before)
+    if x.halo_delayed_b1x is not None:
+        halo = triton.load(x.halo_delayed_b1x.at[batch, 0, at - sizes.half], mask=late, other=0.0)
+        before = jnp.where((time == 0)[:, None], halo[None, :], before)
     same = segments_at(x, batch, time - 1) == segments_at(x, batch, time)
-    before = jnp.where(same[:, None], before, start[None, :])
+    first = 0.0 if x.start_x is None else triton.load(x.start_x.at[at - sizes.half], mask=late, other=0.0)[None, :]
+    before = jnp.where(same[:, None], before, first).astype(current.dtype)
     value = jnp.where(late[None, :], before, current)
     triton.store(v_ref.at[batch, time[:, None], group, channel[None, :]], value, mask=inside)
 
 
 def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array,
             back: jax.Array | int) -> jax.Array:  # fmt: skip
-    """Compute the depthwise output `back` rows before each token, as it sees it: [tokens, channels] in u's dtype.
+    """Compute the depthwise output `back` rows before each token, as it sees it: [tokens, channels] in its dtype.
 
     Args:
       x: references to the arrays.
@@ -181,24 +215,32 @@ def tap_row(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels
         same = segments_at(x, batch, earlier) == segment
         y += jnp.where(same[:, None], rows_at(x, batch, earlier, head, channels) * weight, 0.0)
     own = segments_at(x, batch, time) == segment
-    return jnp.where(own[:, None], y, bias).astype(x.u_bsnc.dtype)
+    return jnp.where(own[:, None], y, bias).astype(x.packed_bsmc.dtype)
 
 
 def rows_at(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, channels: jax.Array) -> jax.Array:
     """Load u of a head at `time`, [tokens, channels] fp32, also from the halo; zero elsewhere."""
-    s, before = x.u_bsnc.shape[1], x.halo_u_bwnc.shape[1]
+    s = x.packed_bsmc.shape[1]
     shape, at, channel = (time.size, channels.size), time[:, None], channels[None, :]
     inside = filled((at >= 0) & (at < s), *shape)
-    here = triton.load(x.u_bsnc.at[batch, at, head, channel], mask=inside, other=0.0)
-    ahead = filled((at < 0) & (at >= -before), *shape)
-    halo = triton.load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead, other=0.0)
-    return jnp.where(ahead, halo, here).astype(jnp.float32)
+    here = triton.load(x.packed_bsmc.at[batch, at, head, channel], mask=inside, other=0.0)
+    if x.halo_u_bwnc is None:
+        # They are 0 already, but without a selection Triton lays out the tile such that registers spill.
+        here = jnp.where(filled(at < 0, *shape), 0.0, here)
+    else:
+        before = x.halo_u_bwnc.shape[1]
+        ahead = filled((at < 0) & (at >= -before), *shape)
+        here = jnp.where(ahead, triton.load(x.halo_u_bwnc.at[batch, at + before, head, channel], mask=ahead, other=0.0),
+                         here)  # fmt: skip
+    return here.astype(jnp.float32)
 
 
 def segments_at(x: Any, batch: jax.Array, time: jax.Array) -> jax.Array:
     """Load the documents of the tokens at `time`, of any shape, also from the halo; 0 elsewhere."""
-    s, before = x.segments_bs.shape[1], x.halo_segments_bw.shape[1]
-    here = triton.load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < s), other=0)
+    here = triton.load(x.segments_bs.at[batch, time], mask=(time >= 0) & (time < x.segments_bs.shape[1]), other=0)
+    if x.halo_segments_bw is None:
+        return here
+    before = x.halo_segments_bw.shape[1]
     ahead = (time < 0) & (time >= -before)
     halo = triton.load(x.halo_segments_bw.at[batch, time + before], mask=ahead, other=0)
     return jnp.where(ahead, halo, here)

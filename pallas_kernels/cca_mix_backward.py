@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from pallas_kernels.cca_mix import MixArrays, span, tap_row
+from pallas_kernels.cca_mix import MixArrays, sizes_of, span, tap_row, with_none, without_none
 from pallas_kernels.cca_mix_heads import Head, Inputs, head_gradient
 from pallas_kernels.cca_mix_tile import finish_tile, reach
 from pallas_kernels.launch import launch
@@ -27,32 +27,28 @@ MOST_PARTS = 16  # partial sums of the grouped gradient, each written in fp32 (1
 
 
 class MixGradients(NamedTuple):
-    """Gradients of the arrays of `MixArrays`, those of parameters in fp32."""
+    """Gradients of the arrays of `MixArrays`, those of parameters in fp32; None of an array that is None."""
 
-    u_bsnc: jax.Array
-    current_bsx: jax.Array
-    delayed_bsx: jax.Array
-    halo_u_bwnc: jax.Array
-    halo_delayed_b1x: jax.Array
+    packed_bsmc: jax.Array
+    halo_u_bwnc: jax.Array | None
+    halo_delayed_b1x: jax.Array | None
     depthwise_wnc: jax.Array
     depthwise_bias_nc: jax.Array
     grouped_wncc: jax.Array
     grouped_bias_nc: jax.Array
     temperature_k: jax.Array
-    start_x: jax.Array
+    start_x: jax.Array | None
 
 
 class _Out(NamedTuple):
     """Outputs of the kernel; i counts tiles of tokens over the whole batch, j parts of all tokens."""
 
-    u_bsnc: jax.Array
-    current_bsx: jax.Array
-    delayed_bsx: jax.Array
-    halo_u_bwnc: jax.Array
-    halo_delayed_b1x: jax.Array
+    packed_bsmc: jax.Array
+    halo_u_bwnc: jax.Array | None
+    halo_delayed_b1x: jax.Array | None
     depthwise_iwnc: jax.Array
     temperature_ik: jax.Array
-    start_ix: jax.Array
+    start_ix: jax.Array | None
     depthwise_bias_jnc: jax.Array
     grouped_jwncc: jax.Array
     grouped_bias_jnc: jax.Array
@@ -69,44 +65,52 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
       v_bskc: gradient of the values.
       architecture: see `launch`.
     """
-    b, s, n, c = x.u_bsnc.shape
-    cut = tile("cca_mix_backward", architecture, x.u_bsnc.dtype)
+    b, s, n, num_kv, c, _, before = sizes_of(x)
+    cut = tile("cca_mix_backward", architecture, x.packed_bsmc.dtype)
     tokens, depth, tokens_summed, depth_summed, taps, tokens_of_part = cut.sizes
-    tiles = pl.cdiv(s + x.halo_segments_bw.shape[1], tokens - reach(x))
+    tiles = pl.cdiv(s + before, tokens - reach(x))
     parts = max(1, min(MOST_PARTS, b * s // tokens_of_part))
-    tiles_of_part = pl.cdiv(b * tiles * k_bskc.shape[2], parts)
+    tiles_of_part = pl.cdiv(b * tiles * num_kv, parts)
 
-    def summed_over(like: jax.Array, count: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *like.shape), jnp.float32)
+    def summed_over(like: jax.Array | None, count: int) -> jax.ShapeDtypeStruct | None:
+        return None if like is None else jax.ShapeDtypeStruct((count, *like.shape), jnp.float32)
 
-    alike = x.u_bsnc, x.current_bsx, x.delayed_bsx, x.halo_u_bwnc, x.halo_delayed_b1x
+    alike = x.packed_bsmc, x.halo_u_bwnc, x.halo_delayed_b1x
     of_tiles = x.depthwise_wnc, x.temperature_k, x.start_x
     of_parts = x.depthwise_bias_nc, x.grouped_wncc, x.grouped_bias_nc
-    out = _Out(*launch(
-        functools.partial(_kernel, sizes=(tokens, min(depth, c)), tiles=tiles,
+    shapes, made = without_none((
+        *(None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in alike),
+        *(summed_over(a, b * tiles) for a in of_tiles), *(summed_over(a, parts) for a in of_parts),
+    ))  # fmt: skip
+    arrays, given = without_none(x)
+    results = launch(
+        functools.partial(_kernel, given=(given, made), sizes=(tokens, min(depth, c)), tiles=tiles,
                           summed=(tokens_summed, min(depth_summed, c), min(taps, x.grouped_wncc.shape[0]))),
-        *x, q_bshc, k_bskc, v_bskc,
+        *arrays, q_bshc, k_bskc, v_bskc,
         name="cca_mix_backward",
         grid=(n * pl.cdiv(x.grouped_wncc.shape[0], taps) + tiles_of_part, parts),
-        out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in alike]
-        + [summed_over(a, b * tiles) for a in of_tiles] + [summed_over(a, parts) for a in of_parts],
+        out_shape=shapes,
         warps=cut.warps,
         stages=cut.stages,
         architecture=architecture,
-    ))  # fmt: skip
+    )  # fmt: skip
+    out = with_none(_Out, made, iter(results))
     # Few large parts: add them elementwise, so that XLA fuses the cast into the same pass.
     grouped = functools.reduce(jnp.add, (out.grouped_jwncc[part] for part in range(parts)))
     return MixGradients(
-        *out[:5], out.depthwise_iwnc.sum(0), out.depthwise_bias_jnc.sum(0), grouped,
-        out.grouped_bias_jnc.sum(0), out.temperature_ik.sum(0), out.start_ix.sum(0),
+        out.packed_bsmc, out.halo_u_bwnc, out.halo_delayed_b1x, out.depthwise_iwnc.sum(0),
+        out.depthwise_bias_jnc.sum(0), grouped, out.grouped_bias_jnc.sum(0), out.temperature_ik.sum(0),
+        None if out.start_ix is None else out.start_ix.sum(0),
     )  # fmt: skip
 
 
-def _kernel(*refs: Any, sizes: tuple[int, int], summed: tuple[int, int, int], tiles: int) -> None:
-    count = len(MixArrays._fields)
-    inputs = Inputs(MixArrays(*refs[:count]), *refs[count : count + 3])
-    out: Any = _Out(*refs[count + 3 :])
-    b, n, num_kv = inputs.x.u_bsnc.shape[0], inputs.x.u_bsnc.shape[2], inputs.k_bskc.shape[2]
+def _kernel(*refs: Any, given: tuple[tuple[bool, ...], tuple[bool, ...]], sizes: tuple[int, int],
+            summed: tuple[int, int, int], tiles: int) -> None:  # fmt: skip
+    rest = iter(refs)
+    inputs = Inputs(with_none(MixArrays, given[0], rest), next(rest), next(rest), next(rest))
+    out = with_none(_Out, given[1], rest)
+    whole = sizes_of(inputs.x)
+    b, n, num_kv = whole.batch, whole.heads, whole.kv_heads
     own, part = pl.program_id(0), pl.program_id(1)
     # The programs that sum run longest, so they go first.
     sums = n * pl.cdiv(inputs.x.grouped_wncc.shape[0], summed[-1])
@@ -131,7 +135,7 @@ def _sum_grouped(inputs: Inputs, out: Any, head: Head, first: jax.Array, part: j
                  count: int) -> None:  # fmt: skip
     """Sum the gradients of some taps of a head's grouped convolution, and of both biases, over a part of the tokens."""
     x = inputs.x
-    b, s, _, c = x.u_bsnc.shape
+    b, s, c = x.packed_bsmc.shape[0], x.packed_bsmc.shape[1], x.packed_bsmc.shape[3]
     last, channels = x.grouped_wncc.shape[0] - 1, span(0, c)
     taps = [jnp.minimum(first + i, last) for i in range(count)]  # `count` may exceed what is left
     in_row = pl.cdiv(s, tokens)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
-from pallas_kernels.cca_mix import filled, rows_at, span, tap_row
+from pallas_kernels.cca_mix import filled, rows_at, sizes_of, span, tap_row
 from pallas_kernels.product import product
 
 
@@ -68,10 +68,10 @@ def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: 
       unroll: whether to unroll these steps, so that a loop over times can load the convolution's weights beforehand.
 
     Returns:
-      The gradient, [tokens, c] in u's dtype, zero outside of the piece; and the dot product of the normed head and its
-      gradient, fp32 [tokens], whose sum is the gradient of a key's temperature.
+      The gradient, [tokens, c] in the dtype of `packed_bsmc`, zero outside of the piece; and the dot product of the
+      normed head and its gradient, fp32 [tokens], whose sum is the gradient of a key's temperature.
     """
-    c = x.u_bsnc.shape[3]
+    c = x.grouped_wncc.shape[2]
 
     def own(number: jax.Array) -> jax.Array:
         return rows_at(x, batch, time, number, span(0, c))
@@ -85,12 +85,12 @@ def head_gradient(x: Any, head: Head, batch: jax.Array, time: jax.Array, depth: 
     inverse = jax.lax.rsqrt(jnp.sum(mixed * mixed, axis=1) + 1e-12)
     along = jnp.sum(mixed * g, axis=1)
     gradient = (g - mixed * (along * inverse * inverse)[:, None]) * (inverse * (c**0.5 * head.scale))[:, None]
-    return gradient.astype(x.u_bsnc.dtype), along * inverse * c**0.5
+    return gradient.astype(x.packed_bsmc.dtype), along * inverse * c**0.5
 
 
 def _convolved(x: Any, batch: jax.Array, time: jax.Array, head: jax.Array, depth: int, unroll: bool) -> jax.Array:
     """Compute both convolutions of a head, [tokens, c] fp32, rounded as in the forward pass."""
-    dtype, c = x.u_bsnc.dtype, x.u_bsnc.shape[3]
+    dtype, c = x.packed_bsmc.dtype, x.grouped_wncc.shape[2]
     taps, chunks, out = x.grouped_wncc.shape[0], c // depth, span(0, c)
 
     def step(z: jax.Array, tap: jax.Array | int, chunk: jax.Array | int) -> jax.Array:
@@ -124,7 +124,7 @@ def _turned_back(x: Any, head: Head, batch: jax.Array, time: jax.Array) -> jax.A
 
     The other channel of each pair is loaded separately, since registers cannot be permuted.
     """
-    s, c, pairs = x.u_bsnc.shape[1], x.u_bsnc.shape[3], x.cos_bsp.shape[2]
+    (_, s, _, _, c, *_), pairs = sizes_of(x), x.cos_bsp.shape[2]
     inside, channel = inside_of(time, s, c), span(0, c)
     first, second = channel < pairs, (channel >= pairs) & (channel < 2 * pairs)
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
-from pallas_kernels.cca_mix import rows_at, segments_at, span
+from pallas_kernels.cca_mix import rows_at, segments_at, sizes_of, span
 from pallas_kernels.cca_mix_heads import Inputs, channels_of, head_gradient, inside_of
 from pallas_kernels.product import product
 
@@ -62,11 +62,10 @@ def finish_tile(inputs: Inputs, out: Any, group: jax.Array, number: jax.Array, t
       tiles: number of tiles in a row of the batch.
     """
     x = inputs.x
-    n, c = x.u_bsnc.shape[2:]
-    num_kv = inputs.k_bskc.shape[2]
+    _, _, n, num_kv, c, _, before = sizes_of(x)
     served, row = (n - num_kv) // num_kv, span(0, tokens)
     batch = jax.lax.div(number, tiles)
-    time = jax.lax.rem(number, tiles) * (tokens - reach(x)) - x.halo_segments_bw.shape[1] + row
+    time = jax.lax.rem(number, tiles) * (tokens - reach(x)) - before + row
     tile = _Tile(number, batch, time, segments_at(x, batch, time), row < tokens - reach(x))
 
     key, along = head_gradient(x, inputs.key(group), batch, time, depth)
@@ -86,7 +85,7 @@ def finish_tile(inputs: Inputs, out: Any, group: jax.Array, number: jax.Array, t
 def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, others: jax.Array,
             depth: int) -> None:  # fmt: skip
     """Write a head's gradients, from that of its convolution output and those of the heads it is averaged with."""
-    s, c = x.u_bsnc.shape[1], x.u_bsnc.shape[3]
+    _, s, _, _, c, *_ = sizes_of(x)
     y, taps, channels = _through_grouped(x, tile, head, convolved, depth), x.depthwise_wnc.shape[0], span(0, c)
 
     def step(tap: jax.Array, total: jax.Array) -> jax.Array:
@@ -99,15 +98,17 @@ def _finish(x: Any, out: Any, tile: _Tile, head: jax.Array, convolved: jax.Array
         return total + tile.later(y, away).astype(jnp.float32) * weight[None, :]
 
     total = jax.lax.fori_loop(0, taps, step, 0.5 * (convolved.astype(jnp.float32) + others))
-    total = total.astype(x.u_bsnc.dtype)
-    at, rows = (head, channels[None, :]), out.halo_u_bwnc.shape[1]
-    _store(out.u_bsnc, (tile.batch, tile.time[:, None], *at), total, tile.inside(s, c))
-    _store(out.halo_u_bwnc, (tile.batch, tile.time[:, None] + rows, *at), total, tile.inside(rows, c, after=rows))
+    total = total.astype(x.packed_bsmc.dtype)
+    _store(out.packed_bsmc, (tile.batch, tile.time[:, None], head, channels[None, :]), total, tile.inside(s, c))
+    if out.halo_u_bwnc is not None:
+        rows = out.halo_u_bwnc.shape[1]
+        _store(out.halo_u_bwnc, (tile.batch, tile.time[:, None] + rows, head, channels[None, :]), total,
+               tile.inside(rows, c, after=rows))  # fmt: skip
 
 
 def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array, depth: int) -> jax.Array:
-    """Compute the gradient of a head's depthwise output, [tokens, c] in u's dtype."""
-    taps, c = x.grouped_wncc.shape[0], x.u_bsnc.shape[3]
+    """Compute the gradient of a head's depthwise output, [tokens, c] in its dtype."""
+    taps, c = x.grouped_wncc.shape[0], x.grouped_wncc.shape[2]
     chunks = c // depth
 
     def step(i: jax.Array, y: jax.Array) -> jax.Array:
@@ -117,30 +118,30 @@ def _through_grouped(x: Any, tile: _Tile, head: jax.Array, convolved: jax.Array,
         return y + product(tile.later(channels_of(convolved, chunk, depth), taps - 1 - tap), kernel, (1, 1))
 
     y = jax.lax.fori_loop(0, taps * chunks, step, jnp.zeros(convolved.shape, jnp.float32))
-    return y.astype(x.u_bsnc.dtype)
+    return y.astype(x.packed_bsmc.dtype)
 
 
 def _shift_back(inputs: Inputs, out: Any, tile: _Tile, group: jax.Array) -> None:
     """Write the gradients of both halves of the value, and of the delayed value at the start of a document."""
     x, v_ref, batch, time = inputs.x, inputs.v_bskc, tile.batch, tile.time
-    s, half = x.current_bsx.shape[1:]
-    c = v_ref.shape[3]
+    _, s, n, _, c, half, *_ = sizes_of(x)
     at = group * c + span(0, c)
     late = at >= half
     inside = tile.inside(s, c)
     value = triton.load(v_ref.at[batch, time[:, None], group, span(0, c)[None, :]], mask=inside, other=0.0)
-    _store(out.current_bsx, (batch, time[:, None], at[None, :]), value, inside & ~late[None, :])
-
     used = tile.inside(s, c, after=1) & late[None, :]
     after = triton.load(v_ref.at[batch, time[:, None] + 1, group, span(0, c)[None, :]], mask=used, other=0.0)
     same = tile.segment == segments_at(x, batch, time + 1)
     delayed = jnp.where(same[:, None], after, jnp.zeros_like(after))
+    both = jnp.where(late[None, :], delayed, value)
+    _store(out.packed_bsmc, (batch, time[:, None], n + group, span(0, c)[None, :]), both, inside)
     column = jnp.where(late, at - half, at + half)  # never negative, see `_store`
-    _store(out.delayed_bsx, (batch, time[:, None], column[None, :]), delayed, inside & late[None, :])
-    _store(out.halo_delayed_b1x, (batch, time[:, None] + 1, column[None, :]), delayed,
-           tile.inside(1, c, after=1) & late[None, :])  # fmt: skip
-    start = jnp.sum(jnp.where(same[:, None], jnp.zeros_like(after), after).astype(jnp.float32), axis=0)
-    triton.store(out.start_ix.at[tile.number, column], start, mask=late)
+    if out.halo_delayed_b1x is not None:
+        _store(out.halo_delayed_b1x, (batch, time[:, None] + 1, column[None, :]), delayed,
+               tile.inside(1, c, after=1) & late[None, :])  # fmt: skip
+    if out.start_ix is not None:
+        start = jnp.sum(jnp.where(same[:, None], jnp.zeros_like(after), after).astype(jnp.float32), axis=0)
+        triton.store(out.start_ix.at[tile.number, column], start, mask=late)
 
 
 def _store(ref: Any, at: tuple[jax.Array, ...], value: jax.Array, mask: jax.Array) -> None:

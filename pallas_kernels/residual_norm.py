@@ -95,51 +95,55 @@ def residual_norm_forward(
 
 
 def residual_norm_backward(
-    output_td: jax.Array,
+    output_td: jax.Array | None,
     stream_td: jax.Array,
     vectors_d: tuple[jax.Array, ...],
-    weight_d: jax.Array,
+    weight_d: jax.Array | None,
     d_new_td: jax.Array,
-    d_normed_td: jax.Array,
+    d_normed_td: jax.Array | None,
     *,
     eps: float,
     architecture: str,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute the gradients of the inputs of `residual_norm_forward`.
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
+    """Compute the gradients of the inputs of `residual_norm_forward`, also without an output, or without a norm.
 
     Args:
-      output_td: as in the forward pass.
+      output_td: as in the forward pass; None if the new stream is the stream.
       stream_td: as in the forward pass.
       vectors_d: as in the forward pass.
-      weight_d: as in the forward pass.
+      weight_d: as in the forward pass; None without a norm.
       d_new_td: gradient of the new stream, fp32.
-      d_normed_td: gradient of the norm, in its dtype.
+      d_normed_td: gradient of the norm, in its dtype; None without a norm.
       eps: as in the forward pass.
       architecture: see `launch`.
 
     Returns:
       Gradients of `output_td` and `stream_td` in their dtypes, and of the parameters, fp32 [5, d]: the norm's weight,
-      then `vectors_d` in order; [1, d] for a plain sum.
+      then `vectors_d` in order. Without a norm its weight is left out, for a plain sum the vectors are.
     """
-    tokens, width = output_td.shape
-    cut = backward_cut(tokens, width, d_normed_td.dtype, architecture)
-    sums = 4 if vectors_d else 1
-    partial = jax.ShapeDtypeStruct((cut.programs, sums, width), jnp.float32)
-    d_output, d_stream, partial_psd = launch(
-        functools.partial(_backward_kernel, cut=cut, eps=eps),
-        output_td, stream_td, *vectors_d, weight_d, d_new_td, d_normed_td,
+    tokens, width = stream_td.shape
+    elements = output_td if d_normed_td is None else d_normed_td
+    cut = backward_cut(tokens, width, stream_td.dtype if elements is None else elements.dtype, architecture)
+    norm = weight_d is not None
+    partial = jax.ShapeDtypeStruct((cut.programs, norm + (3 if vectors_d else 0), width), jnp.float32)
+    arrays = (output_td, stream_td, *vectors_d, weight_d, d_new_td, d_normed_td)
+    like = [_like(array, array.dtype) for array in (output_td, stream_td) if array is not None]
+    *d_arrays, partial_psd = launch(
+        functools.partial(_backward_kernel, cut=cut, eps=eps, merge=output_td is not None, norm=norm),
+        *(array for array in arrays if array is not None),
         name="residual_norm_backward",
         grid=(cut.parts, cut.programs),
-        out_shape=(_like(output_td, output_td.dtype), _like(stream_td, stream_td.dtype), partial),
+        out_shape=(*like, partial),
         warps=cut.warps,
         architecture=architecture,
     )  # fmt: skip
     sums_sd = partial_psd.sum(0)
     if vectors_d:
         # The gradient of a bias is the sum of its term's gradient, times the scale.
-        d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
+        *d_weight, d_output_scale, d_stream_scale, d_sum = sums_sd
         output_scale, _, stream_scale, _ = (v.astype(jnp.float32) for v in vectors_d)
-        sums_sd = jnp.stack([d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
+        sums_sd = jnp.stack([*d_weight, d_output_scale, d_sum * output_scale, d_stream_scale, d_sum * stream_scale])
+    d_output, d_stream = d_arrays if output_td is not None else (None, *d_arrays)
     return d_output, d_stream, sums_sd
 
 
@@ -173,8 +177,12 @@ def _place(step: jax.Array, part: jax.Array | int, cut: Cut, shape: tuple[int, i
     return _Place(row, column, (row < shape[0]) & (column < shape[1]))
 
 
-def _terms(output: jax.Array, stream: jax.Array, vectors: list[jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _terms(
+    output: jax.Array | None, stream: jax.Array, vectors: list[jax.Array]
+) -> tuple[jax.Array | None, jax.Array, jax.Array]:
     """Return both terms before scaling, and the new stream."""
+    if output is None:
+        return None, stream, stream
     if not vectors:
         return output, stream, output + stream
     output_scale, output_bias, stream_scale, stream_bias = vectors
@@ -192,32 +200,42 @@ def _mean(x: jax.Array, width: int) -> jax.Array:
     return x.sum(1, keepdims=True) / width
 
 
-class _Part(NamedTuple):
-    """What the backward pass reads for some rows and a part of the columns, fp32.
+class _Norm(NamedTuple):
+    """What the backward pass knows of the norm of some rows and a part of the columns, fp32.
 
     Attributes:
-      place: indices and mask.
-      output: the sublayer's output plus bias, before its scale.
-      stream: the old stream plus bias, before its scale.
-      vectors: this part of the scales and biases.
       exact: the new stream, rounded to the norm's dtype.
-      d_new: gradient of the new stream.
       d_normed: gradient of the norm.
       weighted: `d_normed` times the norm's weight.
       square: this part's share of the mean of `exact`².
       along: this part's share of the mean of `weighted` · `exact`.
     """
 
-    place: _Place
-    output: jax.Array
-    stream: jax.Array
-    vectors: list[jax.Array]
     exact: jax.Array
-    d_new: jax.Array
     d_normed: jax.Array
     weighted: jax.Array
     square: jax.Array
     along: jax.Array
+
+
+class _Part(NamedTuple):
+    """What the backward pass reads for some rows and a part of the columns, fp32.
+
+    Attributes:
+      place: indices and mask.
+      output: the sublayer's output plus bias, before its scale; None without one.
+      stream: the old stream plus bias, before its scale.
+      vectors: this part of the scales and biases.
+      d_new: gradient of the new stream.
+      norm: None without one.
+    """
+
+    place: _Place
+    output: Any
+    stream: jax.Array
+    vectors: list[jax.Array]
+    d_new: jax.Array
+    norm: _Norm | None
 
 
 def _forward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:
@@ -232,46 +250,55 @@ def _forward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps:
     place.store(normed_ref, _rounded(place.vector(weight_ref), dtype) * _rounded(exact * root, dtype))
 
 
-def _backward_kernel(output_ref: Any, stream_ref: Any, *refs: Any, cut: Cut, eps: float) -> None:
-    *vector_refs, weight_ref, d_new_ref, d_normed_ref, d_output_ref, d_stream_ref, partial_ref = refs
-    width = output_ref.shape[1]
-    dtype = d_normed_ref.dtype
+def _backward_kernel(*refs: Any, cut: Cut, eps: float, merge: bool, norm: bool) -> None:
+    inputs, (*d_output_refs, d_stream_ref, partial_ref) = refs[: -2 - merge], refs[-2 - merge :]
+    d_normed_ref: Any = inputs[-1] if norm else None
+    *inputs, d_new_ref = inputs[:-1] if norm else inputs
+    weight_ref = inputs.pop() if norm else None
+    output_ref = inputs.pop(0) if merge else None
+    stream_ref, *vector_refs = inputs
+    width = stream_ref.shape[1]
     own, program = pl.program_id(0), pl.program_id(1)
 
     def read(number: jax.Array, part: jax.Array) -> _Part:
-        place = _place(program * cut.steps + number, part, cut, output_ref.shape)
+        place = _place(program * cut.steps + number, part, cut, stream_ref.shape)
         refs = output_ref, stream_ref, d_new_ref, d_normed_ref  # all loads are issued before the first sum
-        output, stream, d_new, d_normed = (place.load(ref) for ref in refs)
+        loaded: Any = [None if ref is None else place.load(ref) for ref in refs]
+        output, stream, d_new, d_normed = loaded
         vectors = [place.vector(ref) for ref in vector_refs]
         output, stream, new = _terms(output, stream, vectors)
+        if d_normed is None:
+            return _Part(place, output, stream, vectors, d_new, None)
+        dtype = d_normed_ref.dtype
         exact = _rounded(new, dtype)
         weighted = _rounded(d_normed * _rounded(place.vector(weight_ref), dtype), dtype)
-        return _Part(place, output, stream, vectors, exact, d_new, d_normed, weighted,
-                     _mean(exact * exact, width), _mean(weighted * exact, width))  # fmt: skip
+        of_norm = _Norm(exact, d_normed, weighted, _mean(exact * exact, width), _mean(weighted * exact, width))
+        return _Part(place, output, stream, vectors, d_new, of_norm)
 
     def step(number: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         def add(k: jax.Array, means: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-            other = read(number, (own + k) % cut.parts)
+            other: Any = read(number, (own + k) % cut.parts).norm
             return means[0] + other.square, means[1] + other.along
 
-        none = jnp.zeros((cut.rows, 1), jnp.float32)
-        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none))
+        none, terms = jnp.zeros((cut.rows, 1), jnp.float32), ()
+        square, along = jax.lax.fori_loop(1, cut.parts, add, (none, none)) if norm else (none, none)
         part = read(number, own)
-        root = jax.lax.rsqrt(square + part.square + eps)
-        normed = part.exact * root
-        d_sum = part.d_new + root * (part.weighted - normed * ((along + part.along) * root))
-        terms = (part.d_normed * _rounded(normed, dtype),)
+        d_sum = part.d_new
+        if part.norm is not None:
+            root = jax.lax.rsqrt(square + part.norm.square + eps)
+            normed = part.norm.exact * root
+            d_sum += root * (part.norm.weighted - normed * ((along + part.norm.along) * root))
+            terms = (part.norm.d_normed * _rounded(normed, d_normed_ref.dtype),)
+        scales = (part.vectors[0], part.vectors[2]) if part.vectors else (1.0, 1.0)
         if part.vectors:
             terms = (*terms, d_sum * part.output, d_sum * part.stream, d_sum)
-            part.place.store(d_output_ref, d_sum * part.vectors[0])
-            part.place.store(d_stream_ref, d_sum * part.vectors[2])
-        else:
-            part.place.store(d_output_ref, d_sum)
-            part.place.store(d_stream_ref, d_sum)
+        for ref in d_output_refs:
+            part.place.store(ref, d_sum * scales[0])
+        part.place.store(d_stream_ref, d_sum * scales[1])
         return tuple(total + term for total, term in zip(sums, terms, strict=True))
 
     nothing = jnp.zeros((cut.rows, cut.lanes), jnp.float32)
     sums = jax.lax.fori_loop(0, cut.steps, step, (nothing,) * partial_ref.shape[1])
-    column = _place(program, own, cut, output_ref.shape).column
+    column = _place(program, own, cut, stream_ref.shape).column
     for index, total in enumerate(sums):
         triton.store(partial_ref.at[program, index, column], total.sum(0, keepdims=True), mask=column < width)

@@ -33,7 +33,7 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
     },
     "residual_norm_backward": {  # elements per step, maximum programs, minimum rows per program, maximum lanes
         "sm_90": {2: Tile((2048, 264, 12, 4096), 4), 4: Tile((2048, 264, 12, 2048), 4)},
-        "gfx942": {2: Tile((2048, 608, 12, 8192), 4), 4: Tile((2048, 608, 12, 8192), 4)},
+        "gfx942": {2: Tile((2048, 608, 12, 4096), 4), 4: Tile((2048, 608, 12, 4096), 4)},
         "interpret": {2: Tile((64, 3, 2, 64), 1), 4: Tile((64, 3, 2, 64), 1)},
     },
     "symmetric": {  # rows of a square tile, columns of a chunk
@@ -45,6 +45,11 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "gfx942": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},
         "interpret": {2: Tile((64,), 1), 4: Tile((64,), 1)},
+    },
+    "class_sort": {  # tokens per program
+        "sm_90": {2: Tile((256,), 4), 4: Tile((256,), 4)},
+        "gfx942": {2: Tile((256,), 4), 4: Tile((256,), 4)},
+        "interpret": {2: Tile((16,), 1), 4: Tile((16,), 1)},
     },
     # Grouped matmuls: rows, columns, contracted columns per step. For SwiGLU, columns of gate and of up each; in its
     # backward pass, columns of one half of the tile.
@@ -68,25 +73,40 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((128, 128, 64), 8, 2), 4: Tile((64, 64, 32), 4, 2)},
         "interpret": {2: Tile((16, 16, 16), 1), 4: Tile((16, 16, 16), 1)},
     },
-    # Attention: rows (queries times the heads that share a key head), keys.
+    # Attention: rows (queries times the heads that share a key head), keys. sm_90 multiplies fastest if a tile has 128
+    # columns or more, for which other NVIDIA GPUs may have too little shared memory.
     "attention": {
-        "sm_90": {2: Tile((128, 64), 8, 3), 4: Tile((32, 32), 8)},
-        "gfx942": {2: Tile((128, 64), 4), 4: Tile((64, 32), 4)},
+        "sm_90": {2: Tile((128, 128), 8, 2), 4: Tile((32, 32), 8)},
+        "cuda": {2: Tile((128, 64), 8, 2), 4: Tile((32, 32), 8)},
+        "gfx942": {2: Tile((128, 32), 4), 4: Tile((64, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     "attention_backward_keys": {
-        "sm_90": {2: Tile((64, 64), 8, 2), 4: Tile((32, 32), 8)},
+        "sm_90": {2: Tile((64, 128), 8, 2), 4: Tile((32, 32), 8)},
+        "cuda": {2: Tile((64, 64), 8, 2), 4: Tile((32, 32), 8)},
         "gfx942": {2: Tile((32, 128), 4), 4: Tile((16, 64), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     "attention_backward_queries": {
-        "sm_90": {2: Tile((128, 64), 8, 2), 4: Tile((16, 16), 8)},
+        "sm_90": {2: Tile((128, 128), 8, 2), 4: Tile((16, 16), 8)},
+        "cuda": {2: Tile((128, 64), 8, 2), 4: Tile((16, 16), 8)},
         "gfx942": {2: Tile((128, 32), 4), 4: Tile((64, 16), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     "decode": {  # keys, programs
         "sm_90": {2: Tile((64, 512), 4, 2), 4: Tile((32, 512), 8, 2)},
         "gfx942": {2: Tile((64, 1024), 4), 4: Tile((32, 1024), 4)},
+        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
+    },
+    # Router: tokens, columns of a hidden layer per step.
+    "router": {
+        "sm_90": {2: Tile((32, 64), 8), 4: Tile((16, 32), 8)},
+        "gfx942": {2: Tile((32, 32), 4), 4: Tile((16, 32), 4)},
+        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
+    },
+    "router_backward": {
+        "sm_90": {2: Tile((16, 32), 8), 4: Tile((16, 32), 8)},
+        "gfx942": {2: Tile((16, 32), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     # CCA mix: tokens, channels per step of a matmul.
@@ -119,13 +139,14 @@ def tile(kernel: str, architecture: str, dtype: jax.typing.DTypeLike) -> Tile:
     Args:
       kernel: key of `TILES`.
       architecture: 'gfx942', 'gfx950', 'sm_90', …; or 'rocm' or 'cuda' if it is not known. An unlisted one uses the
-        tiles of `DEFAULT`, on NVIDIA with at most two stages, which fit 99 KiB of shared memory.
+        tiles of its platform or of `DEFAULT`, on NVIDIA with at most two stages, which fit 99 KiB of shared memory.
       dtype: dtype of the elements.
     """
-    by_architecture = TILES[kernel]
+    by_architecture, of_platform = TILES[kernel], platform(architecture)
     known = architecture in by_architecture
-    by_size = by_architecture[architecture if known else DEFAULT[platform(architecture)]]
+    other = of_platform if of_platform in by_architecture else DEFAULT.get(of_platform, "")
+    by_size = by_architecture[architecture if known else other]
     entry = by_size[min(jnp.dtype(dtype).itemsize, max(by_size))]
-    if known or platform(architecture) != "cuda":
+    if known or of_platform != "cuda":
         return entry
     return entry._replace(stages=min(entry.stages, 2))

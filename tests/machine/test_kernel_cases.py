@@ -19,10 +19,12 @@ KERNELS = {
     "attention": ["attention"],
     "attention backward": ["attention", "attention_backward_keys", "attention_backward_queries"],
     "attention of a decode": ["attention_decode", "attention_join"],
+    "router": ["router_forward"],
+    "router backward": ["router_forward", "router_backward"],
     "grouped_matmul": ["grouped_product"],
     "grouped_matmul backward": ["grouped_product", "grouped_product_transposed", "grouped_outer"],
-    "experts": ["grouped_swiglu", "grouped_product"],
-    "experts backward": ["grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
+    "experts": ["class_sort", "grouped_swiglu", "grouped_product"],
+    "experts backward": ["class_sort", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward", "grouped_outer",
                          "grouped_outer", "grouped_product_transposed"],
     "momentum": ["momentum"],
     "gram_polynomial": ["gram", "gram_polynomial"],
@@ -36,6 +38,7 @@ def test_the_sizes_are_the_8b_s():
     assert EIGHT_B.width == model.hidden_size
     assert (EIGHT_B.query_heads, EIGHT_B.kv_heads) == (model.num_query_heads, model.num_kv_heads)
     assert (EIGHT_B.channels, EIGHT_B.channels // 2) == (model.head_dim, model.rotary_size)
+    assert EIGHT_B.router == model.router_size
     assert (EIGHT_B.experts, EIGHT_B.expert_width) == (model.num_experts, model.expert_size)
     assert EIGHT_B.matrices == (model.num_experts, model.hidden_size, 2 * model.expert_size)
     assert EIGHT_B.mixed == config.phases[0].context

@@ -10,6 +10,8 @@ from zaya_jax import capture, capture_shapes
 from zaya_jax.errors import InputError
 from zaya_jax.model.router import choose_class
 from zaya_jax.model.tree import balancing_biases
+from zaya_jax.model.zaya import layer_blocks
+from zaya_jax.ops import LOCAL
 
 CONFIG = tiny_config("sliding")  # two positions in the period, two groups
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 7)), jnp.int32)
@@ -35,14 +37,16 @@ def test_capturing_changes_nothing(values):
     np.testing.assert_array_equal(captured["layers.2"], out.stats.expert_counts_le)
 
 
-def test_layers_follow_one_another(values):
+def test_layers_follow_one_another(model, values):
     """The residual stream that leaves a layer enters the next; so does the router's state."""
     captured, _ = values
     for after, before in (("layers", "layers.args.x_bsd"), ("layers.1", "layers.args.state_bsr")):
         assert len(captured[after]) == CONFIG.num_layers
         np.testing.assert_array_equal(captured[after][:-1], captured[before][1:])
     np.testing.assert_array_equal(captured["layers"][-1], captured["norm.args.x"])
-    np.testing.assert_array_equal(captured["layers.attention_norm"], captured["layers.attention.args.h_bsd"])
+    norm = layer_blocks(model)[0].attention_norm
+    normed = norm(captured["layers.args.x_bsd"][0], jnp.float32, LOCAL)
+    assert_close(captured["layers.attention.args.h_bsd"][0], normed, 1e-6)
     assert len({captured["layers.attention"][index].tobytes() for index in range(CONFIG.num_layers)}) == 4
 
 

@@ -57,9 +57,9 @@ def test_a_plain_sum_is_residual_scaling_at_its_start(seed):
     rng = np.random.default_rng(seed)
     out, stream = rng.normal(size=(2, 2, 3, 6)).astype(np.float32)
     for output in (jnp.asarray(out), jnp.asarray(out, jnp.bfloat16)):
-        merged = PlainSum()(output, jnp.asarray(stream))
+        merged = PlainSum()(output, jnp.asarray(stream), LOCAL)
         chex.assert_type(merged, jnp.float32)
-        np.testing.assert_array_equal(merged, ResidualScaling(6)(output, jnp.asarray(stream)))
+        np.testing.assert_array_equal(merged, ResidualScaling(6)(output, jnp.asarray(stream), LOCAL))
     assert not jax.tree.leaves(PlainSum())
 
 

@@ -89,10 +89,11 @@ def test_a_step_backward_has_each_kernel_once_a_layer_and_what_is_recomputed_twi
     lowered = lower(gradient, *shapes(), tokens, segments, platform=platform)
     launches = Counter(kernel_names(lowered))
     layers = SHAPES.num_layers  # both stand in the body of the scan: a period is two layers
-    once = ("attention", "attention_backward_keys", "attention_backward_queries", "residual_norm_backward",
-            "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
+    once = ("attention", "attention_backward_keys", "attention_backward_queries", "router_forward", "router_backward",
+            "cca_mix_backward", "grouped_swiglu", "grouped_product", "grouped_swiglu_backward")  # fmt: skip
     assert {name: launches[name] for name in once} == dict.fromkeys(once, layers)
-    assert launches["cca_mix"] == launches["residual_norm_forward"] == 2 * layers
+    assert launches["cca_mix"] == launches["residual_norm_forward"] == launches["class_sort"] == 2 * layers
+    assert launches["residual_norm_backward"] == 3 * layers  # a merge with a norm, a norm alone, a merge alone
 
 
 @pytest.mark.parametrize("platform", TARGETS)

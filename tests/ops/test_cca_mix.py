@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds
-from zaya_jax.ops import no_halo
 from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix, rotate
 
 B, S, C = 2, 13, 4
@@ -65,22 +64,21 @@ def draw(seed, name):
     return normal(B, S, n, C), normal(B, S, x), normal(B, S, x), (np.cos(angle), np.sin(angle)), weights, normal(x)
 
 
+def pack(u, current, delayed):
+    return jnp.concatenate([u.reshape(*current.shape[:2], -1), current, delayed], -1)
+
+
 def on_host(function):
     """Compiled, with NumPy arrays for results: of a JAX array each slice of another size is compiled."""
     compiled = jit(function)
     return lambda *arguments: jax.device_get(compiled(*arguments))
 
 
-@functools.cache
-def whole(name):
-    k0, k1, _, _ = SHAPES[name]
+def mixed(halo, u, current, delayed, segments, rotary, weights, start):
+    return cca_mix(pack(u, current, delayed), halo, segments, rotary, weights, start)
 
-    def call(u, current, delayed, segments, rotary, weights, start):
-        return cca_mix(
-            u, current, delayed, no_halo(u, delayed, segments, k0 + k1 - 2), segments, rotary, weights, start
-        )
 
-    return on_host(call)
+whole = on_host(functools.partial(mixed, None))
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -88,7 +86,7 @@ def whole(name):
 def test_equals_each_document_alone(name, data, seed):
     u, current, delayed, rotary, weights, start = draw(seed, name)
     segments = data.draw(packed_rows(B, S))
-    q, k, v = whole(name)(u, current, delayed, segments, rotary, weights, start if seed % 2 else np.zeros_like(start))
+    q, k, v = whole(u, current, delayed, segments, rotary, weights, start if seed % 2 else np.zeros_like(start))
     for row in range(B):
         for number in np.unique(segments[row][segments[row] > 0]):
             at = np.flatnonzero(segments[row] == number)
@@ -109,7 +107,7 @@ def test_two_taps_and_two_compose_into_three(seed):
     z = sum(np.einsum("bsnx,nxc->bsnc", before[:, i : i + S], a) for i, a in enumerate((a2, a1, a0))) + bias
 
     ones = np.ones((B, S), np.int32)
-    q, k, _ = whole("released")(u, current, delayed, ones, rotary, weights, start)
+    q, k, _ = whole(u, current, delayed, ones, rotary, weights, start)
     q_mean = 0.5 * (u[:, :, :4] + np.repeat(u[:, :, 4:], 2, 2))
     mean = np.concatenate([q_mean, q_mean.reshape(B, S, 2, 2, C).mean(3)], 2)
     expected = z + mean
@@ -121,7 +119,7 @@ def test_two_taps_and_two_compose_into_three(seed):
 
 def test_lengths_are_the_root_of_the_width_and_keys_carry_the_temperature():
     u, current, delayed, rotary, weights, start = draw(3, "long")
-    q, k, _ = whole("long")(u, current, delayed, np.ones((B, S), np.int32), rotary, weights, start)
+    q, k, _ = whole(u, current, delayed, np.ones((B, S), np.int32), rotary, weights, start)
     np.testing.assert_allclose(np.linalg.norm(q, axis=-1), C**0.5, rtol=1e-5)
     expected = np.broadcast_to(C**0.5 * np.abs(weights.temperature_k), (B, S, 1))
     np.testing.assert_allclose(np.linalg.norm(k, axis=-1), expected, rtol=1e-5)
@@ -130,7 +128,7 @@ def test_lengths_are_the_root_of_the_width_and_keys_carry_the_temperature():
 def test_values_are_this_tokens_and_the_one_befores():
     u, current, delayed, rotary, weights, start = draw(4, "released")
     segments = np.array([[1] * 5 + [2] * 8, [0] * 2 + [7] + [8] * 10], np.int32)
-    _, _, v = whole("released")(u, current, delayed, segments, rotary, weights, start)
+    _, _, v = whole(u, current, delayed, segments, rotary, weights, start)
     assert v.shape == (B, S, 2, C)
     np.testing.assert_array_equal(v[:, :, 0], current)  # two heads: the first is current, the second delayed
     np.testing.assert_array_equal(v[0, 1:5, 1], delayed[0, :4])
@@ -138,7 +136,7 @@ def test_values_are_this_tokens_and_the_one_befores():
     np.testing.assert_array_equal(v[0, 6:, 1], delayed[0, 5:12])
     np.testing.assert_array_equal(v[1, 2, 1], start)
     np.testing.assert_array_equal(v[1, 3, 1], start)
-    _, _, v = whole("released")(u, current, delayed, segments, rotary, weights, None)
+    _, _, v = whole(u, current, delayed, segments, rotary, weights, None)
     assert not np.any(v[0, [0, 5], 1]), "zero where the projection has no bias"
 
 
@@ -148,17 +146,17 @@ def test_a_halo_stands_for_the_rows_before(name, data, seed):
     k0, k1, _, _ = SHAPES[name]
     u, current, delayed, rotary, weights, start = draw(seed, name)
     segments = data.draw(packed_rows(B, S))
-    expected = whole(name)(u, current, delayed, segments, rotary, weights, start)
+    expected = whole(u, current, delayed, segments, rotary, weights, start)
     cut, rows = 6, k0 + k1 - 2
     halo = Halo(u[:, cut - rows : cut], segments[:, cut - max(rows, 1) : cut], delayed[:, cut - 1 : cut])
-    tail = piece(u[:, cut:], current[:, cut:], delayed[:, cut:], halo, segments[:, cut:],
+    tail = piece(halo, u[:, cut:], current[:, cut:], delayed[:, cut:], segments[:, cut:],
                  tuple(x[:, cut:] for x in rotary), weights, start)  # fmt: skip
     real = segments[:, cut:] > 0
     for ours, theirs in zip(tail, expected, strict=True):
         assert_close(np.asarray(ours)[real], np.asarray(theirs[:, cut:])[real], 1e-5)
 
 
-piece = on_host(cca_mix)
+piece = on_host(mixed)
 
 
 def test_a_head_of_zeros_has_a_finite_gradient():
@@ -167,7 +165,7 @@ def test_a_head_of_zeros_has_a_finite_gradient():
     segments = np.ones((B, S), np.int32)
 
     def loss(u, weights):
-        q, k, _ = cca_mix(u, current, delayed, no_halo(u, delayed, segments, 2), segments, rotary, weights, start)
+        q, k, _ = mixed(None, u, current, delayed, segments, rotary, weights, start)
         return q.sum() + k.sum()
 
     value, gradients = jit(jax.value_and_grad(loss, argnums=(0, 1)))(jnp.zeros((B, S, 6, C)), zero)

@@ -17,7 +17,7 @@ from zaya_jax.config import MuonConfig
 from zaya_jax.ops import LOCAL
 from zaya_jax.ops.momentum import momentum_numbers, step_momentum
 from zaya_jax.ops.orthogonalize import orthogonalize
-from zaya_jax.optim.muon import momentum_coefficients, scale_by_muon
+from zaya_jax.optim.muon import chunk_size, momentum_coefficients, scale_by_muon
 from zaya_jax.optim.muon import muon as public_muon
 
 FORMS = ("sum", "ema")
@@ -216,3 +216,14 @@ def test_muon_gives_the_same_updates_inside_optax(transform, params, calls):
 def test_a_leaf_that_is_not_a_matrix_is_refused_by_name():
     with pytest.raises(ValueError, match=r"block\.bias has shape \(6,\)"):
         public_muon(0.02).init({"block": {"bias": PARAMS["vector"], "kernel": PARAMS["matrix"]}})
+
+
+def test_chunks_of_a_stack_are_orthogonalized_as_the_whole(monkeypatch):
+    grads = {"a": draw(0, 3, 4, 8, 12)}
+    init, update = muon(split={"a": 2})
+    expected, _ = update(grads, init(grads))
+    monkeypatch.setattr("zaya_jax.optim.muon.CHUNK", 5 * 8 * 12 * 4)  # five matrices, of which four divide twelve
+    assert [chunk_size(count, 8 * 12 * 4) for count in (12, 7, 3)] == [4, 1, 3]
+    init, update = muon(split={"a": 2})
+    out, _ = update(grads, init(grads))
+    assert_close(out["a"], expected["a"], 1e-6)

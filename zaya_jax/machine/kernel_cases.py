@@ -12,10 +12,11 @@ import optax
 
 from zaya_jax.config import ModelConfig, MuonConfig
 from zaya_jax.model.layers import recomputed
-from zaya_jax.ops.cca_mix import MixWeights, no_halo
+from zaya_jax.ops.cca_mix import MixWeights
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import OPERATIONS, KernelSelection
 from zaya_jax.ops.residual_norm import MergeVectors
+from zaya_jax.ops.router import RouterWeights
 from zaya_jax.ops.selfcheck import EXAMPLE
 from zaya_jax.optim.muon import scale_by_muon
 
@@ -35,6 +36,7 @@ class Sizes(NamedTuple):
       query_heads: number of query heads.
       kv_heads: number of key heads.
       channels: channels per head, half of which are rotated.
+      router: elements of the router's state.
       experts: number of experts.
       per_expert: tokens per expert.
       expert_width: hidden width of an expert.
@@ -49,6 +51,7 @@ class Sizes(NamedTuple):
     query_heads: int
     kv_heads: int
     channels: int
+    router: int
     experts: int
     per_expert: int
     expert_width: int
@@ -60,13 +63,13 @@ class Sizes(NamedTuple):
         """One layer of a model with these operations."""
         return dataclasses.replace(
             EXAMPLE, hidden_size=self.width, num_query_heads=self.query_heads, num_kv_heads=self.kv_heads,
-            head_dim=self.channels, num_experts=self.experts, expert_size=self.expert_width,
+            head_dim=self.channels, router_size=self.router, num_experts=self.experts, expert_size=self.expert_width,
         )  # fmt: skip
 
 
 # configs/zaya1_8b.yaml with 16,384 tokens per device; the matrices are the gate and up matrices of a layer.
-EIGHT_B = Sizes(16384, 8192, 4096, 2048, 8, 2, 128, 16, 1024, 2048, (16, 2048, 4096), (8, 32768))
-SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 3, 8, 32, (2, 24, 40), (2, 40))
+EIGHT_B = Sizes(16384, 8192, 4096, 2048, 8, 2, 128, 256, 16, 1024, 2048, (16, 2048, 4096), (8, 32768))
+SMALL = Sizes(24, 24, 12, 32, 4, 2, 16, 32, 3, 8, 32, (2, 24, 40), (2, 40))
 
 
 class Aim(NamedTuple):
@@ -120,7 +123,7 @@ class Case(NamedTuple):
 def cases(sizes: Sizes, dtype: str) -> dict[str, Case]:
     """Return all cases by name; `dtype` is the dtype of activations, 'bfloat16' or 'float32'."""
     by_name: dict[str, Case] = {}
-    for make in (_residual_norm, _cca_mix, _attention, _grouped, _experts, _momentum, _gram_polynomial):
+    for make in (_residual_norm, _cca_mix, _attention, _router, _grouped, _experts, _momentum, _gram_polynomial):
         by_name |= make(sizes, jnp.dtype(dtype))
     return by_name
 
@@ -203,8 +206,7 @@ def _residual_norm(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
 def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     s, h, k, c = min(sizes.mixed, sizes.tokens), sizes.query_heads, sizes.kv_heads, sizes.channels
     b, n = sizes.tokens // s, h + k
-    half = _array(b, s, k * c // 2, dtype=dtype)
-    mixed = (_array(b, s, n, c, dtype=dtype), half, half)
+    packed = _array(b, s, (n + k) * c, dtype=dtype)
     taps, kernel = (_array(TAPS, n, c, *more, dtype=dtype) for more in ((), (c,)))
     bias, temperature = (_array(*shape, dtype=jnp.float32) for shape in ((n, c), (k,)))
     weights = [taps, bias, kernel, bias, temperature]
@@ -212,13 +214,11 @@ def _cca_mix(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     tables = tuple(np.broadcast_to(f(angle), (b, s, c // 4)).astype(np.float32) for f in (np.cos, np.sin))
     segments = np.ones((b, s), np.int32)
 
-    def run(kernels: KernelSelection, u: jax.Array, current: jax.Array, delayed: jax.Array, *others: jax.Array) -> Any:
+    def run(kernels: KernelSelection, packed: jax.Array, *others: jax.Array) -> Any:
         *weights, segments, cos, sin = others
-        halo = no_halo(u, delayed, segments, 2 * TAPS - 2)
-        mix = recomputed(kernels.ops.cca_mix)
-        return mix(u, current, delayed, halo, segments, (cos, sin), MixWeights(*weights), None)
+        return recomputed(kernels.ops.cca_mix)(packed, None, segments, (cos, sin), MixWeights(*weights), None)
 
-    floats = (*mixed, *weights)
+    floats = (packed, *weights)
     out = [_array(b, s, heads, c, dtype=dtype) for heads in (h, k, k)]
     products = 2.0 * b * s * n * c * c * TAPS
     inputs = _size(*floats, segments, *tables)
@@ -255,6 +255,23 @@ def _attention(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
     decoded = Case("attention", decode, (one, cache, cache), documents, False, 4.0 * rows * h * c * keys,
                    _size(one, one, cache, cache, *documents), None)  # fmt: skip
     return {"attention": case, "attention backward": backward, "attention of a decode": decoded}
+
+
+def _router(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:
+    t, r, classes = sizes.tokens, sizes.router, sizes.experts + 1
+    rows, vector = _array(1, t, r, dtype=jnp.float32), _array(r, dtype=jnp.float32)
+    matrix, output = _array(r, r, dtype=dtype), _array(r, classes, dtype=dtype)
+    weights = (vector, vector, vector, matrix, vector, matrix, vector, output)
+
+    def run(kernels: KernelSelection, projected: jax.Array, state: jax.Array, *weights: jax.Array) -> Any:
+        return kernels.ops.router(projected, state, RouterWeights(*weights), 1e-5, dtype)
+
+    floats = (rows, rows, *weights)
+    out = (_array(1, t, classes, dtype=jnp.float32), rows)
+    products = 2.0 * t * r * (2 * r + classes)
+    case = Case("router", run, floats, (), False, products, _size(*floats, *out), Aim("roofline", 0.5))
+    backward = case._replace(backward=True, flops=2 * products, bytes=_size(*floats, *floats, *out))
+    return {"router": case, "router backward": backward}
 
 
 def _grouped(sizes: Sizes, dtype: jnp.dtype) -> dict[str, Case]:

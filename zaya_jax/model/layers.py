@@ -82,9 +82,10 @@ class ResidualScaling(nnx.Module):
         return MergeVectors(self.hidden_scale[...], self.hidden_bias[...], self.residual_scale[...],
                             self.residual_bias[...])  # fmt: skip
 
-    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
+    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
         """The new stream, fp32."""
-        return recomputed(merge)(output_bsd, stream_bsd, self.vectors)
+        merge = recomputed(ops.residual_norm, static=(4, 5))
+        return merge(output_bsd, stream_bsd, self.vectors, None, 0.0, output_bsd.dtype)[0]
 
     @staticmethod
     def hf_tensors(sublayer: str, size: int) -> Iterator[HfTensor]:
@@ -99,21 +100,22 @@ class PlainSum(nnx.Module):
 
     vectors = None
 
-    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array) -> jax.Array:
+    def __call__(self, output_bsd: jax.Array, stream_bsd: jax.Array, ops: Ops) -> jax.Array:
         """The new stream, fp32."""
+        del ops
         return merge(output_bsd, stream_bsd, None)
 
 
 def merged_and_normed(
-    into: ResidualScaling | PlainSum, norm: RMSNorm, output_bsd: jax.Array, stream_bsd: jax.Array,
+    into: ResidualScaling | PlainSum | None, norm: RMSNorm, output_bsd: jax.Array | None, stream_bsd: jax.Array,
     dtype: jax.typing.DTypeLike, ops: Ops,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Merge an output into the residual stream and normalize the result, as one operation.
 
     Args:
-      into: how to merge.
+      into: how to merge; None for no merge.
       norm: the norm of the next sublayer.
-      output_bsd: output of the sublayer.
+      output_bsd: output of the sublayer; None for no merge.
       stream_bsd: residual stream, fp32.
       dtype: dtype of the normalized result.
       ops: implementations of the operations.
@@ -122,7 +124,8 @@ def merged_and_normed(
       The new residual stream, fp32, and its norm in `dtype`.
     """
     joined = recomputed(ops.residual_norm, static=(4, 5))
-    return joined(output_bsd, stream_bsd, into.vectors, norm.weight[...], norm.eps, jnp.dtype(dtype))
+    vectors = None if into is None else into.vectors
+    return joined(output_bsd, stream_bsd, vectors, norm.weight[...], norm.eps, jnp.dtype(dtype))
 
 
 def rotary_table(

@@ -11,7 +11,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import BalancingBias, RMSNorm, matrix, param
 from zaya_jax.ops import Ops
-from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.router import RouterWeights, matmul
 
 SKIP_BIAS = -1.0  # initial and fixed: the skip class cannot win against an expert with bias 0
 
@@ -50,13 +50,12 @@ class Router(nnx.Module):
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
-        state = _linear(h_bsd, self.down, self.down_bias) + state_bsr * self.state_scale[...].astype(
-            accumulation_dtype(dtype)
-        )
-        x = self.norm(state, dtype, ops)
-        x = jax.nn.gelu(_linear(x, self.hidden1, self.hidden1_bias), approximate=False).astype(dtype)
-        x = jax.nn.gelu(_linear(x, self.hidden2, self.hidden2_bias), approximate=False).astype(dtype)
-        return jax.nn.softmax(_linear(x, self.output, None), axis=-1), state
+        weights = RouterWeights(
+            self.down_bias[...], self.state_scale[...], self.norm.weight[...],
+            self.hidden1[...].astype(dtype), self.hidden1_bias[...],
+            self.hidden2[...].astype(dtype), self.hidden2_bias[...], self.output[...].astype(dtype),
+        )  # fmt: skip
+        return ops.router(matmul(h_bsd, self.down[...]), state_bsr, weights, self.norm.eps, dtype)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:
         """Route every token of `h_bsd`; ties go to the lowest class."""
@@ -96,13 +95,9 @@ def choose_class(probability: jax.Array, bias: jax.Array) -> tuple[jax.Array, ja
     Returns:
       The int32 class of each token, and its probability without the bias; 0 for skip.
     """
+    classes = jnp.arange(probability.shape[-1], dtype=jnp.int32)
     biased = jax.lax.stop_gradient(probability) + bias[: probability.shape[-1]]
     expert = jnp.argmax(biased, axis=-1).astype(jnp.int32)
-    weight = jnp.take_along_axis(probability, expert[..., None], axis=-1)[..., 0]
-    return expert, jnp.where(expert == bias.shape[0] - 1, 0.0, weight)
-
-
-def _linear(x: jax.Array, kernel: nnx.Param, bias: nnx.Param | None) -> jax.Array:
-    """Compute x @ kernel + bias, with operands in the dtype of x and fp32 sums."""
-    out = jnp.matmul(x, kernel[...].astype(x.dtype), preferred_element_type=accumulation_dtype(x.dtype))
-    return out if bias is None else out + bias[...].astype(out.dtype)
+    # A masked sum, whose gradient is elementwise; that of a gather is a scatter.
+    chosen = (classes == expert[..., None]) & (classes != bias.shape[0] - 1)
+    return expert, jnp.where(chosen, probability, 0.0).sum(-1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,7 @@ from zaya_jax.model.layers import (
     rotary_table,
     segment_positions,
 )
+from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.precision import accumulation_dtype
@@ -73,10 +74,12 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
         """Return the new fp32 residual stream, the router's state, tokens per expert, and the decode state."""
         dtype = self.attention.query.dtype
-        out, cache = self.attention(self.attention_norm(x_bsd, dtype, ops), context, cache, ops)
+        # The norm returns the stream too, so that one kernel sums the gradients of both uses.
+        x_bsd, h_bsd = merged_and_normed(None, self.attention_norm, None, x_bsd, dtype, ops)
+        out, cache = self.attention(h_bsd, context, cache, ops)
         x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
         out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
-        return self.mixture_merge(out, x_bsd), state_bsr, counts, cache
+        return self.mixture_merge(out, x_bsd, ops), state_bsr, counts, cache
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -175,28 +178,32 @@ class Zaya(nnx.Module):
         def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: Any) -> tuple:
             return ops.gather_layer(block)(x, state, context, layer, ops)
 
-        if remat != "none":
-            apply_block = jax.checkpoint(apply_block, policy=POLICIES[remat], prevent_cse=False)
-
-        def group(carry: tuple, blocks: tuple[Block, ...]) -> tuple[tuple, jax.Array]:
-            x, state = carry
-            counts = []
-            for block in blocks:
-                x, state, count, _ = apply_block(block, x, state, None)
-                counts.append(count)
-            return (x, state), jnp.stack(counts)
+        def apply_packed(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
+            return apply_block(unpack(packed), x, state, None)[:3]
 
         with jax.named_scope(LAYERS):
             if new_cache is None:
-                (x_bsd, _), counts = ops.scan_layers(group, (x_bsd, state_bsr), tuple(self.blocks))
+                packed, unpack = zip(*map(pack_small, self.blocks), strict=True)
+                layers = [functools.partial(apply_packed, function) for function in unpack]
+                if remat != "none":  # unpacked again in the backward pass, so that only the scanned arrays are kept
+                    layers = [jax.checkpoint(layer, policy=POLICIES[remat], prevent_cse=False) for layer in layers]
+
+                def group(carry: tuple, packed: tuple) -> tuple[tuple, jax.Array]:
+                    (x, state), counts = carry, []
+                    for layer, parameters in zip(layers, packed, strict=True):
+                        x, state, count = layer(parameters, x, state)
+                        counts.append(count)
+                    return (x, state), jnp.stack(counts)
+
+                (x_bsd, _), counts = ops.scan_layers(group, (x_bsd, state_bsr), packed)
             else:  # unrolled: a scan would copy each layer's parameters and cache at each step
-                counts, layers = [], []
+                counts, caches = [], []
                 for block, before in zip(layer_blocks(self), new_cache.layers, strict=True):
                     x_bsd, state_bsr, count, after = apply_block(block, x_bsd, state_bsr, before)
                     counts.append(count)
-                    layers.append(after)
+                    caches.append(after)
                 counts = jnp.stack(counts)
-                new_cache = dataclasses.replace(new_cache, layers=tuple(layers))
+                new_cache = dataclasses.replace(new_cache, layers=tuple(caches))
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
         return ModelOutput(self.norm(x_bsd, dtype, ops), stats, new_cache)
 

@@ -12,16 +12,21 @@ import jax
 
 from zaya_jax.ops.attention import PartialAttention, attention, partial_attention, partial_attention_gradient
 from zaya_jax.ops.cached_attention import cached_attention
-from zaya_jax.ops.cca_mix import Halo, cca_mix, no_halo
+from zaya_jax.ops.cca_mix import Halo, cca_mix
 from zaya_jax.ops.experts import dispatch_experts
 from zaya_jax.ops.momentum import step_momentum
 from zaya_jax.ops.norm import rms_norm
 from zaya_jax.ops.orthogonalize import orthogonalize
 from zaya_jax.ops.residual_norm import residual_norm
+from zaya_jax.ops.router import router
 
 
 def _same(x: Any) -> Any:
     return x
+
+
+def _no_halo(*_: Any) -> None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +41,12 @@ class Ops:
       cca_mix: `ops.cca_mix.cca_mix`.
       rms_norm: `ops.norm.rms_norm`.
       residual_norm: `ops.residual_norm.residual_norm`.
+      router: `ops.router.router`.
       experts: `ops.experts.dispatch_experts`.
       momentum: `ops.momentum.step_momentum`.
       orthogonalize: `ops.orthogonalize.orthogonalize`.
-      halo: returns the rows before this device's piece of the sequence, for convolutions and the delayed value.
+      halo: returns the rows before this device's piece of the sequence, for convolutions and the delayed value; None
+        for a sequence that is not split.
       key_segments: maps the documents of this device's queries to those of the keys it attends to.
       gather_layer: maps a layer's parameters as stored to the ones it computes with.
       scan_layers: `jax.lax.scan`, for the loop over layers; `model.capture` adds outputs to it.
@@ -51,11 +58,12 @@ class Ops:
     cached_attention: Callable[..., tuple[jax.Array, tuple[jax.Array, jax.Array]]] = cached_attention
     cca_mix: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = cca_mix
     rms_norm: Callable[..., jax.Array] = rms_norm
-    residual_norm: Callable[..., tuple[jax.Array, jax.Array]] = residual_norm
+    residual_norm: Callable[..., tuple[jax.Array, Any]] = residual_norm
+    router: Callable[..., tuple[jax.Array, jax.Array]] = router
     experts: Callable[..., jax.Array] = dispatch_experts
     momentum: Callable[..., tuple[jax.Array, jax.Array]] = step_momentum
     orthogonalize: Callable[..., jax.Array] = orthogonalize
-    halo: Callable[..., Halo] = no_halo
+    halo: Callable[..., Halo | None] = _no_halo
     key_segments: Callable[[jax.Array], jax.Array] = _same
     gather_layer: Callable[[Any], Any] = _same
     scan_layers: Callable[..., Any] = jax.lax.scan

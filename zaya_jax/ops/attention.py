@@ -15,7 +15,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.attention import attention_forward
-from pallas_kernels.attention_backward import attention_backward
+from pallas_kernels.attention_backward import attention_backward, backward_ranges
 from pallas_kernels.decode import attention_decode, decodes
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.blockwise import FLOOR, backward, blockwise, fold, fold_queries, forward, unfold
@@ -157,7 +157,8 @@ def _partial_gradient_kernel(
     do_bshc: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     integers = _integers(query_segments_bs, key_segments_bt, query_offset)
-    return _gradient(_Static(window, architecture), q, k, v, *integers, whole, do_bshc, jnp.float32)
+    bounds = backward_ranges(q, k, *integers, window=window, architecture=architecture)
+    return _gradient(_Static(window, architecture), q, k, v, *integers, bounds, whole, do_bshc, jnp.float32)
 
 
 class _Static(NamedTuple):
@@ -183,22 +184,24 @@ def _forward_rule(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, seg
     o, lse = attention_forward(
         q, k, v, segments, offset, window=static.window, dtype=q.dtype, architecture=static.architecture
     )
-    o, lse = checkpoint_name(o, MATMUL_OUTPUT), checkpoint_name(lse, MATMUL_OUTPUT)
-    return o, (q, k, v, segments, offset, o, lse)
+    bounds = backward_ranges(q, k, segments, offset, window=static.window, architecture=static.architecture)
+    # The bounds are the same for all layers: saved, they are computed once, before the loop over layers.
+    o, lse, bounds = checkpoint_name((o, lse, bounds), MATMUL_OUTPUT)
+    return o, (q, k, v, segments, offset, bounds, o, lse)
 
 
 def _backward_rule(static: _Static, saved: Any, do: jax.Array) -> tuple[Any, ...]:
-    q, k, v, segments, offset, o, lse = saved
-    gradients = _gradient(static, q, k, v, segments, offset, PartialAttention(o, lse), do, q.dtype)
+    q, k, v, segments, offset, bounds, o, lse = saved
+    gradients = _gradient(static, q, k, v, segments, offset, bounds, PartialAttention(o, lse), do, q.dtype)
     return (*gradients, *jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (segments, offset)))
 
 
 def _gradient(
     static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, offset: jax.Array,
-    whole: PartialAttention, do: jax.Array, dtype: Any,
+    bounds: tuple[jax.Array, jax.Array], whole: PartialAttention, do: jax.Array, dtype: Any,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     delta = (do.astype(jnp.float32) * whole.o_bshc.astype(jnp.float32)).sum(-1)
-    return attention_backward(q, k, v, segments, offset, whole.lse_bsh, delta, do.astype(q.dtype),
+    return attention_backward(q, k, v, segments, offset, bounds, whole.lse_bsh, delta, do.astype(q.dtype),
                               window=static.window, dtype=dtype, architecture=static.architecture)  # fmt: skip
 
 

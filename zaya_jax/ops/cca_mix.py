@@ -57,8 +57,26 @@ class Halo(NamedTuple):
     delayed_b1x: jax.Array
 
 
+def unpacked(packed_bsy: jax.Array, heads: int, kv_heads: int, channels: int) -> tuple[jax.Array, ...]:
+    """Split the packed projection, whose channels are those of the heads, then both halves of the value.
+
+    Args:
+      packed_bsy: [b, s, n·c + k·c].
+      heads: n, those of queries, then those of keys.
+      kv_heads: k.
+      channels: c.
+
+    Returns:
+      Heads [b, s, n, c]; the half of the value that is this token's, and the half that the next token uses,
+      [b, s, k·c / 2] each.
+    """
+    half = kv_heads * channels // 2
+    u_bsx, current_bsx, delayed_bsx = jnp.split(packed_bsy, [heads * channels, heads * channels + half], axis=-1)
+    return u_bsx.reshape(*packed_bsy.shape[:2], heads, channels), current_bsx, delayed_bsx
+
+
 def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, rows: int) -> Halo:
-    """Return the halo of a sequence that is not split: zeros that belong to no document."""
+    """Return what is before the first token of a sequence: zeros that belong to no document."""
     b = u_bsnc.shape[0]
     # At least one row of segments, since the value shift always looks one token back.
     return Halo(
@@ -69,27 +87,29 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
 
 
 def cca_mix(
-    u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
+    packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
+    weights: MixWeights, delayed_start_x: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift.
 
     Args:
-      u_bsnc: query heads, then key heads, before the convolutions.
-      current_bsx: first half of the value channels (x = k·c / 2), from this token.
-      delayed_bsx: second half of the value channels, which the next token uses.
-      halo: the rows before the first token.
+      packed_bsy: the packed projection, see `unpacked`.
+      halo: the rows before the first token; None if it is the first of the sequence.
       segments_bs: int32 document of each token.
       rotary: cos and sin, [b, s, rotated channels / 2] each, fp32.
       weights: the parameters.
       delayed_start_x: delayed value at the start of a document; None for zero.
 
     Returns:
-      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `u_bsnc`.
+      q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
     """
+    num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
+    u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
+    if halo is None:
+        rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
+        halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
     # Heads before the sequence from here on, the layout of the grouped convolution and of attention.
-    num_kv = weights.temperature_k.shape[0]
-    num_query = u_bsnc.shape[2] - num_kv
+    num_query = heads - num_kv
     u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
     q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
     q, k = jnp.split(_convolve(u_bnsc, segments_bs, halo, weights), [num_query], axis=1)
@@ -161,12 +181,12 @@ def _shift_value(current_bsx: jax.Array, delayed_bsx: jax.Array, segments_bs: ja
 
 
 def _unsupported(
-    architecture: str, u: jax.Array, current: jax.Array, delayed: jax.Array, _halo: Halo, _segments: jax.Array,
+    architecture: str, packed: jax.Array, _halo: Halo | None, _segments: jax.Array,
     rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None,
 ) -> str:  # fmt: skip
-    if why := other_dtypes("the mix", u, current, delayed):
+    if why := other_dtypes("the mix", packed):
         return why
-    c, pairs = u.shape[3], rotary[0].shape[2]
+    c, pairs = weights.depthwise_bias_nc.shape[1], rotary[0].shape[2]
     # Channel ranges are matmul dimensions, which tensor cores need in multiples of 16; emulation needs powers of two.
     least = 1 if architecture == "interpret" else 16
     rest = c - 2 * pairs
@@ -182,22 +202,21 @@ def _unsupported(
 
 
 def _kernel(
-    architecture: str, u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo,
-    segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
+    architecture: str, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    dtype = u_bsnc.dtype
+    dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
-    u_before = halo.u_bwnc.astype(dtype)
-    if rows == 0:  # kernels do not support empty arrays; this one is not read
-        u_before = jnp.zeros((u_bsnc.shape[0], 1, *u_bsnc.shape[2:]), dtype)
-    start = jnp.zeros(delayed_bsx.shape[2:], dtype) if delayed_start_x is None else delayed_start_x.astype(dtype)
+    before: tuple[jax.Array | None, ...] = (None, None, None)
+    if halo is not None:
+        u_before = halo.u_bwnc.astype(dtype)
+        if rows == 0:  # kernels do not support empty arrays; this one is not read
+            u_before = jnp.zeros((packed_bsy.shape[0], 1, *weights.depthwise_bias_nc.shape), dtype)
+        before = u_before, halo.delayed_b1x.astype(dtype), halo.segments_bw[:, -max(rows, 1) :].astype(jnp.int32)
+    start = None if delayed_start_x is None else delayed_start_x.astype(dtype)
     cos, sin = (jax.lax.stop_gradient(x).astype(jnp.float32) for x in rotary)
-    x = MixArrays(
-        u_bsnc, current_bsx, delayed_bsx, u_before, halo.delayed_b1x.astype(dtype),
-        halo.segments_bw[:, -max(rows, 1) :].astype(jnp.int32), segments_bs.astype(jnp.int32), cos, sin, *weights,
-        start,
-    )  # fmt: skip
-    return _mix(architecture, x)
+    packed_bsmc = packed_bsy.reshape(*packed_bsy.shape[:2], -1, weights.depthwise_bias_nc.shape[1])
+    return _mix(architecture, MixArrays(packed_bsmc, *before, segments_bs.astype(jnp.int32), cos, sin, *weights, start))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,7 +226,7 @@ def _mix(architecture: str, x: MixArrays) -> tuple[jax.Array, jax.Array, jax.Arr
 
 def _rounded(x: MixArrays) -> MixArrays:
     """Cast the grouped convolution's weights to the dtype of the projections, since matmuls need equal dtypes."""
-    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.u_bsnc.dtype))
+    return x._replace(grouped_wncc=x.grouped_wncc.astype(x.packed_bsmc.dtype))
 
 
 def _mix_forward(architecture: str, x: MixArrays) -> tuple[tuple[jax.Array, jax.Array, jax.Array], MixArrays]:
@@ -217,7 +236,7 @@ def _mix_forward(architecture: str, x: MixArrays) -> tuple[tuple[jax.Array, jax.
 def _mix_backward(architecture: str, x: MixArrays, cotangents: tuple[jax.Array, ...]) -> tuple[MixArrays]:
     gradients = cca_mix_backward(_rounded(x), *cotangents, architecture=architecture)._asdict()
     # None means zero: for documents, and for the RoPE tables, whose gradient is not needed.
-    parts = {name: None if name not in gradients else gradients[name].astype(part.dtype)
+    parts = {name: None if gradients.get(name) is None else gradients[name].astype(part.dtype)
              for name, part in x._asdict().items()}  # fmt: skip
     return (MixArrays(**parts),)  # pyright: ignore[reportArgumentType]
 
@@ -230,20 +249,18 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
     n, taps0, taps1, pairs = h + k, model.depthwise_kernel, model.grouped_kernel, model.rotary_size // 2
     angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
 
-    def run(mix: Any, u: jax.Array, current: jax.Array, delayed: jax.Array, *arrays: jax.Array) -> Any:
-        segments, shape = documents(u.shape[0]), (u.shape[0], ROWS, pairs)
-        tables = tuple(jnp.broadcast_to(jnp.asarray(f(angle), accumulation_dtype(u.dtype)), shape)
+    def run(mix: Any, packed: jax.Array, *arrays: jax.Array) -> Any:
+        segments, shape = documents(packed.shape[0]), (packed.shape[0], ROWS, pairs)
+        tables = tuple(jnp.broadcast_to(jnp.asarray(f(angle), accumulation_dtype(packed.dtype)), shape)
                        for f in (np.cos, np.sin))  # fmt: skip
-        halo = no_halo(u, delayed, segments, taps0 + taps1 - 2)
         depthwise, bias, grouped, vectors = arrays
         parameters = MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
-        return mix(u, current, delayed, halo, segments, tables, parameters, None)
+        return mix(packed, None, segments, tables, parameters, None)
 
-    half = Input((2, ROWS, k * c // 2))
     # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
     # relative error would be large.
     weights = (Input((taps0, n, c)), Input((n, c)), Input((taps1, n, c, c), c**-0.5), Input((n + 1, c)))
-    return {"cca_mix": Check(run, (Input((2, ROWS, n, c)), half, half, *weights), 3)}
+    return {"cca_mix": Check(run, (Input((2, ROWS, (n + k) * c)), *weights), 1)}
 
 
 CCA_MIX = Operation("cca_mix", cca_mix, _checks, (Kernel("pallas", _kernel, _unsupported),))

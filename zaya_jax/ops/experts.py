@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from pallas_kernels.class_sort import class_sort
 from pallas_kernels.grouped_matmul import grouped_outer, grouped_product
 from pallas_kernels.grouped_swiglu import grouped_swiglu, grouped_swiglu_backward
 from zaya_jax.config import ModelConfig
@@ -28,6 +29,10 @@ from zaya_jax.ops.stacked import StackedLayer, in_stack
 
 Matrices = jax.Array | StackedLayer
 _NONE: Any = None  # a gradient of zero
+
+# Tokens and classes up to which tokens are sorted by a kernel, whose work grows with the square of the tokens. It is
+# cheap enough to run again in the backward pass.
+MOST_SORTED, MOST_CLASSES = 2**17, 64
 
 
 def dispatch_experts(
@@ -107,8 +112,11 @@ def _kernel(
     architecture: str, h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: Matrices,
     down_efd: Matrices,
 ) -> jax.Array:  # fmt: skip
-    order, sizes_e = _sort(expert_t, down_efd.shape[0])
-    order = checkpoint_name(order, MATMUL_OUTPUT)  # saves a sort for 4 bytes per token
+    experts = down_efd.shape[0]
+    if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:
+        order, sizes_e = class_sort(expert_t, experts, architecture=architecture)
+    else:
+        order, sizes_e = _sort(expert_t, experts)
     gate_up, down = in_stack(gate_up_edf), in_stack(down_efd)
     out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up, down)
     return checkpoint_name(out_td, MATMUL_OUTPUT)

@@ -33,7 +33,7 @@ def gram_polynomial(x_xpq: jax.Array, b: jax.Array, c: jax.Array, scale_x: jax.A
 
 
 def product(left: jax.Array, right: jax.Array, sums: jax.typing.DTypeLike) -> jax.Array:
-    """Multiply stacks of matrices of one dtype; the result has the accumulation dtype `sums`."""
+    """Multiply stacks of matrices of one dtype; the result has the dtype `sums`."""
     # Some GPUs would round fp32 operands to TF32; bf16 operands are exact at any precision.
     precision = jax.lax.Precision.HIGHEST if left.dtype != jnp.bfloat16 else None
     return jnp.matmul(left, right, precision=precision, preferred_element_type=sums)

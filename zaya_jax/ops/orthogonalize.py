@@ -73,8 +73,8 @@ def orthogonalize(
     ================  ==================  ====================
 
     Args:
-      m_xpq: matrices in the last two axes, after any batch axes. No normalized copy is written: the first step applies
-        the norm. A copy is only needed for another dtype than `dtype`, or for matrices that are taller than wide.
+      m_xpq: matrices in the last two axes, after any batch axes. No normalized copy is written: the Gram matrices are
+        scaled instead. A copy is only needed for another dtype than `dtype`, or for matrices that are taller than wide.
       steps: number of iterations X ← aX + (bA + cA²)X with A = XXᵀ, at least 1. Fewer steps than the sequence has
         triples use the first ones; more repeat the last one.
       dtype: dtype of the iterates; sums are always in fp32.
@@ -97,18 +97,17 @@ def orthogonalize(
     table = jnp.array([triples[min(step, len(triples) - 1)] for step in range(steps)], sums)
 
     def step(carry: tuple[jax.Array, jax.Array], triple: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-        (x, scale_x), (a, b, c) = carry, triple
-        polynomial = gram_polynomial(x, b, c, scale_x)
-        moved = a * x.astype(sums) + product(polynomial, x, sums)
-        return ((scale_x[..., None, None] * moved).astype(dtype), jnp.ones_like(scale_x)), None
+        # With X = sY, aX + PX = sa(Y + (P / a)Y): the matmul can add Y, and `a` only changes the scale.
+        (y, scale_x), (a, b, c) = carry, triple
+        return (y + product(gram_polynomial(y, b / a, c / a, scale_x), y, dtype), a * scale_x), None
 
     p, q = m_xpq.shape[-2:]
-    x = m_xpq.astype(dtype)
+    y = m_xpq.astype(dtype)
     if p > q:  # so that the Gram matrix is that of the shorter side
-        x = jnp.swapaxes(x, -1, -2)
-    norm_x = jnp.linalg.norm(x.astype(sums), axis=(-2, -1))
-    (x, _), _ = jax.lax.scan(step, (x, 1 / jnp.maximum(norm_x, SMALLEST_NORM)), table)
-    x = x.astype(sums)
+        y = jnp.swapaxes(y, -1, -2)
+    norm_x = jnp.linalg.norm(y.astype(sums), axis=(-2, -1))
+    (y, scale_x), _ = jax.lax.scan(step, (y, 1 / jnp.maximum(norm_x, SMALLEST_NORM)), table)
+    x = scale_x[..., None, None] * y.astype(sums)
     return jnp.swapaxes(x, -1, -2) if p > q else x
 
 

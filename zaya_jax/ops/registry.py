@@ -27,6 +27,7 @@ from zaya_jax.ops.momentum import MOMENTUM
 from zaya_jax.ops.operation import Kernel, Operation
 from zaya_jax.ops.orthogonalize import ORTHOGONALIZE
 from zaya_jax.ops.residual_norm import RESIDUAL_NORM
+from zaya_jax.ops.router import ROUTER
 from zaya_jax.ops.selfcheck import LARGE, compare, compare_large, free_memory, host_cpu
 from zaya_jax.ops.target import Target
 
@@ -34,7 +35,7 @@ from zaya_jax.ops.target import Target
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, EXPERTS,
+        RESIDUAL_NORM, CCA_MIX, ATTENTION, PARTIAL_ATTENTION, PARTIAL_ATTENTION_GRADIENT, ROUTER, EXPERTS,
         GROUPED_PRODUCT, GROUPED_PRODUCT_TRANSPOSED, GROUPED_OUTER, MOMENTUM, ORTHOGONALIZE, GRAM_POLYNOMIAL,
     )
 }  # fmt: skip

@@ -38,48 +38,61 @@ def merge(output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | 
 
 
 def residual_norm(
-    output_bsd: jax.Array, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array, eps: float,
-    dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    output_bsd: jax.Array | None, stream_bsd: jax.Array, vectors: MergeVectors | None, weight_d: jax.Array | None,
+    eps: float, dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
     """Merge an output into the residual stream, and normalize the result.
 
     Args:
-      output_bsd: output of the sublayer, with any leading axes.
+      output_bsd: output of the sublayer, with any leading axes; None for no merge.
       stream_bsd: residual stream, fp32 (float64 in double precision).
-      vectors: scales and biases of both terms; None for a plain sum.
-      weight_d: weight of the norm.
+      vectors: scales and biases of both terms; None for a plain sum, or without an output.
+      weight_d: weight of the norm; None for no norm.
       eps: added to the mean square of a row.
       dtype: dtype of the norm; the stream is rounded to it first (`rms_norm`).
 
     Returns:
-      The new residual stream in the stream's dtype, and its norm in `dtype`, both of the stream's shape.
+      The new residual stream in the stream's dtype, and its norm in `dtype`, None without one; both of the stream's
+      shape.
     """
-    new_bsd = merge(output_bsd, stream_bsd, vectors)
-    return new_bsd, rms_norm(new_bsd, weight_d, eps, dtype)
+    new_bsd = stream_bsd if output_bsd is None else merge(output_bsd, stream_bsd, vectors)
+    return new_bsd, None if weight_d is None else rms_norm(new_bsd, weight_d, eps, dtype)
 
 
 def _unsupported(
-    _architecture: str, output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array,
-    _eps: float, dtype: jax.typing.DTypeLike,
+    _architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
+    weight: jax.Array | None, _eps: float, dtype: jax.typing.DTypeLike,
 ) -> str:  # fmt: skip
-    width, parameters = stream.shape[-1] if stream.ndim else 0, (weight, *(vectors or ()))
-    kinds = [jnp.dtype(kind) for kind in (output.dtype, dtype, *(x.dtype for x in parameters))]
+    width = stream.shape[-1] if stream.ndim else 0
+    outputs, parameters = ([x for x in arrays if x is not None] for arrays in ((output,), (weight, *(vectors or ()))))
+    kinds = [jnp.dtype(kind) for kind in (*(x.dtype for x in outputs), dtype, *(x.dtype for x in parameters))]
     if stream.dtype != jnp.float32 or not {*kinds} <= {*DTYPES}:
         return (f"The residual-norm kernel supports bfloat16 and float32 with a float32 stream, not {stream.dtype} "
                 f"with {', '.join(kind.name for kind in kinds)} (output, norm, parameters).")  # fmt: skip
-    if output.shape != stream.shape or not 1 <= width <= WIDEST or stream.size == 0:
+    if {x.shape for x in outputs} - {stream.shape} or not 1 <= width <= WIDEST or stream.size == 0:
         return (f"The residual-norm kernel needs output and stream of the same shape, with at least one row of 1 to "
-                f"{WIDEST} elements, not {output.shape} and {stream.shape}.")  # fmt: skip
+                f"{WIDEST} elements, not {outputs[0].shape if outputs else None} and {stream.shape}.")  # fmt: skip
     if shapes := {x.shape for x in parameters} - {(width,)}:
         return f"The residual-norm kernel needs vectors of shape {(width,)}, not {', '.join(map(str, shapes))}."
     return ""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
 def _kernel(
-    architecture: str, output: jax.Array, stream: jax.Array, vectors: MergeVectors | None, weight: jax.Array,
-    eps: float, dtype: jax.typing.DTypeLike,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
+    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    if weight is None and vectors is None:  # at most a sum
+        return residual_norm(output, stream, vectors, weight, eps, dtype)
+    return _residual_norm(architecture, output, stream, vectors, weight, eps, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 5, 6))
+def _residual_norm(
+    architecture: str, output: jax.Array | None, stream: jax.Array, vectors: MergeVectors | None,
+    weight: jax.Array | None, eps: float, dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array | None]:  # fmt: skip
+    if output is None or weight is None:  # XLA makes one pass of a merge or a norm alone, but not of its gradient
+        return residual_norm(output, stream, vectors, weight, eps, dtype)
     new, normed = residual_norm_forward(
         _rows(output), _rows(stream), tuple(vectors or ()), weight, eps=eps, dtype=dtype, architecture=architecture
     )
@@ -87,7 +100,7 @@ def _kernel(
 
 
 def _forward(architecture: str, *arguments: Any) -> tuple:
-    return _kernel(architecture, *arguments), arguments[:4]
+    return _residual_norm(architecture, *arguments), arguments[:4]
 
 
 def _backward(
@@ -95,31 +108,42 @@ def _backward(
 ) -> tuple:
     output, stream, vectors, weight = saved
     d_output, d_stream, d_parameters = residual_norm_backward(
-        _rows(output), _rows(stream), tuple(vectors or ()), weight, *(_rows(gradient) for gradient in gradients),
+        _rows(output), _rows(stream), tuple(vectors or ()), weight, *map(_rows, gradients),
         eps=eps, architecture=architecture,
     )  # fmt: skip
-    d_weight, *d_vectors = d_parameters
+    gradient = iter(d_parameters)
+    d_weight = None if weight is None else next(gradient).astype(weight.dtype)
     if vectors is not None:
-        vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(d_vectors, vectors, strict=True)))
-    return d_output.reshape(output.shape), d_stream.reshape(stream.shape), vectors, d_weight.astype(weight.dtype)
+        vectors = MergeVectors(*(d.astype(vector.dtype) for d, vector in zip(gradient, vectors, strict=True)))
+    if d_output is not None:
+        d_output = d_output.reshape(output.shape)
+    return d_output, d_stream.reshape(stream.shape), vectors, d_weight
 
 
-_kernel.defvjp(_forward, _backward)
+_residual_norm.defvjp(_forward, _backward)
 
 
-def _rows(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, x.shape[-1])
+def _rows(x: Any) -> Any:
+    return None if x is None else x.reshape(-1, x.shape[-1])
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    def run(residual_norm: Any, output: jax.Array, stream: jax.Array, *vectors: jax.Array) -> Any:
-        exact = accumulation_dtype(stream.dtype)
-        merged = MergeVectors(*(vector.astype(exact) for vector in vectors[:4]))
-        return residual_norm(output, stream.astype(exact), merged, vectors[4], 1e-5, output.dtype)
+    def run(merged: bool, normed: bool, residual_norm: Any, *arrays: jax.Array) -> Any:
+        dtype, exact = arrays[0].dtype, accumulation_dtype(arrays[0].dtype)
+        output, (stream, *vectors) = (arrays[0], arrays[1:]) if merged else (None, arrays)
+        scales = MergeVectors(*(vector.astype(exact) for vector in vectors[:4])) if merged else None
+        weight = vectors[-1] if normed else None
+        return tuple(
+            filter(lambda x: x is not None, residual_norm(output, stream.astype(exact), scales, weight, 1e-5, dtype))
+        )
 
-    d = model.hidden_size
-    rows, scale, bias = Input((ROWS, d)), Input((d,), 0.1, 1.0), Input((d,), 0.1)
-    return {"residual_norm": Check(run, (rows, rows, scale, bias, scale, bias, Input((d,))), 2)}
+    def check(merged: bool, normed: bool) -> Check:
+        d = model.hidden_size
+        rows, vectors = [Input((ROWS, d))] * (1 + merged), [Input((d,), 0.1, 1.0), Input((d,), 0.1)] * 2 * merged
+        return Check(functools.partial(run, merged, normed), (*rows, *vectors, *[Input((d,))] * normed), len(rows))
+
+    return {"residual_norm": check(True, True), "residual_norm, merge alone": check(True, False),
+            "residual_norm, norm alone": check(False, True)}  # fmt: skip
 
 
 RESIDUAL_NORM = Operation("residual_norm", residual_norm, _checks, (Kernel("pallas", _kernel, _unsupported),))

@@ -1,4 +1,4 @@
-"""A layer's parameter as a part of the stack of all layers, for operations that need no copy of it."""
+"""Stacks of all layers' parameters with the sums of their gradients, and a layer's part of one without a copy."""
 
 import dataclasses
 import functools
@@ -42,6 +42,24 @@ class StackedLayer:
         if dtype != self.dtype:
             raise ValueError(f"A stack in {self.dtype} cannot be used in {jax.numpy.dtype(dtype)} without a copy.")
         return self
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "total", "probe"], meta_fields=["in_place"])
+@dataclasses.dataclass(frozen=True)
+class Accumulated:
+    """A stack of all layers' parameters with the sum of its gradients; it takes the place of the stack in a model.
+
+    Attributes:
+      stack: [l, …], in the compute dtype.
+      total: reference to the fp32 sum of the gradients, [l, …].
+      probe: fp32 scalar that is differentiated in place of the stack; its gradient is zero.
+      in_place: whether a layer gets a `StackedLayer` instead of a copy of its part.
+    """
+
+    stack: jax.Array
+    total: jax.Ref
+    probe: jax.Array
+    in_place: bool
 
 
 def in_stack(x: jax.Array | StackedLayer) -> StackedLayer:

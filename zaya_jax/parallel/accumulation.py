@@ -5,35 +5,13 @@ large as the model, read and written for every micro-batch. Here the sums are re
 layer adds its gradient as soon as it has one. Small parameters are left to autodiff, since each would add a launch.
 """
 
-import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zaya_jax.ops.stacked import StackedLayer
-
-SMALL = 2**17  # elements of a layer's parameter up to which autodiff sums its gradients
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["stack", "total", "probe"], meta_fields=["in_place"])
-@dataclasses.dataclass(frozen=True)
-class Accumulated:
-    """A stack of all layers' parameters with the sum of its gradients; it takes the place of the stack in a model.
-
-    Attributes:
-      stack: [l, …], in the compute dtype.
-      total: reference to the fp32 sum of the gradients, [l, …].
-      probe: fp32 scalar that is differentiated in place of the stack; its gradient is zero.
-      in_place: whether a layer gets a `StackedLayer` instead of a copy of its part.
-    """
-
-    stack: jax.Array
-    total: jax.Ref
-    probe: jax.Array
-    in_place: bool
+from zaya_jax.ops.stacked import Accumulated, StackedLayer
 
 
 def scan_layers(step: Callable[..., Any], carry: Any, layers: Any) -> tuple[Any, Any]:

@@ -79,12 +79,10 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
     """Make `Ops.cca_mix` for the pieces that a device holds, with their halos."""
     pieces = config.chunks // config.context
 
-    def mix(u_bsnc: jax.Array, current_bsx: jax.Array, delayed_bsx: jax.Array, halo: Halo, segments_bs: jax.Array,
-            rotary: tuple[jax.Array, jax.Array], weights: Any, delayed_start_x: jax.Array | None) -> Any:  # fmt: skip
-        u, current, delayed, segments, cos, sin = (
-            fold(x, pieces) for x in (u_bsnc, current_bsx, delayed_bsx, segments_bs, *rotary)
-        )
-        out = local(u, current, delayed, halo, segments, (cos, sin), weights, delayed_start_x)
+    def mix(packed_bsy: jax.Array, halo: Halo, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
+            weights: Any, delayed_start_x: jax.Array | None) -> Any:  # fmt: skip
+        packed, segments, cos, sin = (fold(x, pieces) for x in (packed_bsy, segments_bs, *rotary))
+        out = local(packed, halo, segments, (cos, sin), weights, delayed_start_x)
         return tuple(unfold(x, pieces) for x in out)
 
     return mix

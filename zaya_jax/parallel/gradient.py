@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config.parallel import Reduce
+from zaya_jax.model.packing import SMALL
 from zaya_jax.model.tree import Arrays, is_stacked
 from zaya_jax.ops.precision import accumulation_dtype
-from zaya_jax.parallel.accumulation import SMALL, Accumulated
+from zaya_jax.ops.stacked import Accumulated
 from zaya_jax.parallel.collectives import sum_scatter
 from zaya_jax.parallel.layers import Scattered
 from zaya_jax.parallel.mesh import AXES, AnyMesh, batch_spec, nontrivial_axes

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from pallas_kernels.router import CLASSES
 from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
@@ -224,6 +225,16 @@ def _attention(shapes: _Arrays) -> float:
     return 4.0 * batch * tokens * keys[1] * heads * size / 2
 
 
+def _router(layers: int) -> Callable[[_Arrays], float]:
+    """Each token meets matrices of the state's width `layers` times, and the output's once."""
+
+    def count(shapes: _Arrays) -> float:
+        rows, width = shapes[0][1]
+        return 2.0 * rows * width * (layers * width + CLASSES)
+
+    return count
+
+
 # FLOPs by the start of a kernel's name; kernels that only move bytes are not listed. Of the forward pass' two products
 # per pair of query and key, attention's gradient computes four for the keys and three for the queries.
 _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
@@ -232,6 +243,8 @@ _FLOPS: tuple[tuple[str, Callable[[_Arrays], float]], ...] = (
     ("attention_backward_keys", lambda shapes: 2.0 * _attention(shapes)),
     ("attention_backward_queries", lambda shapes: 1.5 * _attention(shapes)),
     ("attention", _attention),
+    ("router_forward", _router(2)),
+    ("router_backward", _router(5)),  # it recomputes the first layer twice
     ("grouped", _grouped),
     ("gram", _symmetric),
 )

@@ -20,6 +20,7 @@ from zaya_jax.model.loss import chunk_tokens
 from zaya_jax.model.tree import shapes
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.build import OPTIMIZERS
+from zaya_jax.optim.muon import chunk_size
 from zaya_jax.parallel.gradient import compute_copy, differentiated, frozen_copy, reduce_rest, scatter_in_layers
 from zaya_jax.parallel.mesh import batch_shards, batch_spec
 from zaya_jax.parallel.placement import device_bytes
@@ -114,7 +115,10 @@ def _accumulation(x: jax.Array) -> jax.Array:
 
 
 def _update(program: PhaseProgram, master_weights: int) -> int:
-    """Return bytes of sharded gradients and of Newton–Schulz on the largest stack: iterates, matmul, polynomial."""
+    """Return bytes of sharded gradients and of Newton–Schulz on the largest stack.
+
+    These are the stack, and for the matrices that are processed at a time three iterates, Gram matrix and polynomial.
+    """
     config, mesh = program.config, program.placement.mesh
     sums = accumulation_dtype(config.train.compute_dtype).itemsize
     if not OPTIMIZERS[config.matrices].newton_schulz:
@@ -126,7 +130,8 @@ def _update(program: PhaseProgram, master_weights: int) -> int:
             leaf, (p, q) = program.placement.leaves[name], sorted(shape[-2:])
             parts = math.prod(mesh.shape[axis] for axis in leaf.split)
             stack = -(-math.prod(shape[:-2]) // parts)  # whole matrices on a device, padding included
-            highest = max(highest, stack * (p * q * (2 * item + sums) + p * p * item))
+            chunk = chunk_size(max(stack, 1), p * q * item)
+            highest = max(highest, stack * p * q * item + chunk * (3 * p * q * item + p * p * (2 * item + sums // 2)))
     return master_weights + int(highest)
 
 
