@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from tests.helpers import assert_close
-from zaya_jax.ops.stacked import Accumulated, scan_layers
+from zaya_jax.ops.stacked import Accumulated
+from zaya_jax.parallel.accumulation import scan_layers
 
 LAYERS, WIDTH = 3, 16
 

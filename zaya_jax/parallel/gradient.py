@@ -2,7 +2,7 @@
 
 Master weights enter sharded. They are cast to the compute dtype and gathered once a step; layers under FSDP stay
 sharded, and the loop over layers gathers them one at a time. Each device accumulates the gradients of its micro-batches
-in fp32 (`accumulation`). Only in the last one are they reduce-scattered: the compiler's automatic partitioning would put
+in fp32 (`accumulation`), and reduce-scatters them in the last one only: the compiler's automatic partitioning would put
 an all-reduce into every layer of every micro-batch. The matrices of a layer are reduced as soon as its backward pass is
 done, so that the earlier layers hide it. Local functions return sums, which are divided once by the global count.
 
