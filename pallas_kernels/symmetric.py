@@ -89,10 +89,8 @@ def _kernel(
         inner = number * depth + jnp.arange(depth, dtype=jnp.int32)
 
         def block(outer: jax.Array) -> jax.Array:
-            at = x.at[matrix, outer[:, None], inner[None, :]]
-            if p % size == q % depth == 0:  # masks take registers
-                return triton.load(at)
-            return triton.load(at, mask=(outer < p)[:, None] & (inner < q)[None, :], other=0)
+            mask = (outer < p)[:, None] & (inner < q)[None, :]
+            return triton.load(x.at[matrix, outer[:, None], inner[None, :]], mask=mask, other=0)
 
         return total + product(block(rows), block(columns), (1, 1))
 
@@ -101,8 +99,8 @@ def _kernel(
     value = epilogue(total, matrix, place, *rest[:operands], *further).astype(out.dtype)
     # Both halves of a diagonal tile are summed in different orders, so one is replaced by the mirror of the other.
     value = jnp.where(rows[:, None] <= columns[None, :], value, value.T)
-    inside = None if p % size == 0 else (rows < p)[:, None] & (columns < p)[None, :]
-    triton.store(out.at[matrix, rows[:, None], columns[None, :]], value, mask=inside)
+    triton.store(out.at[matrix, rows[:, None], columns[None, :]], value,
+                 mask=(rows < p)[:, None] & (columns < p)[None, :])  # fmt: skip
     triton.store(out.at[matrix, columns[:, None], rows[None, :]], value.T,
                  mask=((columns < p) & (i < j))[:, None] & (rows < p)[None, :])  # fmt: skip
 

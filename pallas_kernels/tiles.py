@@ -111,14 +111,14 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
     },
     # CCA mix: tokens, channels per step of a matmul.
     "cca_mix": {
-        "sm_90": {2: Tile((32, 64), 4), 4: Tile((16, 32), 8)},
+        "sm_90": {2: Tile((32, 64), 8), 4: Tile((16, 32), 8)},
         "gfx942": {2: Tile((32, 64), 4), 4: Tile((16, 32), 4)},
         "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
     },
     # Tokens and channels per step of a matmul, for the programs of a tile; the same for the programs that sum over
     # tokens; their taps per program and tokens per part, which should fit a cache (1,280 tokens of the 8B: 11 MB).
     "cca_mix_backward": {
-        "sm_90": {2: Tile((32, 128, 16, 128, 2, 1280), 8), 4: Tile((16, 32, 16, 32, 1, 1280), 8)},
+        "sm_90": {2: Tile((32, 128, 16, 64, 2, 1280), 8), 4: Tile((16, 32, 16, 32, 1, 1280), 8)},
         "gfx942": {2: Tile((32, 64, 32, 128, 2, 1280), 4), 4: Tile((16, 32, 16, 32, 2, 1280), 4)},
         "interpret": {2: Tile((16, 16, 16, 32, 2, 16), 1), 4: Tile((16, 16, 16, 32, 2, 16), 1)},
     },

@@ -49,7 +49,7 @@ def test_residual_scaling_adds_before_it_scales(seed):
     out, stream = (jnp.asarray(rng.normal(size=(2, 3, 6)), jnp.float32) for _ in range(2))
     expected = (out + drawn.hidden_bias[...]) * drawn.hidden_scale[...]
     expected += (stream + drawn.residual_bias[...]) * drawn.residual_scale[...]
-    assert_close(drawn(out, stream), expected, 1e-6)
+    assert_close(drawn(out, stream, LOCAL), expected, 1e-6)
 
 
 @given(seed=seeds())

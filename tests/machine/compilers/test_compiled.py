@@ -186,9 +186,9 @@ EXPERT = [*ONE, "parallel.expert=8", "parallel.expert_exchange=ragged"]
 @pytest.mark.parametrize(
     ("gpu", "devices", "config", "overrides", "launches", "gigabytes"),
     [
-        ("h200", 1, "bench_8b", [], (68, 152), 4900),
-        ("mi300x", 1, "bench_8b", [], (68, 146), 4800),
-        ("h200", 1024, "zaya1_8b", [], (88, 190), 420),
+        ("h200", 1, "bench_8b", [], (43, 77), 4900),
+        ("mi300x", 1, "bench_8b", [], (43, 77), 4800),
+        ("mi300x", 1024, "zaya1_8b", [], (88, 190), 590),
         ("h200", 8, "zaya1_8b", ONE, (64, 154), 78_000),
         ("h200", 8, "zaya1_8b", [*ONE, "parallel.gradient_reduction=micro_batch"], (65, 174), 118_000),
         ("h200", 8, "zaya1_8b", [*ONE, "parallel.fsdp=2"], (78, 219), 170_000),
@@ -220,5 +220,5 @@ def test_the_8b_fits_this_machine_and_the_estimate_of_its_memory(gpu, devices, c
     assert rows["layers backward"] <= launches[1]
     assert moved <= gigabytes
     # Bytes on NVIDIA; nothing spills on AMD.
-    allowed = {"cca_mix_backward": 44, "gram_polynomial": 12} if gpu == "h200" else {}
+    allowed = {"gram_polynomial": 12} if gpu == "h200" else {}
     assert all(count <= allowed[name.partition("__")[0]] for name, count in spilling.items())
