@@ -96,7 +96,8 @@ def estimate_memory(
 
     gradients, accumulated = _on_one_device(program, gradients_of)
     # That of the embedding is the gradient of the head, among the activations; before its reduction there are two.
-    gradients = {name: x for name, x in gradients.items() if reduces or program.roles[name] != "embedding"}
+    scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
+    gradients = {name: x for name, x in gradients.items() if scatters or program.roles[name] != "embedding"}
     beside = max(map(_bytes, accumulated.values()), default=0) if reduces else 0
     return Memory(
         parameters=master_weights,
@@ -239,7 +240,7 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
     for name, shape in local_shapes(program).items():
         leaf = placement.leaves[name]
         gathers = leaf.by_layer or (single and leaf.in_layer and name in program.trained)
-        reduces = gathers or (placement.config.gradient_reduction == "micro_batch" and leaf.in_layer and leaf.gathers)
+        reduces = gathers or (leaf.in_layer and leaf.gathers)
         whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
         total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0
         total += whole * 3 * exact / layers if reduces and name in program.trained else 0
