@@ -193,10 +193,9 @@ def test_each_collective_stands_where_it_must_and_runs_as_often(name):
             assert "layers" not in place(call)
             for array in arrays(call.shape):
                 summed[array] += call.times
-    by_expert = 2 * EXPERTS if LAYOUTS[name].expert > 1 else EXPERTS  # first those that have the same experts
     temperatures = MICRO if name == "micro_batch" else 1
     assert summed == {("s32", (2, 9)): 1, ("f32", (2, 1)): temperatures,
-                      ("f32", ()): 2 + 2 * (SPLIT - EXPERTS + by_expert)}  # fmt: skip
+                      ("f32", ()): 2 + 2 * SPLIT}  # fmt: skip
 
 
 def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothing_else():
@@ -210,8 +209,12 @@ def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothi
 
 @pytest.mark.parametrize("name", [MIXED, pytest.param(GATHERED, marks=pytest.mark.soak)])
 def test_context_moves_as_much_again_and_back(name):
+    def is_matrices(call):
+        return len(arrays(call.shape)[0][1]) == 3  # the gradient of experts
+
     by_stage = {stage: [call for call in step_of(name) if (place(call), call.over) == ("layers", ("context",))
-                        and call.stage == stage] for stage in ("forward", "again", "backward")}  # fmt: skip
+                        and call.stage == stage and not is_matrices(call)]
+                for stage in ("forward", "again", "backward")}  # fmt: skip
     table = {stage: moved(calls, name) for stage, calls in by_stage.items()}
     assert table == {"forward": FORWARD, "again": FORWARD, "backward": BACKWARD}
     print("\npass      collective          runs  of a     bytes here (fp32)  bytes of the 8B (bf16)")

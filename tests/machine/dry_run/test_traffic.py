@@ -79,8 +79,8 @@ def check(names):
         # Of each leaf that is split the norms of gradient and update, twice where experts lie apart; loss and tokens of
         # the batch, and tokens of each class: four bytes each, over at most eight devices.
         config = layout_config(name)
-        norms = sum(2 * (1 + len(leaf.own)) for leaf in simulated_programs(config, 8)[0].placement.leaves.values()
-                    if leaf.over)  # fmt: skip
+        norms = sum(2 * (bool(leaf.over) + bool(leaf.own + leaf.experts_over))
+                    for leaf in simulated_programs(config, 8)[0].placement.leaves.values())  # fmt: skip
         numbers = norms + 2 + config.model.num_layers * (config.model.num_experts + 1)
         assert mine["all-reduce"] <= theirs["all-reduce"] <= mine["all-reduce"] + 2 * 4 * 7 / 8 * numbers, name
 

@@ -88,10 +88,13 @@ def estimate_memory(
     single = micro_batches == 1 and placement.mesh.size > 1
     reduces = single or (placement.config.gradient_reduction == "micro_batch" and placement.mesh.size > 1)
 
+    scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
+
     def gradients_of(copy: Any, _: Any) -> Any:
         """Those of a micro-batch, and what is accumulated; if it is reduced, a leaf's sum is beside its accumulator."""
-        if not reduces:  # layers add theirs in place
-            return {}, jax.tree.map(_accumulation, copy)
+        if not reduces:  # layers add theirs in place; that of the embedding, before its reduction, is there twice
+            twice = {name: x for name, x in copy.items() if scatters and program.roles[name] == "embedding"}
+            return twice, jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
@@ -245,7 +248,7 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
     for name, shape in local_shapes(program).items():
         leaf = placement.leaves[name]
         gathers = leaf.by_layer or (single and leaf.in_layer and name in program.trained)
-        reduces = gathers or (placement.config.gradient_reduction == "micro_batch" and leaf.in_layer and leaf.gathers)
+        reduces = gathers or (leaf.in_layer and leaf.gathers)
         whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
         total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0
         total += whole * 3 * exact / layers if reduces and name in program.trained else 0
