@@ -105,12 +105,12 @@ def test_a_run_is_rolled_back_past_bad_rows(tmp_path):
 
 def test_a_hang_is_timed_from_when_the_timeout_in_force_expires():
     """The fault happens at 10 s; another process compiles until 14 s, and the timeout is 3 s."""
-    start = {"kind": "start", "code": "attempt", "attempt": 1, "monotonic": 0.0, "unix": 0.0}
+    start = {"kind": "start", "code": "attempt", "id": 1, "attempt": 1, "monotonic": 0.0, "unix": 0.0}
     detect = {"kind": "detect", "code": "hang", "severity": "error", "id": 2, "attempt": 1, "monotonic": 17.05,
               "unix": 17.05, "seconds": {"detect": 3.05, "quiet": 3.05, "timeout": 3.0}}  # fmt: skip
-    end = {"kind": "end", "code": "hang-data", "cause": 2, "attempt": 1, "monotonic": 18.0, "unix": 18.0,
+    end = {"kind": "end", "code": "hang-data", "cause": 2, "attempt": 1, "monotonic": 18.0, "unix": 18.0, "id": 3,
            "rank": 1, "fault": "hang"}  # fmt: skip
-    inject = {"kind": "inject", "code": "wait@1:5:data", "attempt": 1, "made_at": 10.0, "monotonic": 18.0}
+    inject = {"kind": "inject", "code": "wait@1:5:data", "attempt": 1, "made_at": 10.0, "monotonic": 18.0, "id": 4}
     events = [start, detect, end, inject]
     card = score([parse_fault("wait@1:5:data")], [start, end], events, 3.0, 1)
     assert card["classes"]["hang"]["detect"]["p50"] == pytest.approx(0.05)
