@@ -21,7 +21,7 @@ from typing import Any
 
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
-from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.observation import FaultClass
 from zaya_jax.aegis.processes import die_with_parent
 from zaya_jax.aegis.report import node_folders
@@ -221,25 +221,30 @@ def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
 
     Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
     useful time between faults M, and the mean time R from a detection to the next step. For rare faults this is the
-    usual 1 - (δ/τ + τ/2M + R/M). The first start is not counted.
+    usual 1 - (δ/τ + τ/2M + R/M). The first start, and what follows the last step, are not counted.
     """
-    goodput = measure_goodput([event for event in events if event["kind"] != "inject"])
-    undisturbed = measure_goodput(quiet)
-    startup = ("device_initialization", "training_preparation", "program_startup", "checkpoint_restore", "other")
-    first = sum(undisturbed.buckets[bucket] for bucket in startup)
-    lost = (sum(goodput.buckets[bucket] for bucket in startup) - first + goodput.buckets["wasted_progress"]
+    made = [event for event in events if event["kind"] != "inject"]
+    first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))
+    goodput, undisturbed = measure_goodput(made), measure_goodput(quiet)
+    lost = (_starting(goodput) - first + goodput.buckets["wasted_progress"]
             + goodput.buckets["infrastructure_recovery"] + goodput.buckets["checkpoint_save"])  # fmt: skip
-    seconds = goodput.seconds - first
+    seconds = goodput.seconds - first - goodput.buckets["other"]
     # A fault during a restart prolongs the recovery from the one before, so outages are counted, not faults.
     outages = [event["seconds"]["recover"] for event in events if event["kind"] == "recover"]
     if not outages or seconds <= 0:
         return {"measured": 1.0, "predicted": 1.0}
     useful = seconds - lost
     stall = undisturbed.buckets["checkpoint_save"] / saves
-    interval = (undisturbed.seconds - first) / saves
+    interval = (undisturbed.seconds - _starting(undisturbed) - undisturbed.buckets["other"]) / saves
     per_fault = statistics.mean(outages) + interval / 2
     predicted = 1 / (1 + stall / interval + len(outages) * per_fault / useful)
     return {"measured": round(useful / seconds, 4), "predicted": round(predicted, 4)}
+
+
+def _starting(goodput: Goodput) -> float:
+    """Return the seconds that starts took, from the command to the first step."""
+    phases = ("device_initialization", "training_preparation", "program_startup", "checkpoint_restore")
+    return sum(goodput.buckets[phase] for phase in phases)
 
 
 def format_card(card: Mapping[str, Any]) -> str:
