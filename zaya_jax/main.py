@@ -27,6 +27,7 @@ from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
 from zaya_jax.run.options import training_parser
 from zaya_jax.run.progress_record import Phase, record_from_environment
+from zaya_jax.run.supervised import end_with_supervisor
 
 if TYPE_CHECKING:
     from zaya_jax.parallel.peer_liveness import PeerLiveness
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit status, see `ExitCode`.
     """
     options, process = training_parser().parse_intermixed_args(arguments), _Process()
+    end_with_supervisor()
     with Listener(process.stop):
         try:
             config = _config(options)

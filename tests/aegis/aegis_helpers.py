@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ class Supervised:
 
     def __init__(
         self, folder: Path, command: list[str], processes: int = 1, policy: dict[str, Any] | None = None,
-        environment: dict[str, str] | None = None,
+        environment: dict[str, str] | None = None, flags: Sequence[str] = (),
     ) -> None:  # fmt: skip
         folder.mkdir(parents=True, exist_ok=True)
         rules = {"timeouts": QUICK, "settle_seconds": 1.0, **(policy or {})}
@@ -32,7 +33,7 @@ class Supervised:
         with (folder / "out").open("ab") as out, (folder / "err").open("ab") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "zaya_jax.aegis", "run", "--policy", str(folder / "policy.yaml"), "--run-dir",
-                 str(self.run_dir), "--processes", str(processes), "--", *command],
+                 str(self.run_dir), "--processes", str(processes), *flags, "--", *command],
                 cwd=ROOT, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env={**os.environ, **(environment or {})},
             )  # fmt: skip
         self._err = folder / "err"

@@ -8,6 +8,7 @@ many times.
 
 import ctypes
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -15,13 +16,15 @@ import time
 from pathlib import Path
 
 from zaya_jax.run.progress_record import Phase, record_from_environment
+from zaya_jax.run.supervised import end_with_supervisor
 
 folder, steps = Path(sys.argv[1]), int(sys.argv[2])
 process = int(sys.argv[sys.argv.index("--process") + 1]) if "--process" in sys.argv else 0
 faults = [text for text in sys.argv[3:] if "@" in text]
 faulthandler.register(signal.SIGUSR1)
 record = record_from_environment()
-stop = []
+end_with_supervisor()
+stop, losses, delays = [], [], {"own": 0.0, "waiting": 0.0}
 signal.signal(signal.SIGTERM, lambda *_: stop.append(143))
 signal.signal(signal.SIGINT, lambda *_: stop.append(130))
 
@@ -32,37 +35,42 @@ def end(status, sentence, is_origin=True):
     os._exit(status)
 
 
+def flood():
+    line = b"\x1b[31m" + os.urandom(4096).replace(b"\n", b"") + b"\n"
+    for _ in range(20_000):
+        os.write(1, line)
+
+
+def endless():
+    for _ in range(4000):
+        os.write(2, b"x" * 65536)
+
+
+ACTIONS = {
+    "wait": lambda: time.sleep(60),
+    "lock": lambda: ctypes.PyDLL(None).sleep(60),
+    "raise": lambda: end(1, "ValueError: a bad value (model.py:7 in loss)"),
+    "input": lambda: end(2, "Error: seed is -1, but must be at least 0."),
+    "exit": lambda: os._exit(1),
+    "flood": flood,
+    "endless": endless,
+    # A child that leaves the session, and one that stays.
+    "child": lambda: os.system("setsid sleep 300 & sleep 300 &"),  # noqa: S605
+    "deaf": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
+    "diverge": lambda: losses.append(math.inf),
+    "slow": lambda: delays.update(own=0.05),
+    "idle": lambda: delays.update(waiting=0.05),  # as others are while one is slow
+    "say": lambda: print(os.environ["SAY"], file=sys.stderr, flush=True),
+}
+
+
 def happen(name):
-    if name == "SIGTERM":
-        os.kill(os.getpid(), signal.SIGTERM)
-    elif name.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, name))
-        time.sleep(60)
-    elif name == "wait":
-        time.sleep(60)
-    elif name == "lock":
-        ctypes.PyDLL(None).sleep(60)
-    elif name == "raise":
-        end(1, "ValueError: a bad value (model.py:7 in loss)")
-    elif name == "input":
-        end(2, "Error: seed is -1, but must be at least 0.")
-    elif name == "exit":
-        os._exit(1)
-    elif name == "flood":
-        line = b"\x1b[31m" + os.urandom(4096).replace(b"\n", b"") + b"\n"
-        for _ in range(20_000):
-            os.write(1, line)
-    elif name == "endless":
-        for _ in range(4000):
-            os.write(2, b"x" * 65536)
-    elif name == "child":
-        os.system("setsid sleep 300 & sleep 300 &")  # noqa: S605 (a child that leaves the session, and one that stays)
-    elif name == "deaf":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    elif name == "say":
-        print(os.environ["SAY"], file=sys.stderr, flush=True)
-    else:
-        raise ValueError(name)
+    if name in ACTIONS:
+        ACTIONS[name]()
+        return
+    os.kill(os.getpid(), getattr(signal, name))
+    if name != "SIGTERM":
+        time.sleep(60)  # until it arrives
 
 
 record.enter(Phase.RESTORE)
@@ -80,9 +88,12 @@ while step < steps:
                 if text.endswith("!") or not mark.exists():
                     mark.write_text(str(time.monotonic()))
                     happen(name)
-    time.sleep(0.01)
+    record.enter(Phase.DATA)
+    time.sleep(delays["own"])
+    record.enter(Phase.DEVICE_WAIT)
+    time.sleep(0.01 + delays["waiting"])
     step += 1
-    record.complete_step(step, 1.0 / step, 1.0)
+    record.complete_step(step, losses[-1] if losses else 1.0 / step, 1.0)
     record.enter(Phase.SAVE)
     if step % 5 == 0 or stop:
         saved.with_suffix(".partial").write_text(str(step))

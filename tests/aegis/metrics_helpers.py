@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.state import write_state
 from zaya_jax.run.manifest import Manifest, write_manifest
@@ -50,7 +51,7 @@ def write_node(run_dir: Path, node: str = NODE, **state) -> None:
     """A node whose first attempt crashed at once and whose second one runs, unless `state` says otherwise."""
     folder = run_dir / "aegis" / node
     folder.mkdir(parents=True)
-    log = EventLog(folder, node)
+    log = EventLog(folder, node, FileWorker())
     log.attempt = 1
     log.write("start", "attempt")
     detected = log.write("detect", "exit-1", severity=Severity.ERROR, fault="crash", rank=0, step=7)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.aegis.aegis_helpers import Supervised
 from tests.train_helpers import ROOT, write_run
-from zaya_jax.aegis.drill import CRASHES, HANGS, Drill, draw_faults, format_card
+from zaya_jax.aegis.drill import CRASHES, HANGS, Drill, draw_faults, format_card, score
 from zaya_jax.aegis.faults import Fault, parse_fault
 from zaya_jax.aegis.report import format_report, format_status
 from zaya_jax.errors import InputError
@@ -101,6 +101,21 @@ def test_a_run_is_rolled_back_past_bad_rows(tmp_path):
     subprocess.run(alone, cwd=ROOT, check=True, timeout=200, capture_output=True)
     leaves = [read_manifest(folder / CHECKPOINTS / "400").leaves for folder in (supervised.run_dir, tmp_path / "alone")]
     assert leaves[0] == leaves[1]
+
+
+def test_a_hang_is_timed_from_when_the_timeout_in_force_expires():
+    """The fault happens at 10 s; another process compiles until 14 s, and the timeout is 3 s."""
+    start = {"kind": "start", "code": "attempt", "id": 1, "attempt": 1, "monotonic": 0.0, "unix": 0.0}
+    detect = {"kind": "detect", "code": "hang", "severity": "error", "id": 2, "attempt": 1, "monotonic": 17.05,
+              "unix": 17.05, "seconds": {"detect": 3.05, "quiet": 3.05, "timeout": 3.0}}  # fmt: skip
+    end = {"kind": "end", "code": "hang-data", "cause": 2, "attempt": 1, "monotonic": 18.0, "unix": 18.0, "id": 3,
+           "rank": 1, "fault": "hang"}  # fmt: skip
+    inject = {"kind": "inject", "code": "wait@1:5:data", "attempt": 1, "made_at": 10.0, "monotonic": 18.0, "id": 4}
+    events = [start, detect, end, inject]
+    card = score([parse_fault("wait@1:5:data")], [start, end], events, 3.0, 1)
+    assert card["classes"]["hang"]["detect"]["p50"] == pytest.approx(0.05)
+    assert card["classes"]["hang"]["since_fault"]["p50"] == pytest.approx(7.05)
+    assert card["attributed"] == 1
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(0, 2**31))

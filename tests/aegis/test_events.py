@@ -13,6 +13,7 @@ from tests.aegis.test_rules import with_amd
 from tests.train_helpers import ROOT
 from zaya_jax.aegis.events import EVENTS, EventLog, read_events
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import FaultClass, Severity
 from zaya_jax.run.progress_record import Phase
 
@@ -47,13 +48,13 @@ def test_events_of_a_faulty_gpu_follow_the_schema(tmp_path):
 
 
 def test_a_log_is_continued_after_a_line_that_is_torn(tmp_path):
-    log = EventLog(tmp_path, "node")
+    log = EventLog(tmp_path, "node", FileWorker())
     log.attempt = 4
     log.write("start", "attempt")
     log.close()
     with (tmp_path / EVENTS).open("a") as file:
         file.write('{"v": 1, "id": 9, "atte')
-    again = EventLog(tmp_path, "node")
+    again = EventLog(tmp_path, "node", FileWorker())
     assert (again.attempt, again.write("start", "attempt")) == (4, 2)
     again.close()
     assert [event["id"] for event in read_events(tmp_path / EVENTS)] == [1, 2]
@@ -69,7 +70,7 @@ def test_any_file_is_read_without_harm(tmp_path_factory, content):
 @given(st.text(max_size=600), st.floats())
 def test_any_text_and_number_makes_one_line(tmp_path_factory, text, number):
     folder = tmp_path_factory.mktemp("log")
-    log = EventLog(folder, "node")
+    log = EventLog(folder, "node", FileWorker())
     log.write("detect", "code", severity=Severity.WARNING, text=text, seconds={"act": number})
     log.close()
     assert (folder / EVENTS).read_bytes().count(b"\n") == 1
@@ -79,7 +80,7 @@ def test_any_text_and_number_makes_one_line(tmp_path_factory, text, number):
 
 @pytest.mark.parametrize("severity", Severity)
 def test_a_full_disk_does_not_end_the_supervisor(severity, tmp_path):
-    log = EventLog(tmp_path, "node")
+    log = EventLog(tmp_path, "node", FileWorker())
     os.close(log._file)
     log._file = os.open("/dev/full", os.O_WRONLY)
     log.write("detect", "code", severity=severity)

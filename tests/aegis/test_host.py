@@ -48,20 +48,20 @@ def codes(seen):
 
 def test_a_healthy_host_is_silent(fake):
     watch = fake.watch()
-    assert [watch.poll() for _ in range(3)] == [[]] * 3
+    assert [watch.poll() + watch.poll_disk() for _ in range(3)] == [[]] * 3
 
 
 def test_a_disk_that_fills_is_told_once_per_level(fake):
     watch, told = fake.watch(), []
     for fake.free in (150, 100, 99, 50, 101, 99, 9, 8, 10.5, 9, 50, 50, 9, 500, 500):
-        told += codes(watch.poll())
+        told += codes(watch.poll_disk())
     low, error = ("disk-low", Severity.WARNING), ("disk-low", Severity.ERROR)
     assert told == [low, error, error, ("disk-recovered", Severity.INFO)]
 
 
 def test_evidence_names_the_folder_and_the_free_space(fake):
     fake.free = 5e-9 * 1e9
-    [seen] = fake.watch().poll()
+    [seen] = fake.watch().poll_disk()
     assert str(fake.folder) in seen.text
     assert "GB free" in seen.text
     assert seen.fault is FaultClass.DISK
@@ -69,15 +69,15 @@ def test_evidence_names_the_folder_and_the_free_space(fake):
 
 def test_a_run_folder_that_does_not_exist_yet_uses_its_parent(fake):
     fake.free = 5
-    [seen] = fake.watch(fake.folder / "runs" / "new").poll()
+    [seen] = fake.watch(fake.folder / "runs" / "new").poll_disk()
     assert str(fake.folder) in seen.text
 
 
 def test_a_file_system_that_cannot_be_read_is_told_once(fake):
     watch, fake.free = fake.watch(), -1
-    assert codes(watch.poll() + watch.poll()) == [("disk-unreadable", Severity.ERROR)]
+    assert codes(watch.poll_disk() + watch.poll_disk()) == [("disk-unreadable", Severity.ERROR)]
     fake.free = 1000
-    assert codes(watch.poll()) == [("disk-recovered", Severity.INFO)]
+    assert codes(watch.poll_disk()) == [("disk-recovered", Severity.INFO)]
 
 
 def test_memory_that_runs_out_is_told_once_per_level(fake):
@@ -140,4 +140,5 @@ def test_no_content_of_the_files_raises(tmp_path_factory, own, events):
 
 
 def test_this_machine_can_be_read(tmp_path):
-    assert all(observation.text for observation in HostWatch(tmp_path).poll())
+    watch = HostWatch(tmp_path)
+    assert all(observation.text for observation in [*watch.poll(), *watch.poll_disk()])

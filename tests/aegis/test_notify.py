@@ -11,6 +11,7 @@ import pytest
 
 from tests.aegis.metrics_helpers import ROOT
 from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.notify import Notifier
 from zaya_jax.aegis.observation import Severity
 from zaya_jax.aegis.policy import NotifyPolicy, load_policy
@@ -54,7 +55,7 @@ def test_the_command_gets_the_event_as_one_line_and_its_arguments_as_they_are(tm
 )
 def test_only_events_that_are_severe_enough_are_sent(tmp_path, least, severities):
     sent = notifier('cat >> "$0/events"', tmp_path, severity=least)
-    log = EventLog(tmp_path, "node", sent.send)
+    log = EventLog(tmp_path, "node", FileWorker(), sent.send)
     for severity in Severity:
         log.write("detect", "x", severity=severity)
         sent.close(5.0)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.aegis.aegis_helpers import left_running, supervise_light
 from zaya_jax.aegis.exit_codes import SupervisorExit
+from zaya_jax.aegis.goodput import measure_goodput
 
 ROOT = Path(__file__).parents[2]
 BROKEN = """
@@ -147,3 +148,48 @@ def test_people_are_told_of_severe_events_and_of_the_end(tmp_path):
     assert {event["kind"] for event in told} >= {"detect", "end", "act"}
     assert "exit-do_not_requeue" in {event["code"] for event in told}
     assert {event["severity"] for event in told} <= {"error", "fatal"}
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_a_loss_that_is_not_finite_is_reported_and_ends_the_run_only_if_the_policy_says_so(tmp_path, acts):
+    policy = {"training": {"spike_steps": 5}} | ({"log_only": []} if acts else {})
+    supervised = supervise_light(tmp_path, 60, "diverge@12", policy=policy)
+    assert supervised.wait() == (SupervisorExit.DO_NOT_REQUEUE if acts else SupervisorExit.DONE)
+    (detected,) = [event for event in supervised.faults if event["code"] == "loss-not-finite"]
+    assert "5 steps, until step" in detected["text"]
+    decided = supervised.kinds("decide")
+    if acts:  # another command than the trainer cannot be rolled back
+        assert "No checkpoint is older" in supervised.verdict["why"]
+    else:
+        assert [event["log_only"] for event in decided] == ["roll_back"]
+
+
+def test_a_process_that_is_slower_than_the_others_is_reported(tmp_path):
+    policy = {"training": {"straggler_steps": 20, "straggler_windows": 2}}
+    supervised = supervise_light(tmp_path, 120, "idle@20:0", "slow@20:1", "idle@20:2", processes=3, policy=policy)
+    assert supervised.wait() == SupervisorExit.DONE
+    stragglers = [event for event in supervised.faults if event["code"] == "straggler"]
+    assert [event["rank"] for event in stragglers] == [1]
+    assert len(supervised.kinds("start")) == 1
+
+
+CLOCK = """
+import os, time
+real = time.time
+def shifted(): return real() + (float(open(os.environ["SHIFT"]).read()) if os.path.exists(os.environ["SHIFT"]) else 0)
+time.time = shifted
+"""
+
+
+@pytest.mark.parametrize("shift", [3600.0, -3600.0])
+def test_a_clock_that_is_set_kills_nothing(tmp_path, shift):
+    (tmp_path / "sitecustomize.py").write_text(CLOCK)
+    environment = {"PYTHONPATH": f"{tmp_path}:{ROOT}", "SHIFT": str(tmp_path / "shift")}
+    supervised = supervise_light(tmp_path, 200, "SIGKILL@100", environment=environment)
+    supervised.wait_for(tmp_path / "checkpoint-0")
+    (tmp_path / "shift").write_text(str(shift))
+    assert supervised.wait() == SupervisorExit.DONE
+    assert [event["code"] for event in supervised.kinds("end")] == ["signal-SIGKILL", "finished"]
+    start, *_, end = supervised.events
+    assert abs(end["unix"] - start["unix"] - shift) < 60
+    assert measure_goodput(supervised.events).seconds < 60

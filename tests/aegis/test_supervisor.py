@@ -115,8 +115,10 @@ def test_a_trainer_that_does_not_stop_is_killed(tmp_path, second):
     supervised.wait_for(tmp_path / "done-deaf-3")
     supervised.process.send_signal(signal.SIGTERM)
     if second:
-        time.sleep(0.3)
-        supervised.process.send_signal(signal.SIGTERM)
+        for seconds in (0.3, 2.0):  # two within a second are one request
+            time.sleep(seconds)
+            assert supervised.process.poll() is None
+            supervised.process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert supervised.wait() == SupervisorExit.PREEMPTED
     assert time.monotonic() - began < 20
@@ -124,14 +126,24 @@ def test_a_trainer_that_does_not_stop_is_killed(tmp_path, second):
     assert not left_running(tmp_path)
 
 
-def test_nothing_outlives_the_supervisor(tmp_path):
-    supervised = supervise_light(tmp_path, 5000, processes=2)
+@pytest.mark.parametrize("shell", [False, True])
+def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path, shell):
+    """Nor does a trainer behind a shell that waits for it."""
+    script = [sys.executable, str(LIGHT), str(tmp_path)]
+    command = ["sh", "-c", '"$@"; exit $?', "sh", *script] if shell else script
+    supervised = Supervised(tmp_path, [*command, "5000"], 2)
     supervised.wait_for(tmp_path / "checkpoint-1")
-    assert len(left_running(tmp_path)) == 3
+    assert len(left_running(tmp_path)) == (5 if shell else 3)
     supervised.process.send_signal(signal.SIGKILL)
     supervised.wait()
-    time.sleep(1.0)
+    deadline = time.monotonic() + 1.0
+    while left_running(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert not left_running(tmp_path)
+    step = int((tmp_path / "checkpoint-0").read_text())
+    again = Supervised(tmp_path, [*command, str(step + 5)], 2)  # as a scheduler starts it
+    assert again.wait() == SupervisorExit.DONE
+    assert again.kinds("end")[-1]["first_step"] == step
 
 
 def test_children_of_the_trainer_are_ended_with_it(tmp_path):

@@ -133,14 +133,25 @@ def test_the_jobset_has_a_pod_a_node_that_restart_together(jobset):
 
 
 def test_the_jobset_ends_for_good_on_codes_that_no_restart_helps(jobset):
-    (rule,) = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    rule, *others = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
+    assert all(other["action"] == "Ignore" for other in others)
     final = {SupervisorExit.CONFIGURATION, SupervisorExit.DO_NOT_REQUEUE, SupervisorExit.NO_CHECKPOINT,
              SupervisorExit.BUDGET_SPENT}  # fmt: skip
     assert set(rule["onExitCodes"]["values"]) == final
     assert jobset["spec"]["failurePolicy"]["rules"] == [
         {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     ]
+
+
+def test_a_request_to_stop_costs_none_of_the_jobset_s_restarts(jobset):
+    """A failed pod that is ignored does not fail its job, which would restart the JobSet, but is replaced."""
+    _, asked, disrupted = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert asked["onExitCodes"] == {"containerName": "train", "operator": "In", "values": [SupervisorExit.PREEMPTED]}
+    assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    counted = SupervisorExit.RETRY_ELSEWHERE  # or a faulty node would be tried for ever
+    rules = [asked, disrupted]
+    assert counted not in [code for rule in rules for code in rule.get("onExitCodes", {}).get("values", ())]
 
 
 def test_the_jobset_starts_each_process_with_its_flags(jobset, tmp_path):

@@ -49,6 +49,23 @@ def test_it_is_heeded_in_the_block_alone_and_once_there_is_something_to_save(cap
     assert capfd.readouterr().err == (f"{name}: saving after this step, then exiting. Another {name} exits at once.\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_under_a_supervisor_a_second_signal_is_no_second_request(capfd, number):
+    heard = []
+    before = signal.signal(number, lambda *_: heard.append(1))
+    try:
+        with Preemption(is_supervised=True) as stop:
+            os.kill(os.getpid(), number)
+            assert heard == [1]  # nothing to save yet
+            stop.arm()
+            for _ in range(3):
+                os.kill(os.getpid(), number)
+            assert (heard, stop.reached()) == ([1], True)
+    finally:
+        signal.signal(number, before)
+    assert capfd.readouterr().err == f"{NAMES[number]}: saving after this step, then exiting.\n"
+
+
 def test_in_another_thread_the_signal_is_left_alone():
     seen = []
 

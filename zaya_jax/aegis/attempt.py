@@ -1,23 +1,20 @@
 """One attempt: the processes from their start until all have ended, and why they failed if they did."""
 
+import functools
 import signal
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from typing import Any
 
 from zaya_jax.aegis import evidence
-from zaya_jax.aegis.events import EventLog
 from zaya_jax.aegis.failure import UNKILLABLE, Failure, RankEnd, find_failure
-from zaya_jax.aegis.hang import WAITING, find_suspects
-from zaya_jax.aegis.notify import Notifier
+from zaya_jax.aegis.hang import HangWatch
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
-from zaya_jax.aegis.output import Output
-from zaya_jax.aegis.policy import Policy
-from zaya_jax.aegis.processes import KILL_SECONDS, Gang, Rank, kill_strays
+from zaya_jax.aegis.processes import KILL_SECONDS, Gang, kill_strays
+from zaya_jax.aegis.shared import Detected, Shared
 from zaya_jax.aegis.state import describe_ranks, write_state
-from zaya_jax.aegis.timeouts import Silence, Timeouts
 from zaya_jax.aegis.watch import Watch
 from zaya_jax.errors import ExitCode
 from zaya_jax.run.progress_record import Phase
@@ -29,51 +26,6 @@ _MOST_OBSERVATIONS = 1000  # per attempt
 _MINUTE, _MOST_PER_MINUTE = 60.0, 10  # observations of one code that are written
 # Faults that may end processes that still run.
 _ACTED_ON = (FaultClass.GPU, FaultClass.NETWORK, FaultClass.NON_FINITE, FaultClass.SPIKE)
-
-
-class Detected(NamedTuple):
-    """A failure from which the job has not recovered.
-
-    Attributes:
-      event: id of the event.
-      time: of the detection, of `time.monotonic`.
-      attempt: in which it happened.
-    """
-
-    event: int
-    time: float
-    attempt: int
-
-
-class Shared:
-    """What the attempts of a supervisor share.
-
-    Attributes:
-      folder: of the supervisor.
-      policy: of the supervisor.
-      log: its event log.
-      timeouts: of the phases, as learned so far.
-      outputs: its stdout and stderr.
-      notifier: tells people of severe events.
-      signals: numbers of the signals that asked to stop.
-      detected: the failure that is not recovered from; None if there is none.
-      best_step: greatest number of steps done; -1 before the first.
-    """
-
-    def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
-        """Open the event log of this `node` in `folder`."""
-        self.folder, self.policy, self.timeouts = folder, policy, timeouts
-        self.notifier = Notifier(policy.notify)
-        self.log = EventLog(folder, node, self.notifier.send)
-        self.outputs = Output(1), Output(2)
-        self.signals: list[int] = []
-        self.detected: Detected | None = None
-        self.best_step = -1
-
-    @property
-    def cause(self) -> int | None:
-        """The event of the failure that is not recovered from."""
-        return None if self.detected is None else self.detected.event
 
 
 class Attempt:
@@ -94,19 +46,19 @@ class Attempt:
         Raises:
           OSError: a process cannot be started.
         """
-        self._expects_records = expects_records
         self._shared, self._policy, self._log, self._watch = shared, shared.policy, shared.log, watch
         self._log.attempt += 1
         self._gang = Gang(processes, shared.outputs)
         self._log.write("start", "attempt", text=" ".join(processes[0][0]), processes=len(processes))
-        self._silences = {rank.index: Silence(4 * _TICK) for rank in self._gang.ranks}
+        self._hangs = HangWatch(shared.timeouts, expects_records=expects_records)
         self._observations = deque[tuple[float, Observation]](maxlen=_MOST_OBSERVATIONS)
         self._planned: Failure | None = None  # why the supervisor ends the attempt
         self._kill_at: float | None = None  # when to kill what still runs
         self._asked = 0  # signals that were passed on
         self._best_step = -1  # greatest number of steps done in this attempt
         self._written: dict[str, tuple[float, int]] = {}  # code → start of a minute, observations written in it
-        self._wrote_state = 0.0
+        self._state: Future[None] | None = None  # the last `state.json`, which may not be written yet
+        self._state_time = 0.0
 
     def run(self) -> Failure | None:
         """Run the processes to their end; return why they failed, or None if all finished."""
@@ -184,11 +136,13 @@ class Attempt:
                 self._log.write("recover", "first-step", cause=detected.event, step=progress.step,
                                 seconds={"recover": now - detected.time})  # fmt: skip
                 shared.detected = detected = None
-        if now - self._wrote_state >= _STATE_EVERY:
-            self._wrote_state = now
+        if now - self._state_time >= _STATE_EVERY and (self._state is None or self._state.done()):
+            self._state_time = now
             shared.notifier.poll()
-            write_state(shared.folder, attempt=self._log.attempt, state="running",
-                        ranks=describe_ranks(self._gang.ranks))  # fmt: skip
+            self._state = shared.files.submit(functools.partial(
+                write_state, shared.folder, attempt=self._log.attempt, state="running",
+                ranks=describe_ranks(self._gang.ranks),
+            ))  # fmt: skip
 
     def _observe(self, observation: Observation, *, can_act: bool) -> None:
         """Write an observation; end the attempt if the policy wants that, and `can_act`.
@@ -236,37 +190,17 @@ class Attempt:
 
     def _find_hang(self) -> Failure | None:
         """Return the failure if a process has been silent for longer than the timeout of its phase."""
-        running = self._gang.running
-        progress = {rank.index: rank.progress for rank in running}
-        if not self._expects_records:  # another command need not write any
-            progress = {index: each for index, each in progress.items() if each is not None}
-        phases = {index: Phase.START if each is None else each.phase for index, each in progress.items()}
-        silent = {index: self._silences[index].look(-1 if each is None else each.writes)
-                  for index, each in progress.items()}  # fmt: skip
-        # A process that waits is as silent as the whole job: another may just have come back from compiling.
-        quietest = min(silent.values(), default=0.0)
-        late = [index for index, phase in phases.items()
-                if (quietest if phase in WAITING else silent[index])
-                > self._shared.timeouts.limit(phase, progress[index])]  # fmt: skip
-        if not late:
+        hang = self._hangs.look(self._gang.running)
+        if hang is None:
             return None
-        stopped = [rank.index for rank in running if is_stopped(rank)]
-        suspects = find_suspects(progress, stopped)
-        if not set(suspects) & set(late) and not stopped:
-            return None  # they wait for a process that is within its own time, such as one that compiles
-        phase, seconds = phases[late[0]], silent[late[0]]
-        who = "all processes alike" if len(suspects) == len(progress) > 1 else f"process {suspects[0]}"
-        limit = self._shared.timeouts.limit(phase, progress[late[0]])
-        how = " (stopped by a signal)" if suspects[0] in stopped else ""
-        words = (f"No progress for {seconds:.1f} s in phase {phase.name.lower()}, more than its timeout of "
-                 f"{limit:g} s. The cause seems to be {who}{how}.")  # fmt: skip
-        rank = suspects[0] if len(suspects) == 1 else None
-        suspect = progress[suspects[0]]
-        step = -1 if suspect is None or suspect.first_step < 0 else suspect.step
-        event = self._log.write("detect", "hang", severity=Severity.ERROR, text=words, fault=FaultClass.HANG, rank=rank,
-                                step=step, phase=phase.name.lower(), seconds={"detect": seconds})  # fmt: skip
+        phase = hang.phase.name.lower()
+        event = self._log.write(
+            "detect", "hang", severity=Severity.ERROR, text=hang.words, fault=FaultClass.HANG, rank=hang.rank,
+            step=hang.step, phase=phase,
+            seconds={"detect": hang.seconds, "timeout": hang.timeout, "quiet": time.monotonic() - hang.since},
+        )  # fmt: skip
         self._shared.detected = Detected(event, time.monotonic(), self._log.attempt)
-        return Failure(FaultClass.HANG, f"hang-{phase.name.lower()}", rank, step, words, self._shared.best_step)
+        return Failure(FaultClass.HANG, f"hang-{phase}", hang.rank, hang.step, hang.words, self._shared.best_step)
 
     def _ask_to_stop(self, number: int, event: int) -> None:
         """Ask the trainer to save and stop within the grace period."""
@@ -279,7 +213,7 @@ class Attempt:
     def _kill(self, why: str) -> None:
         """Collect evidence, then kill all processes."""
         began = time.monotonic()
-        files = evidence.collect(self._shared.folder, self._log.attempt, self._gang, self._pump,
+        files = evidence.collect(self._shared.folder, self._log.attempt, self._gang, self._pump, self._shared.files,
                                  self._policy.evidence_seconds)  # fmt: skip
         self._gang.kill()
         self._log.write("act", "kill", severity=Severity.WARNING, cause=self._shared.cause, text=why, files=files,
@@ -299,14 +233,3 @@ class Attempt:
         else:
             self._log.write("end", failure.code, severity=Severity.ERROR, cause=self._shared.cause, text=failure.words,
                             fault=failure.fault, rank=failure.rank, **details)  # fmt: skip
-
-
-def is_stopped(rank: Rank) -> bool:
-    """Return whether the kernel shows the trainer as stopped, by SIGSTOP or a debugger."""
-    progress = rank.progress
-    pid = rank.process.pid if progress is None else progress.pid
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")

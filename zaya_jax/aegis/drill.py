@@ -5,7 +5,9 @@ bit for bit.
 """
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import platform
 import random
@@ -19,8 +21,9 @@ from typing import Any
 
 from zaya_jax.aegis.events import EVENTS, read_events
 from zaya_jax.aegis.faults import MARKS, Fault, parse_fault
-from zaya_jax.aegis.goodput import measure_goodput
+from zaya_jax.aegis.goodput import Goodput, measure_goodput
 from zaya_jax.aegis.observation import FaultClass
+from zaya_jax.aegis.processes import die_with_parent
 from zaya_jax.aegis.report import node_folders
 from zaya_jax.config import load_config
 from zaya_jax.config.checks import counted
@@ -125,8 +128,10 @@ class Drill:
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", **os.environ, MARKS: str(marks)}  # fmt: skip
         log = self.folder / f"{name}.log"
         with log.open("wb") as file:
-            status = subprocess.run(argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,  # noqa: S603
-                                    check=False).returncode  # fmt: skip
+            status = subprocess.run(  # noqa: S603 (an argument list, without a shell)
+                argv, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=False,
+                preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            ).returncode  # fmt: skip
         if status:
             raise RunStopped(f"The {name} run ended with exit code {status}. See {log}.")
         return read_events(node_folders(run_dir)[0] / EVENTS)
@@ -147,27 +152,28 @@ def score(
       faults: that were to be made.
       quiet: events of the undisturbed run.
       events: of the disturbed run.
-      hang: timeout of a step's phases, in seconds, which does not count as time to detect.
+      hang: timeout of a step's phases, in seconds.
       saves: number of checkpoints of the run.
 
     Returns:
-      For each class of fault `detect` and `recover` in seconds (p50, p95, n), and of all the attribution to process and
-      class, false alarms, and ETTR, as measured and by the formula.
+      For each class of fault (p50, p95, n) the seconds `since_fault` until it was detected, `detect`, those of them
+      after the timeout in force had expired, and `recover`, until the next step; and of all the attribution to process
+      and class, false alarms, and ETTR, as measured and by the formula.
     """
-    rows = [_follow(event, events) for event in events if event["kind"] == "inject"]
+    rows = [_follow(event, events, hang) for event in events if event["kind"] == "inject"]
     classes: dict[str, Any] = {}
     for name in sorted({row["expected"] for row in rows}):
         mine = [row for row in rows if row["expected"] == name]
-        wait = hang if name == FaultClass.HANG else 0.0
-        detected = [row["detect"] - wait for row in mine if row["detect"] is not None]
-        recovered = [row["recover"] for row in mine if row["recover"] is not None]
-        classes[name] = {"detect": _quantiles(detected), "recover": _quantiles(recovered)}
+        classes[name] = {key: _quantiles([row[key] for row in mine if row[key] is not None])
+                         for key in ("detect", "since_fault", "recover")}  # fmt: skip
     failures = [event for event in events if event["kind"] == "end" and event["code"] != "finished"]
     return {
         "faults": len(faults), "made": len(rows), "attempts": sum(event["kind"] == "start" for event in events),
         "classes": classes,
         "attributed": sum(row["attributed"] for row in rows) / max(len(rows), 1),
         "missed": [row for row in rows if not row["attributed"]],
+        "times": [{key: row[key] if isinstance(row[key], str) or row[key] is None else round(row[key], 3)
+                   for key in ("fault", "since_fault", "detect", "recover")} for row in rows],
         "false_alarms": len([event for event in quiet if event["kind"] == "detect" and event["severity"] != "info"])
         + len([each for each in failures if not any(row["attempt"] == each["attempt"] for row in rows)]),
         "quiet_seconds": measure_goodput(quiet).seconds,
@@ -175,8 +181,12 @@ def score(
     }  # fmt: skip
 
 
-def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what followed from a fault: seconds to its detection and to the next step, and its attribution."""
+def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]], hang: float) -> dict[str, Any]:
+    """Return what followed from a fault: seconds to its detection and to the next step, and its attribution.
+
+    The timeout of a hang begins when nothing that the process waits for makes progress, such as a compilation in
+    another one. A process that hangs in a phase with a longer timeout is waited for that long.
+    """
     fault = parse_fault(injected["code"])
     end = next((event for event in events if event["kind"] == "end" and event["attempt"] == injected["attempt"]), None)
     detect = next((event for event in events if end is not None and event["id"] == end["cause"]), None)
@@ -184,9 +194,14 @@ def _follow(injected: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) ->
         (event for event in events if event["kind"] == "recover" and event["monotonic"] > detect["monotonic"]), None
     )  # fmt: skip
     made, expected = injected["made_at"], str(expected_class(fault.name))
+    expires = made
+    if detect is not None and expected == FaultClass.HANG:
+        seconds = detect.get("seconds", {})
+        expires = max(made, detect["monotonic"] - seconds.get("quiet", math.inf)) + seconds.get("timeout", hang)
     return {
         "fault": str(fault), "attempt": injected["attempt"], "expected": expected,
-        "detect": None if detect is None else detect["monotonic"] - made,
+        "since_fault": None if detect is None else detect["monotonic"] - made,
+        "detect": None if detect is None else detect["monotonic"] - expires,
         "recover": None if recover is None else recover["monotonic"] - made,
         "attributed": end is not None and (end.get("rank"), end.get("fault")) == (fault.process, expected),
         "said": None if end is None else {key: end.get(key) for key in ("rank", "fault", "code", "text")},
@@ -206,25 +221,30 @@ def _ettr(quiet: Sequence[Mapping[str, Any]], events: Sequence[Mapping[str, Any]
 
     Predicted is 1 / (1 + δ/τ + (τ/2 + R)/M), with the mean stall of a save δ, the interval of checkpoints τ, the mean
     useful time between faults M, and the mean time R from a detection to the next step. For rare faults this is the
-    usual 1 - (δ/τ + τ/2M + R/M). The first start is not counted.
+    usual 1 - (δ/τ + τ/2M + R/M). The first start, and what follows the last step, are not counted.
     """
-    goodput = measure_goodput([event for event in events if event["kind"] != "inject"])
-    undisturbed = measure_goodput(quiet)
-    startup = ("device_initialization", "training_preparation", "program_startup", "checkpoint_restore", "other")
-    first = sum(undisturbed.buckets[bucket] for bucket in startup)
-    lost = (sum(goodput.buckets[bucket] for bucket in startup) - first + goodput.buckets["wasted_progress"]
+    made = [event for event in events if event["kind"] != "inject"]
+    first = _starting(measure_goodput([event for event in made if event["attempt"] == made[0]["attempt"]]))
+    goodput, undisturbed = measure_goodput(made), measure_goodput(quiet)
+    lost = (_starting(goodput) - first + goodput.buckets["wasted_progress"]
             + goodput.buckets["infrastructure_recovery"] + goodput.buckets["checkpoint_save"])  # fmt: skip
-    seconds = goodput.seconds - first
+    seconds = goodput.seconds - first - goodput.buckets["other"]
     # A fault during a restart prolongs the recovery from the one before, so outages are counted, not faults.
     outages = [event["seconds"]["recover"] for event in events if event["kind"] == "recover"]
     if not outages or seconds <= 0:
         return {"measured": 1.0, "predicted": 1.0}
     useful = seconds - lost
     stall = undisturbed.buckets["checkpoint_save"] / saves
-    interval = (undisturbed.seconds - first) / saves
+    interval = (undisturbed.seconds - _starting(undisturbed) - undisturbed.buckets["other"]) / saves
     per_fault = statistics.mean(outages) + interval / 2
     predicted = 1 / (1 + stall / interval + len(outages) * per_fault / useful)
     return {"measured": round(useful / seconds, 4), "predicted": round(predicted, 4)}
+
+
+def _starting(goodput: Goodput) -> float:
+    """Return the seconds that starts took, from the command to the first step."""
+    phases = ("device_initialization", "training_preparation", "program_startup", "checkpoint_restore")
+    return sum(goodput.buckets[phase] for phase in phases)
 
 
 def format_card(card: Mapping[str, Any]) -> str:

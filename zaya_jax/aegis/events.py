@@ -3,6 +3,7 @@
 Its schema is `event.schema.json` in this folder. Readers ignore fields that they do not know.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.observation import Severity, printable
 
 VERSION = 1
@@ -23,19 +25,21 @@ Kind = Literal["start", "end", "detect", "decide", "act", "recover", "inject"]
 
 
 class EventLog:
-    """Appends events to a file; a failure to write never ends the supervisor."""
+    """Appends events to a file; a failure to write never ends the supervisor, and a slow file system never stops it."""
 
     def __init__(
-        self, folder: Path, node: str, listener: Callable[[Mapping[str, Any]], object] = lambda event: None
-    ) -> None:
+        self, folder: Path, node: str, files: FileWorker,
+        listener: Callable[[Mapping[str, Any]], object] = lambda event: None,
+    ) -> None:  # fmt: skip
         """Continue the log.
 
         Args:
           folder: of the log; it exists.
           node: name of this machine.
+          files: writes to the file.
           listener: is called with each event that was written.
         """
-        self._node, self._listener = node, listener
+        self._node, self._files, self._listener = node, files, listener
         events = read_events(folder / EVENTS)
         self._id = max((event["id"] for event in events), default=0)
         self.attempt = max((event["attempt"] for event in events), default=0)
@@ -69,18 +73,21 @@ class EventLog:
             "monotonic": round(time.monotonic(), 6), "node": self._node, "attempt": self.attempt, "kind": kind,
             "code": code, "severity": str(severity), "cause": cause, "text": printable(text),
         } | {key: _plain(value) for key, value in details.items() if value is not None}  # fmt: skip
-        try:
-            os.write(self._file, (json.dumps(event, allow_nan=False) + "\n").encode())
-            if severity in (Severity.ERROR, Severity.FATAL):
-                os.fsync(self._file)
-        except OSError:  # a full disk; the trainer reports it
-            pass
+        line = (json.dumps(event, allow_nan=False) + "\n").encode()
+        self._files.submit(lambda: self._append(line, sync=severity in (Severity.ERROR, Severity.FATAL)))
         self._listener(event)
         return self._id
 
-    def close(self) -> None:
-        """Close the file."""
-        os.close(self._file)
+    def close(self, seconds: float = 10.0) -> bool:
+        """Close the file once everything is written; return whether that took at most `seconds`."""
+        self._files.submit(lambda: os.close(self._file))
+        return self._files.finish(seconds)
+
+    def _append(self, line: bytes, *, sync: bool) -> None:
+        with contextlib.suppress(OSError):  # a full disk; the trainer reports it
+            os.write(self._file, line)
+            if sync:
+                os.fsync(self._file)
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

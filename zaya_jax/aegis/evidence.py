@@ -3,9 +3,10 @@
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.processes import Gang, describe_process
 
 EVIDENCE = "evidence"
@@ -13,7 +14,9 @@ _KEPT = 20  # folders of evidence
 _QUIET = 0.3  # seconds without new output after which the stacks are complete
 
 
-def collect(folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool], seconds: float) -> list[str]:
+def collect(
+    folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool], files: FileWorker, seconds: float
+) -> list[str]:
     """Collect evidence about the processes of `gang`.
 
     Args:
@@ -21,10 +24,11 @@ def collect(folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool
       attempt: number of the attempt.
       gang: its processes.
       pump: passes on output for at most that many seconds; returns whether there was any.
+      files: writes them.
       seconds: that all of it may take.
 
     Returns:
-      The paths of the files, relative to `folder`; fewer if they cannot be written.
+      The paths of the files, relative to `folder`; none if they cannot be written in that time.
     """
     deadline = time.monotonic() + seconds
     kernel = {rank.index: describe_process(rank.process.pid) for rank in gang.running}
@@ -35,22 +39,27 @@ def collect(folder: Path, attempt: int, gang: Gang, pump: Callable[[float], bool
     while (now := time.monotonic()) < min(quiet, deadline):
         if pump(0.05):
             quiet = now + _QUIET
+    content: dict[str, bytes] = {}
+    for rank in gang.ranks:
+        texts = [b"\n".join(stream.last_lines) for stream in rank.streams] + [kernel.get(rank.index, "").encode()]
+        for name, text in zip(("stdout", "stderr", "kernel"), texts, strict=True):
+            if text:
+                content[f"process-{rank.index}.{name}"] = text + b"\n"
+    written = files.submit(lambda: _write(folder, f"attempt-{attempt}", content))
     try:
-        target = folder / EVIDENCE / f"attempt-{attempt}"
-        target.mkdir(parents=True, exist_ok=True)
-        files = []
-        for rank in gang.ranks:
-            names = ("stdout", "stderr", "kernel")
-            texts = [b"\n".join(stream.last_lines) for stream in rank.streams] + [kernel.get(rank.index, "").encode()]
-            for name, text in zip(names, texts, strict=True):
-                if text:
-                    path = target / f"process-{rank.index}.{name}"
-                    path.write_bytes(text + b"\n")
-                    files.append(str(path.relative_to(folder)))
-        _prune(folder / EVIDENCE)
-    except OSError:  # a full disk must not keep a job from restarting
+        return written.result(max(deadline - time.monotonic(), _QUIET))
+    except OSError:  # a disk that is full or silent must not keep a job from restarting
         return []
-    return files
+
+
+def _write(folder: Path, name: str, content: Mapping[str, bytes]) -> list[str]:
+    """Write files to the folder `name` of evidence; return their paths relative to `folder`."""
+    target = folder / EVIDENCE / name
+    target.mkdir(parents=True, exist_ok=True)
+    for file, text in content.items():
+        (target / file).write_bytes(text)
+    _prune(folder / EVIDENCE)
+    return [f"{EVIDENCE}/{name}/{file}" for file in content]
 
 
 def _prune(folder: Path) -> None:

@@ -132,6 +132,8 @@ def _cause(origin: RankEnd, observations: Sequence[Observation]) -> Observation 
     for fault in order:
         if fault is FaultClass.HOST_MEMORY and origin.status != -signal.SIGKILL:
             continue  # the out-of-memory killer sends SIGKILL
+        if fault is FaultClass.DISK and origin.status < 0 and origin.status != -signal.SIGBUS:
+            continue  # a trainer whose disk is full ends by itself, unless it writes to a mapped file
         for each in severe:
             if each.fault is fault:
                 return each

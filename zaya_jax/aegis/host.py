@@ -2,13 +2,13 @@
 
 import contextlib
 import dataclasses
-import os
 import shutil
 from pathlib import Path
 
 import psutil
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.run.files import read_start
 
 _GB = 1e9
 _MARGIN = 1.1  # a level ends above its threshold times this, so that a value near it is reported once
@@ -33,10 +33,7 @@ class HostLimits:
 
 
 class HostWatch:
-    """Reports a host that runs out of disk or memory, each level once until it ends.
-
-    Reading the free space of a network file system whose server is silent blocks until the server answers.
-    """
+    """Reports a host that runs out of disk or memory, each level once until it ends."""
 
     def __init__(
         self,
@@ -59,10 +56,11 @@ class HostWatch:
         self._kills = self._oom_kills()
 
     def poll(self) -> list[Observation]:
-        """Read the host; return what changed."""
-        return [*self._disk(), *self._memory(), *self._killed()]
+        """Read the memory of the host; return what changed."""
+        return [*self._memory(), *self._killed()]
 
-    def _disk(self) -> list[Observation]:
+    def poll_disk(self) -> list[Observation]:
+        """Read the free space; return what changed. It waits for a network file system whose server is silent."""
         folder = next((path for path in (self._run_dir, *self._run_dir.absolute().parents) if path.exists()), Path("/"))
         try:
             free = shutil.disk_usage(folder).free
@@ -136,9 +134,5 @@ class HostWatch:
 def _read(path: Path) -> str:
     """Return the start of a file, without waiting; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError):
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            return os.read(fd, _LONGEST_FILE).decode("utf-8", "replace")
-        finally:
-            os.close(fd)
+        return read_start(path, _LONGEST_FILE).decode("utf-8", "replace")
     return ""

@@ -9,12 +9,12 @@ import dataclasses
 import json
 import os
 import re
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity
+from zaya_jax.run.files import read_start
 
 _MOST_LINKS = 512
 _LONGEST_ATTRIBUTE = 256  # bytes
@@ -146,7 +146,7 @@ class NetworkWatch:
         with contextlib.suppress(OSError, ValueError):
             path = os.path.realpath(os.path.join(self._root, file))
             if os.path.commonpath([path, self._root]) == self._root:
-                return _read_start(path, _LONGEST_ATTRIBUTE).decode("ascii", "replace").strip()
+                return read_start(path, _LONGEST_ATTRIBUTE).decode("ascii", "replace").strip()
         return ""
 
     def _count(self, file: str) -> int | None:
@@ -158,7 +158,7 @@ def read_telemetry(path: Path) -> dict[str, Reading]:
     """Return the ports in a telemetry file of AMD's NIC tools; none if it cannot be read. See `NetworkWatch`."""
     try:
         skip = max(0, os.stat(path).st_size - _LONGEST_TELEMETRY)
-        text = _read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
+        text = read_start(path, _LONGEST_TELEMETRY, skip).decode("utf-8", "replace").strip()
     except OSError:
         return {}
     readings: dict[str, Reading] = {}
@@ -181,17 +181,6 @@ def _nicctl_ports(document: Any) -> Iterator[tuple[str, Reading]]:
             up = {"UP": True, "DOWN": False}.get(str(status.get("operational_status")))
             count = int(downs) if downs.isascii() and downs.isdigit() and len(downs) < 19 else None
             yield f"nic {str(card.get('id', ''))[:100]} {name}", Reading(up, count)
-
-
-def _read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
-    """Return at most `most` bytes of a regular file after the first `skip`, without waiting."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        return os.pread(fd, most, skip)
-    finally:
-        os.close(fd)
 
 
 def _is_active(state: str, physical: str) -> bool | None:

@@ -2,16 +2,20 @@
 
 import dataclasses
 import errno
+import functools
+import os
 import random
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
-from zaya_jax.aegis.attempt import Attempt, Shared
+from zaya_jax.aegis.attempt import Attempt
 from zaya_jax.aegis.command import TrainingCommand
 from zaya_jax.aegis.decision import Decision, decide
 from zaya_jax.aegis.exit_codes import SupervisorExit
@@ -21,6 +25,7 @@ from zaya_jax.aegis.observation import FaultClass, Severity
 from zaya_jax.aegis.policy import Policy
 from zaya_jax.aegis.processes import adopt_orphans
 from zaya_jax.aegis.rollback import plan_rollback, roll_back
+from zaya_jax.aegis.shared import Shared
 from zaya_jax.aegis.state import write_state, write_verdict
 from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.aegis.watch import Watch
@@ -29,6 +34,8 @@ from zaya_jax.run.digests import digest
 
 _TICK = 0.05  # seconds
 _LAST_NEWS = 10.0  # seconds that commands which tell of the end may take
+_LAST_FILES = 5.0  # seconds that writing the last files may take
+_T = TypeVar("_T")
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -50,7 +57,7 @@ class Supervisor:
         self._command, self._policy, self._environment = command, policy, environment
         timeouts = Timeouts(policy.timeouts, folder, digest("\0".join(command.argv).encode()))
         self._shared = Shared(folder, node, policy, timeouts)
-        self._watch = Watch(policy, command.run_dir)
+        self._watch = Watch(policy, command.run_dir, self._shared.files)
         self._failures: list[tuple[float, Failure]] = []
         self._faults_made = 0  # by a drill
 
@@ -75,30 +82,37 @@ class Supervisor:
 
     def _end(self, code: SupervisorExit, why: str) -> None:
         """Write how it ended, everywhere."""
-        shared = self._shared
-        shared.timeouts.save()
+        shared, submit = self._shared, self._shared.files.submit
         self._watch.close()
         severity = Severity.INFO if code in (SupervisorExit.DONE, SupervisorExit.PREEMPTED) else Severity.FATAL
         shared.log.write("act", f"exit-{code.name.lower()}", severity=severity, text=why, exit_code=int(code))
-        write_verdict(shared.folder, code, why, shared.log.attempt, shared.best_step)
-        write_state(shared.folder, attempt=shared.log.attempt, state="ended", exit_code=int(code), why=why, ranks=[])
+        folder, attempt, step = shared.folder, shared.log.attempt, shared.best_step
+        submit(lambda: write_verdict(folder, code, why, attempt, step))
+        submit(lambda: write_state(folder, attempt=attempt, state="ended", exit_code=int(code), why=why, ranks=[]))
+        submit(shared.timeouts.save)
         shared.outputs[1].say(f"{why} Exit code {int(code)}.")
         for output in shared.outputs:
             if output.dropped:
                 shared.outputs[1].say(f"{output.dropped:,} bytes of output were dropped, since nobody read them.")
             output.flush(1.0)
         shared.notifier.close(_LAST_NEWS)
-        shared.log.close()
+        if not shared.log.close(_LAST_FILES):
+            shared.outputs[1].say("The run folder does not answer, so it may not have the verdict.")
+            shared.outputs[1].flush(1.0)
+            os._exit(code)  # closing its files would wait, too
 
     def _supervise(self) -> tuple[SupervisorExit, str]:
         shared = self._shared
         while True:
-            processes = [(argv, {**self._environment, **variables})
-                         for argv, variables in self._command.processes(f"127.0.0.1:{_free_port()}")]  # fmt: skip
             self._watch.start_attempt()
             try:
-                expects_records = self._command.config is not None
-                attempt = Attempt(shared, processes, self._watch, expects_records=expects_records)
+                trains = self._command.config is not None
+                list_processes = functools.partial(self._command.processes, f"127.0.0.1:{_free_port()}")
+                listed = self._read(list_processes) if trains else list_processes()  # which then reads nothing
+                processes = [(argv, {**self._environment, **variables}) for argv, variables in listed]
+                attempt = Attempt(shared, processes, self._watch, expects_records=trains)
+            except TimeoutError as error:
+                failure = Failure(FaultClass.DISK, "folder-silent", None, -1, str(error))
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
                     return SupervisorExit.CONFIGURATION, f"The command cannot be started: {error}."
@@ -165,18 +179,34 @@ class Supervisor:
         return dataclasses.replace(decision, why=f"{decision.why} Training continues on the devices {devices}.")
 
     def _roll_back(self, failure: Failure, decision: Decision) -> Decision:
-        plan = plan_rollback(self._command, failure)
-        why = "No checkpoint is older than the bad steps."
-        if plan is not None:
-            try:
+        plan, why = None, "No checkpoint is older than the bad steps."
+        try:
+            plan = self._read(lambda: plan_rollback(self._command, failure))
+            if plan is not None:
                 self._command = roll_back(self._command, plan, lambda: bool(self._shared.signals))
-            except (InputError, OSError) as error:
-                plan, why = None, str(error)
+        except (InputError, OSError) as error:
+            plan, why = None, str(error)
         if plan is None:
             return dataclasses.replace(decision, exit_code=SupervisorExit.DO_NOT_REQUEUE, why=f"{decision.why} {why}")
         return dataclasses.replace(decision, why=(
             f"{decision.why} Resuming from step {plan.step} without the rows {plan.first} to {plan.end - 1}."
         ))  # fmt: skip
+
+    def _read(self, job: Callable[[], _T]) -> _T:
+        """Return what `job` reads in the run folder.
+
+        Raises:
+          TimeoutError: the run folder has not answered for as long as a process may take to open it, or a signal asks
+            to stop.
+        """
+        result, deadline = self._shared.files.submit(job), time.monotonic() + self._policy.timeouts.open
+        while not wait_for([result], _TICK).done:
+            if self._shared.signals or time.monotonic() > deadline:
+                raise TimeoutError(f"The file system of {self._command.run_dir} does not answer.")
+            for observation in self._watch.poll_folder():
+                self._shared.log.write("detect", observation.code, severity=observation.severity, text=observation.text,
+                                       fault=observation.fault)  # fmt: skip
+        return result.result()
 
     def _sleep(self, seconds: float) -> None:
         """Wait, but not longer than until a signal asks to stop."""
@@ -185,7 +215,7 @@ class Supervisor:
             time.sleep(min(left, _TICK))
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
-        self._shared.signals.append(number)
+        self._shared.note_signal(number)
 
 
 def _free_port() -> int:

@@ -1,7 +1,6 @@
 """How long a process may stay in a phase: learned from the longest stays, within the policy's limits."""
 
 import json
-import time
 from pathlib import Path
 
 from zaya_jax.aegis.policy import TimeoutPolicy
@@ -57,23 +56,3 @@ class Timeouts:
             write_atomically(self._path, json.dumps({"command": self._command, "longest": self._longest}) + "\n")
         except OSError:
             return
-
-
-class Silence:
-    """How long a process has made no progress, as seen by the supervisor.
-
-    It adds up the time between looks, each counted with at most `most` seconds: a supervisor that was stopped, or whose
-    machine slept, has not seen the process be silent meanwhile. No clock of the process is used.
-    """
-
-    def __init__(self, most: float) -> None:
-        """Start now."""
-        self._most, self._looked, self._writes, self.seconds = most, time.monotonic(), -1, 0.0
-
-    def look(self, writes: int) -> float:
-        """Return the seconds of silence, given the number of writes to the record."""
-        now = time.monotonic()
-        passed, self._looked = now - self._looked, now
-        self.seconds = 0.0 if writes != self._writes else self.seconds + min(passed, self._most)
-        self._writes = writes
-        return self.seconds

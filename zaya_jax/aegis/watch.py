@@ -1,8 +1,10 @@
 """Everything that is watched besides the processes themselves, in one place for the supervisor to ask."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+from zaya_jax.aegis.file_worker import FileWorker
 from zaya_jax.aegis.gpu_probe import GpuProbe
 from zaya_jax.aegis.host import HostWatch
 from zaya_jax.aegis.kernel_log import KernelLog
@@ -14,19 +16,22 @@ from zaya_jax.aegis.signatures import match, observe_line
 from zaya_jax.aegis.training_watch import LossWatch, StragglerWatch
 
 _EVERY = 1.0  # seconds between two looks at the machine
+_SILENT = 30.0  # seconds after which a run folder that does not answer is reported
 
 
 class Watch:
     """Watches the machine for as long as the supervisor runs, and output and training attempt by attempt."""
 
-    def __init__(self, policy: Policy, run_dir: Path) -> None:
-        """Start to watch the machine, and the disk of `run_dir`."""
-        self._policy = policy
+    def __init__(self, policy: Policy, run_dir: Path, files: FileWorker) -> None:
+        """Start to watch the machine, and the disk of `run_dir`, whose files `files` reads and writes."""
+        self._policy, self._run_dir, self._files = policy, run_dir, files
         self._kernel_log = None if policy.watch.kernel_log is None else KernelLog(Path(policy.watch.kernel_log))
         telemetry = policy.watch.network_telemetry
         self._network = NetworkWatch(Path(policy.watch.sysfs), policy.watch.link_down_seconds,
                                      None if telemetry is None else Path(telemetry))  # fmt: skip
         self._host = HostWatch(run_dir)
+        self._disk: Future[list[Observation]] | None = None  # what is being read
+        self._is_silent = False  # whether the run folder has not answered for long
         self._gpus = GpuProbe(policy.watch.gpu_seconds, policy.watch.gpu_timeout)
         self._looked = float("-inf")
         self.start_attempt()
@@ -68,7 +73,26 @@ class Watch:
         for line in [] if self._kernel_log is None else self._kernel_log.read():
             if (signature := match("kernel", line)) is not None:
                 seen.append(signature.observe(line))
-        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now)]
+        return [*seen, *self._network.poll(now), *self._host.poll(), *self._gpus.poll(now), *self.poll_folder()]
+
+    def poll_folder(self) -> list[Observation]:
+        """Return what is new of the run folder: its free space, and whether its file system answers."""
+        seen: list[Observation] = []
+        seconds = self._files.silent_seconds
+        if (seconds > _SILENT) != self._is_silent:
+            self._is_silent = not self._is_silent
+            seen.append(
+                Observation("folder-silent", FaultClass.DISK, Severity.ERROR, f"The file system of {self._run_dir} has "
+                            f"not answered for {seconds:.0f} s. The supervisor continues without it.")
+                if self._is_silent else
+                Observation("folder-answers", FaultClass.DISK, Severity.INFO,
+                            f"The file system of {self._run_dir} answers again.")
+            )  # fmt: skip
+        if self._disk is None or self._disk.done():
+            if self._disk is not None and self._disk.exception() is None:
+                seen += self._disk.result()
+            self._disk = self._files.submit(self._host.poll_disk)
+        return seen
 
     def close(self) -> None:
         """Stop watching."""

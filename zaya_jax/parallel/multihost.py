@@ -16,6 +16,7 @@ from jax._src import clusters, distributed
 
 from zaya_jax.errors import ExitCode, InputError, RunStopped, last_words
 from zaya_jax.hardware.presets import HEARTBEAT_MARGIN
+from zaya_jax.parallel.compilation_cache import share_compilation_cache
 from zaya_jax.parallel.peer_liveness import PeerLiveness
 from zaya_jax.parallel.relay import relay
 from zaya_jax.parallel.rendezvous import Job, meet, split_address
@@ -80,6 +81,7 @@ def join(
     os.environ["no_grpc_proxy"] = f"{direct},127.0.0.1,{job.host}"  # noqa: SIM112
     jax.config.update("jax_check_proxy_envs", False)  # it would warn about the line above
     jax.config.update("jax_enable_preemption_service", False)  # `StopStep` takes its place
+    share_compilation_cache()
     try:
         jax.distributed.initialize(
             relay(job.host, job.port) if job.process else job.address, job.processes, job.process,

@@ -13,16 +13,21 @@ class Preemption(Listener):
 
     Before that, and from the second signal on, the process exits at once, as it would without this class. In a job of
     several processes, a signal to any of them makes all save and exit.
+
+    Under a supervisor, later signals change nothing: a scheduler may signal the supervisor and the trainer, and the
+    supervisor passes its own on, so a second one is no second request. The supervisor kills a trainer that must not
+    finish.
     """
 
-    def __init__(self, stop_step: StopStep | None = None) -> None:
+    def __init__(self, stop_step: StopStep | None = None, *, is_supervised: bool = False) -> None:
         """Create a listener; `with` activates it.
 
         Args:
           stop_step: agreement with the other processes of the job; None if this process is alone.
+          is_supervised: whether a supervisor kills this process if it takes too long.
         """
         super().__init__(self._announce, self._handle_signal)
-        self._stop_step = stop_step
+        self._stop_step, self._is_supervised = stop_step, is_supervised
         self._armed = self._announced = False
         self._number: int | None = None
 
@@ -53,6 +58,8 @@ class Preemption(Listener):
         """Handle a signal in the main thread, between two of its instructions."""
         if self._armed and self._number is None:
             self._number = number
+        elif self._armed and self._is_supervised:
+            return
         elif not self.nested:
             before = self.before.get(number)
             if callable(before):
@@ -67,6 +74,7 @@ class Preemption(Listener):
             self._announced = True
             if self._stop_step is not None:
                 self._stop_step.request()
-            warn(f"{NAMES[number]}: saving after this step, then exiting. Another {NAMES[number]} exits at once.")
-        else:
+            more = "" if self._is_supervised else f" Another {NAMES[number]} exits at once."
+            warn(f"{NAMES[number]}: saving after this step, then exiting.{more}")
+        elif not (self._armed and self._is_supervised):
             self.pass_on(number)

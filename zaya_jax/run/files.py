@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,17 @@ def require_regular(path: Path) -> None:
     """Raise `InputError` for a folder, a device or a pipe; reading a pipe would block."""
     if path.exists() and not path.is_file():
         raise InputError(f"{path} cannot be read: it is a folder, a pipe or a device, not a regular file.")
+
+
+def read_start(path: str | Path, most: int, skip: int = 0) -> bytes:
+    """Return at most `most` bytes of a regular file after the first `skip`, without waiting; raises `OSError`."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        return os.pread(fd, most, skip)
+    finally:
+        os.close(fd)
 
 
 def read_json(path: Path) -> Any:

@@ -97,7 +97,11 @@ SIZE = _WORDS_AT + _WORDS.size + _LONGEST_SENTENCE  # bytes of a record
 
 
 class ProgressRecord:
-    """The writing side; each write takes about a microsecond and cannot block or fail."""
+    """The writing side; each write takes about a microsecond and cannot block or fail.
+
+    Attributes:
+      is_supervised: whether a supervisor reads it.
+    """
 
     def __init__(self, path: Path | None = None) -> None:
         """Write to the record at `path`, which must have `SIZE` bytes; None writes to memory that nobody reads.
@@ -106,6 +110,7 @@ class ProgressRecord:
           OSError: the file cannot be opened.
           ValueError: it is too small.
         """
+        self.is_supervised = path is not None
         if path is None:
             self._memory = mmap.mmap(-1, SIZE)
         else:

@@ -124,7 +124,7 @@ def run_training(
         prepared = primary_first(lambda: open_sources(config))
         if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)
-        preemption = enter(Preemption(peers and peers.stop_step))
+        preemption = enter(Preemption(peers and peers.stop_step, is_supervised=progress.is_supervised))
         shares = [programs[phase].placement.share for phase in range(len(config.phases))]
         batches = enter(train_batches(config, prepared, shares=shares))
         evaluators: list[Evaluator] = [heldout := HeldoutEvaluator(config, prepared)]

@@ -1,0 +1,70 @@
+"""What the attempts of a supervisor share: event log, output, requests to stop, and how far training is."""
+
+import signal
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from zaya_jax.aegis.events import EventLog
+from zaya_jax.aegis.file_worker import FileWorker
+from zaya_jax.aegis.notify import Notifier
+from zaya_jax.aegis.output import Output
+from zaya_jax.aegis.policy import Policy
+from zaya_jax.aegis.timeouts import Timeouts
+
+_ONE_REQUEST = 1.0  # seconds in which several SIGTERM or SIGHUP are one request: schedulers may send both, or one twice
+
+
+class Detected(NamedTuple):
+    """A failure from which the job has not recovered.
+
+    Attributes:
+      event: id of the event.
+      time: of the detection, of `time.monotonic`.
+      attempt: in which it happened.
+    """
+
+    event: int
+    time: float
+    attempt: int
+
+
+class Shared:
+    """What the attempts of a supervisor share.
+
+    Attributes:
+      folder: of the supervisor.
+      policy: of the supervisor.
+      files: reads and writes what is in the run folder.
+      log: its event log.
+      timeouts: of the phases, as learned so far.
+      outputs: its stdout and stderr.
+      notifier: tells people of severe events.
+      signals: numbers of the signals that asked to stop, one for each request.
+      detected: the failure that is not recovered from; None if there is none.
+      best_step: greatest number of steps done; -1 before the first.
+    """
+
+    def __init__(self, folder: Path, node: str, policy: Policy, timeouts: Timeouts) -> None:
+        """Open the event log of this `node` in `folder`."""
+        self.folder, self.policy, self.timeouts = folder, policy, timeouts
+        self.notifier = Notifier(policy.notify)
+        self.files = FileWorker()
+        self.log = EventLog(folder, node, self.files, self.notifier.send)
+        self.outputs = Output(1), Output(2)
+        self.signals: list[int] = []
+        self._signalled = 0.0  # when the last request came
+        self.detected: Detected | None = None
+        self.best_step = -1
+
+    @property
+    def cause(self) -> int | None:
+        """The event of the failure that is not recovered from."""
+        return None if self.detected is None else self.detected.event
+
+    def note_signal(self, number: int) -> None:
+        """Note that a signal asks to stop. Ctrl-C is a request each time, since a person presses it."""
+        now = time.monotonic()
+        if number == signal.SIGINT or not self.signals or now - self._signalled > _ONE_REQUEST:
+            self.signals.append(number)
+            self._signalled = now

@@ -1,0 +1,28 @@
+"""jax's compilation cache in jobs of several processes on CPUs."""
+
+from typing import Any
+
+import numpy as np
+from jax._src import cache_key
+
+from zaya_jax.hardware.detection import cpu_name
+
+
+def share_compilation_cache() -> None:
+    """Let all processes of a job on CPUs load what process 0 has compiled; on GPUs they do so anyway.
+
+    Only process 0 writes to jax's cache. The keys contain a fingerprint of the topology, which on CPUs differs from
+    process to process although nothing else in them does, so the others would compile again at every start. The
+    devices of the job are in each key by their ids, too; the name of the processor takes the place of the fingerprint.
+    """
+    hash_topology = getattr(cache_key, "_hash_accelerator_config", None)
+    if hash_topology is None:  # another version of jax: only process 0 then uses the cache
+        return
+
+    def hash_devices(hash_obj: Any, devices: np.ndarray) -> None:
+        if devices.flat[0].platform == "cpu":
+            hash_obj.update(cpu_name().encode())
+        else:
+            hash_topology(hash_obj, devices)
+
+    cache_key._hash_accelerator_config = hash_devices
