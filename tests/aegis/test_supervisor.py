@@ -93,7 +93,8 @@ def test_bad_input_ends_at_once(tmp_path):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 85), (signal.SIGINT, 130), (signal.SIGHUP, 85)])
 def test_a_request_to_stop_is_passed_on_and_the_trainer_saves(tmp_path, number, code):
     supervised = supervise_light(tmp_path, 5000, processes=2)
-    supervised.wait_for(tmp_path / "checkpoint-1")
+    for process in range(2):
+        supervised.wait_for(tmp_path / f"checkpoint-{process}")
     supervised.process.send_signal(number)
     assert supervised.wait() == code
     (end,) = supervised.kinds("end")
@@ -132,7 +133,8 @@ def test_nothing_outlives_the_supervisor_and_its_command_resumes(tmp_path, shell
     script = [sys.executable, str(LIGHT), str(tmp_path)]
     command = ["sh", "-c", '"$@"; exit $?', "sh", *script] if shell else script
     supervised = Supervised(tmp_path, [*command, "5000"], 2)
-    supervised.wait_for(tmp_path / "checkpoint-1")
+    for process in range(2):
+        supervised.wait_for(tmp_path / f"checkpoint-{process}")
     assert len(left_running(tmp_path)) == (5 if shell else 3)
     supervised.process.send_signal(signal.SIGKILL)
     supervised.wait()
