@@ -156,7 +156,8 @@ def test_checks_have_the_widths_of_the_model_and_follow_what_is_done():
     for operation in OPERATIONS.values():
         for check in operation.checks(EXAMPLE, True).values():
             sizes = {size for x in check.inputs for size in x.shape}
-            assert sizes & {EXAMPLE.hidden_size, EXAMPLE.head_dim, EXAMPLE.expert_size}, operation.name
+            widths = {EXAMPLE.hidden_size, EXAMPLE.head_dim, EXAMPLE.router_size, EXAMPLE.expert_size}
+            assert sizes & widths, operation.name
     for name in ("attention", "partial_attention"):
         assert f"{name}, decode" in OPERATIONS[name].checks(EXAMPLE, False)
     assert not OPERATIONS["momentum"].checks(EXAMPLE, False)

@@ -41,7 +41,7 @@ COLLECTIVE = re.compile(r"stablehlo\.(all_gather|reduce_scatter|all_to_all|all_r
 def lowered(parallel: ParallelConfig, platform: str) -> tuple[jax.stages.Traced, jax.stages.Lowered]:
     """A bf16 step on eight devices of `platform`, over a mesh that has none."""
     train = dataclasses.replace(WIDE.train, compute_dtype="bfloat16", remat="full")
-    model = dataclasses.replace(WIDE.model, head_dim=64)  # the least that the kernel of the mix takes
+    model = dataclasses.replace(WIDE.model, head_dim=64, router_size=16)  # the least that the kernels take
     config = dataclasses.replace(WIDE, model=model, parallel=parallel, train=train)
     program = Programs(config, preferred_kernels(TARGETS[platform]), 8)[0]
     sizes = program.placement.mesh
@@ -78,7 +78,7 @@ def test_the_step_lowers_for_eight_gpus(name, platform):
     assert set(moved) == expected
     kernels = set(kernel_names(program))
     assert {"residual_norm_forward", "residual_norm_backward", "cca_mix", "cca_mix_backward"} <= kernels
-    assert {"momentum", "gram"} <= kernels
+    assert {"router_forward", "router_backward", "class_sort", "momentum", "gram"} <= kernels
     # A part of a ring has few queries here, and so the kernel for few.
     assert {"attention", "attention_backward_keys"} <= kernels or {"attention_decode", "attention_join"} <= kernels
     # Each stands where shapes are those of a device: outside, the compiler would gather what it is given.
