@@ -203,6 +203,8 @@ def test_adapters_and_base_lie_as_the_table_says():
     placement = simulated_programs(config, 4)[0].placement
     a, b, whole = (placement.leaves[f"blocks.0.mixture.experts.down{part}"] for part in (".lora_a", ".lora_b", ""))
     assert a.own == b.own == whole.own == ("expert",)
+    assert a.experts_over == b.experts_over == whole.experts_over == ("fsdp",)  # each device has whole adapters
+    a, b = (placement.leaves[f"blocks.0.attention.query{part}"] for part in (".lora_a", ".lora_b"))
     assert a.axis == -2  # rows of A and columns of B: the rank is never split
     assert b.axis == -1
     names = [f"blocks.0.mixture.experts.down{part}" for part in (".lora_a", ".lora_b", "")]
