@@ -71,8 +71,8 @@ def test_a_full_disk_restarts_nothing_and_saving_resumes(tmp_path):
     if not shutil.which("mount") or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("file systems cannot be mounted here")
     try:
-        expected = undisturbed(tmp_path, 1, 240)
-        run = Run(disk, 1, 240)
+        expected = undisturbed(tmp_path, 1, 120)
+        run = Run(disk, 1, 120)
         supervised = run.start()
         supervised.wait_for(run.run_dir / "checkpoints" / "8", 60)
         fill(disk / "ballast", 0)
@@ -82,7 +82,7 @@ def test_a_full_disk_restarts_nothing_and_saving_resumes(tmp_path):
         assert supervised.wait(600) == 0, supervised.said
         assert len(supervised.kinds("start")) == 1
         assert "disk-low" in [event["code"] for event in supervised.faults]
-        assert max(saved_steps(run.run_dir / "checkpoints")) == 240
+        assert max(saved_steps(run.run_dir / "checkpoints")) == 120
         assert run.results()[0] == expected[0]
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)

@@ -86,7 +86,7 @@ def parse_fault(text: str) -> Fault:
 def arm(faults: Sequence[Fault], process: int, marks: Path) -> None:
     """Let the next fault happen when the progress record of its process gets there."""
     enter, index = ProgressRecord.enter, len(read_marks(marks))
-    if index == len(faults) or faults[index].process != process:
+    if index >= len(faults) or faults[index].process != process:
         return
     fault = faults[index]
 
