@@ -29,8 +29,8 @@ def pack_small(blocks: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     leaves, tree = jax.tree.flatten(blocks, is_leaf=lambda x: isinstance(x, Accumulated))
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
-        small = not isinstance(leaf, Accumulated) and math.prod(leaf.shape[1:]) <= SMALL
-        alike.setdefault((leaf.shape, leaf.dtype) if small else (index,), []).append(index)
+        alone = isinstance(leaf, Accumulated) or math.prod(leaf.shape[1:]) > SMALL
+        alike.setdefault((index,) if alone else (leaf.shape, leaf.dtype), []).append(index)
     groups = list(alike.values())
 
     def unpack(packed: list[Any]) -> Any:
