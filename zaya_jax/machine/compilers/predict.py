@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pallas_kernels.router import CLASSES
 from zaya_jax.config import ModelConfig
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
 from zaya_jax.hardware.data_sheets import Hardware
@@ -19,6 +18,7 @@ from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import Collective, collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
+from zaya_jax.ops.router import CLASSES
 
 
 class Cost(NamedTuple):
