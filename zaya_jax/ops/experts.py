@@ -9,7 +9,6 @@ The kernels take the matrices from the stack of all layers, and add their gradie
 of a layer's matrices would take as much memory traffic as everything else in the layer.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -109,32 +108,33 @@ def _kernel(
 ) -> jax.Array:  # fmt: skip
     order, sizes_e = _sort(expert_t, down_efd.shape[0])
     order = checkpoint_name(order, MATMUL_OUTPUT)  # saves a sort for 4 bytes per token
-    gate_up, down = in_stack(gate_up_edf), in_stack(down_efd)
-    out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up, down)
+    out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
     return checkpoint_name(out_td, MATMUL_OUTPUT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _experts(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-             gate_up: StackedLayer, down: StackedLayer) -> jax.Array:  # fmt: skip
+             gate_up: Matrices, down: Matrices) -> jax.Array:  # fmt: skip
     (hidden_tf,) = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=False)
     return _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
 
 
-def _hidden(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: StackedLayer,
+def _hidden(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: Matrices,
             keep: bool) -> tuple[jax.Array, ...]:  # fmt: skip
-    return grouped_swiglu(h_td, order_t, gate_up.stack, sizes_e, layer=gate_up.layer, keep=keep,
+    matrices = in_stack(gate_up)
+    return grouped_swiglu(h_td, order_t, matrices.stack, sizes_e, layer=matrices.layer, keep=keep,
                           architecture=architecture)  # fmt: skip
 
 
 def _out(architecture: str, hidden_tf: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-         down: StackedLayer) -> jax.Array:  # fmt: skip
-    return grouped_product(hidden_tf, down.stack, sizes_e, layer=down.layer, order_t=order_t, scale_t=weight_t,
+         down: Matrices) -> jax.Array:  # fmt: skip
+    matrices = in_stack(down)
+    return grouped_product(hidden_tf, matrices.stack, sizes_e, layer=matrices.layer, order_t=order_t, scale_t=weight_t,
                            architecture=architecture)  # fmt: skip
 
 
 def _experts_forward(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-                     gate_up: StackedLayer, down: StackedLayer) -> tuple[jax.Array, Any]:  # fmt: skip
+                     gate_up: Matrices, down: Matrices) -> tuple[jax.Array, Any]:  # fmt: skip
     hidden_tf, gate_up_tf = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=True)
     out_td = _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
     gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
@@ -143,26 +143,28 @@ def _experts_forward(architecture: str, h_td: jax.Array, order_t: jax.Array, siz
 
 def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
     h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf = saved
+    in_up, in_down = in_stack(gate_up), in_stack(down)
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, down.stack, gate_up_tf, sizes_e, layer=down.layer, architecture=architecture
+        dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
     )
     outer = functools.partial(_outer, architecture, sizes_e=sizes_e, order_t=order_t)
     ddown = outer(down, hidden_tf, dout_td, moved="y")
     dgate_up = outer(gate_up, h_td, dgate_up_tf, moved="x")
     dh_td = grouped_product(
-        dgate_up_tf, gate_up.stack, sizes_e, layer=gate_up.layer, transpose=True, order_t=order_t,
+        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t,
         architecture=architecture,
     )  # fmt: skip
     none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
     return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up, ddown
 
 
-def _outer(architecture: str, matrices: StackedLayer, x_tp: jax.Array, y_tq: jax.Array, **options: Any) -> Any:
+def _outer(architecture: str, matrices: Matrices, x_tp: jax.Array, y_tq: jax.Array, **options: Any) -> Any:
     """Return the gradient of `matrices`, or add it to their total; `options` are those of `grouped_outer`."""
     outer = functools.partial(grouped_outer, x_tp, y_tq, architecture=architecture, **options)
-    if matrices.total is None:
-        return dataclasses.replace(matrices, stack=outer(), layer=_NONE)
-    matrices.total[...] = outer(total_lepq=matrices.total[...], layer=matrices.layer)
+    if not isinstance(matrices, StackedLayer):
+        return outer()[0]
+    total: Any = matrices.total
+    total[...] = outer(total_lepq=total[...], layer=matrices.layer)
     return StackedLayer(_NONE, _NONE, _NONE, jnp.zeros((), jnp.float32))
 
 
