@@ -127,17 +127,17 @@ def _experts(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: ja
     return _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
 
 
-def _hidden(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, matrices: Matrices,
+def _hidden(architecture: str, h_td: jax.Array, order_t: jax.Array, sizes_e: jax.Array, gate_up: Matrices,
             keep: bool) -> tuple[jax.Array, ...]:  # fmt: skip
-    gate_up = in_stack(matrices)
-    return grouped_swiglu(h_td, order_t, gate_up.stack, sizes_e, layer=gate_up.layer, keep=keep,
+    matrices = in_stack(gate_up)
+    return grouped_swiglu(h_td, order_t, matrices.stack, sizes_e, layer=matrices.layer, keep=keep,
                           architecture=architecture)  # fmt: skip
 
 
 def _out(architecture: str, hidden_tf: jax.Array, order_t: jax.Array, sizes_e: jax.Array, weight_t: jax.Array,
-         matrices: Matrices) -> jax.Array:  # fmt: skip
-    down = in_stack(matrices)
-    return grouped_product(hidden_tf, down.stack, sizes_e, layer=down.layer, order_t=order_t, scale_t=weight_t,
+         down: Matrices) -> jax.Array:  # fmt: skip
+    matrices = in_stack(down)
+    return grouped_product(hidden_tf, matrices.stack, sizes_e, layer=matrices.layer, order_t=order_t, scale_t=weight_t,
                            architecture=architecture)  # fmt: skip
 
 
@@ -146,21 +146,20 @@ def _experts_forward(architecture: str, h_td: jax.Array, order_t: jax.Array, siz
     hidden_tf, gate_up_tf = _hidden(architecture, h_td, order_t, sizes_e, gate_up, keep=True)
     out_td = _out(architecture, hidden_tf, order_t, sizes_e, weight_t, down)
     gate_up_tf = checkpoint_name(gate_up_tf, MATMUL_OUTPUT)
-    # The matrices as they came: a loop over layers keeps no copy of its inputs, but would keep one of a reshaped one.
     return out_td, (h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf)
 
 
 def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tuple[Any, ...]:
-    h_td, order_t, sizes_e, weight_t, gate_up_edf, down_efd, gate_up_tf = saved
-    gate_up, down = in_stack(gate_up_edf), in_stack(down_efd)
+    h_td, order_t, sizes_e, weight_t, gate_up, down, gate_up_tf = saved
+    in_up, in_down = in_stack(gate_up), in_stack(down)
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
-        dout_td, order_t, weight_t, down.stack, gate_up_tf, sizes_e, layer=down.layer, architecture=architecture
+        dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
     )
     outer = functools.partial(_outer, architecture, sizes_e=sizes_e, order_t=order_t)
-    ddown = outer(down_efd, hidden_tf, dout_td, moved="y")
-    dgate_up = outer(gate_up_edf, h_td, dgate_up_tf, moved="x")
+    ddown = outer(down, hidden_tf, dout_td, moved="y")
+    dgate_up = outer(gate_up, h_td, dgate_up_tf, moved="x")
     dh_td = grouped_product(
-        dgate_up_tf, gate_up.stack, sizes_e, layer=gate_up.layer, transpose=True, order_t=order_t,
+        dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t,
         architecture=architecture,
     )  # fmt: skip
     none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
@@ -172,9 +171,8 @@ def _outer(architecture: str, matrices: Matrices, x_tp: jax.Array, y_tq: jax.Arr
     outer = functools.partial(grouped_outer, x_tp, y_tq, architecture=architecture, **options)
     if not isinstance(matrices, StackedLayer):
         return outer()[0]
-    if matrices.total is None:
-        raise ValueError("A layer in a stack has no gradient without a total.")
-    matrices.total[...] = outer(total_lepq=matrices.total[...], layer=matrices.layer)
+    total: Any = matrices.total
+    total[...] = outer(total_lepq=total[...], layer=matrices.layer)
     return StackedLayer(_NONE, _NONE, _NONE, jnp.zeros((), jnp.float32))
 
 
