@@ -29,12 +29,12 @@ MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
 QUICK = ("data", MIXED)
 REST = ("micro_batch", "fsdp", "hybrid", "expert4", GATHERED, "ring_zigzag4")
 
-# How often what stands in a place runs in a step. A step does its first micro-batch, and a loop the other six: a
-# number that no other loop with a collective has.
+# How often what stands in a place runs in a step. A loop does all seven micro-batches: a number that no other loop with
+# a collective has.
 MICRO = 7
 LAYER = MICRO * 2
 HOP = 3  # of four devices in a ring
-LOOPS = {MICRO - 1: "", 2: "layers", HOP: "hops"}
+LOOPS = {MICRO: "", 2: "layers", HOP: "hops"}
 
 # Parameters by where they are. The temperatures are too few to split.
 SPLIT, LAYERED, EXPERTS, MATRICES = 34, 30, 2, 11
