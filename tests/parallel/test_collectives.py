@@ -29,14 +29,14 @@ MIXED, GATHERED = "fsdp_expert_context", "all_gather_zigzag4"
 QUICK = ("data", MIXED)
 REST = ("micro_batch", "fsdp", "hybrid", "expert4", GATHERED, "ring_zigzag4")
 
-# How often what stands in a place runs in a step. A step does its first micro-batch and its last, in which gradients
-# are reduced, and a loop the five others; if each is reduced, a loop does six. No other loop with a collective has
+# How often what stands in a place runs in a step. A loop does all seven micro-batches, or six of them: the last one
+# stands alone if its layers reduce gradients, and the first one if each is reduced. No other loop with a collective has
 # these numbers.
 MICRO = 7
 GROUPS = 2
 LAYER = MICRO * GROUPS
 HOP = 3  # of four devices in a ring
-LOOPS = {MICRO - 1: "", MICRO - 2: "", GROUPS: "layers", HOP: "hops"}
+LOOPS = {MICRO: "", MICRO - 1: "", GROUPS: "layers", HOP: "hops"}
 
 # Parameters by where they are. The temperatures are too few to split.
 SPLIT, EXPERTS, MATRICES = 34, 2, 11
