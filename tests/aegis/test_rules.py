@@ -153,7 +153,8 @@ def test_people_are_told_of_severe_events_and_of_the_end(tmp_path):
 @pytest.mark.parametrize("acts", [False, True])
 def test_a_loss_that_is_not_finite_is_reported_and_ends_the_run_only_if_the_policy_says_so(tmp_path, acts):
     policy = {"training": {"spike_steps": 5}} | ({"log_only": []} if acts else {})
-    supervised = supervise_light(tmp_path, 60, "diverge@12", policy=policy)
+    steps = 400 if acts else 60  # enough that training has not ended before the supervisor reads the losses
+    supervised = supervise_light(tmp_path, steps, "diverge@12", policy=policy)
     assert supervised.wait() == (SupervisorExit.DO_NOT_REQUEUE if acts else SupervisorExit.DONE)
     (detected,) = [event for event in supervised.faults if event["code"] == "loss-not-finite"]
     assert "5 steps, until step" in detected["text"]

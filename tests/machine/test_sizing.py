@@ -96,9 +96,9 @@ def test_the_command_checks_every_phase(tmp_path, capsys):
     found = {phase: {row["rule"]: row for row in rows} for phase, rows in result["phases"].items()}
     assert list(found) == ["pretrain_1", "pretrain_2", "midtrain", "sft"]
     assert all(len(rows) == len(RULES) for rows in found.values())
-    # A layer in bf16: 2 · 16 · 3 · 2,048² of the experts, and a little more.
+    # The matrices of a layer in bf16: 2 · 16 · 3 · 2,048² of the experts, and a little more.
     message = found["pretrain_1"]["size of messages"]
-    assert (message["status"], message["value"]) == ("PASS", "415 MB, saturated at 9 MB")
+    assert (message["status"], message["value"]) == ("PASS", "414 MB, saturated at 9 MB")
     assert found["pretrain_1"]["data parallelism first"]["value"] == "fsdp 8"
     assert status == int("failed" in result)
     assert "Phase sft" in capsys.readouterr().out

@@ -233,8 +233,8 @@ def moved(calls, name):
         # Of a device's two pieces, one permutation carries the halos of the front ones, another of the back ones.
         units = sequences if call.kind == "collective-permute" else sequences * WIDE.data.context
         counts[call.kind, whole / units] += 1
-    # In a step they stand in three loops: those of the first micro-batch, of the last, and of the others.
-    programs = 3 if len({call.loops for call in calls}) > 1 else 1
+    # In a step they stand in two loops: those of the last micro-batch, and of the others.
+    programs = 2 if len({call.loops for call in calls}) > 1 else 1
     return {what: count / programs for what, count in counts.items()}
 
 

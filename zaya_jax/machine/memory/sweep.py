@@ -74,8 +74,8 @@ def _widths(model: ModelConfig, size: int) -> Sizes:
     width, fused = model.hidden_size, 2 * model.expert_size
     tokens = max(1, size // (bandwidth.ITEM * width))
     matrices = max(1, size // (bandwidth.ITEM * width * fused))
-    return Sizes(tokens, tokens, tokens, width, model.num_query_heads, model.num_kv_heads, model.head_dim, 1, 8,
-                 model.expert_size, (matrices, width, fused), (1, 8))  # fmt: skip
+    return Sizes(tokens, tokens, tokens, width, model.num_query_heads, model.num_kv_heads, model.head_dim,
+                 model.router_size, 1, 8, model.expert_size, (matrices, width, fused), (1, 8))  # fmt: skip
 
 
 def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, repeats: int) -> dict[str, Any]:
