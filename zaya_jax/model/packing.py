@@ -29,8 +29,10 @@ def pack_small(blocks: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     leaves, tree = jax.tree.flatten(blocks, is_leaf=lambda x: isinstance(x, Accumulated))
     alike: dict[tuple[Any, ...], list[int]] = {}
     for index, leaf in enumerate(leaves):
-        alone = isinstance(leaf, Accumulated) or math.prod(leaf.shape[1:]) > SMALL
-        alike.setdefault((index,) if alone else (leaf.shape, leaf.dtype), []).append(index)
+        if isinstance(leaf, Accumulated) or math.prod(leaf.shape[1:]) > SMALL:
+            alike[(index,)] = [index]
+        else:
+            alike.setdefault((leaf.shape, leaf.dtype), []).append(index)
     groups = list(alike.values())
 
     def unpack(packed: list[Any]) -> Any:

@@ -52,7 +52,7 @@ def _sizes(config: Config, phase: int, devices: int, hardware: Hardware, knee: f
     )  # fmt: skip
     parallel, before = config.parallel_for(config.phases[phase]), config.phases[phase]
     batch = config.batch_for(before)
-    twice = dataclasses.replace(before, batch=dataclasses.replace(batch, micro_batch=2 * batch.micro_batch))
+    twice = dataclasses.replace(before, batch=dataclasses.replace(batch, micro_batch=2 * estimate.sequences))
     unsharded = dataclasses.replace(before, parallel=dataclasses.replace(parallel, data=None, fsdp=1))
     return Sizes(
         config.model, estimate.sequences * shape.context // mesh.shape["context"], dict(mesh.shape), in_node, hardware,
