@@ -69,9 +69,9 @@ def without_none(arrays: tuple[Any, ...]) -> tuple[list[Any], tuple[bool, ...]]:
     return [x for x in arrays if x is not None], tuple(x is not None for x in arrays)
 
 
-def with_none(kind: Any, given: tuple[bool, ...], refs: Any) -> Any:
-    """Undo `without_none` for references: take those that are `given` from an iterator, for a named tuple."""
-    return kind(*(next(refs) if there else None for there in given))
+def with_none(kind: Any, present: tuple[bool, ...], refs: Any) -> Any:
+    """Undo `without_none` for references: take those that are `present` from an iterator, for a named tuple."""
+    return kind(*(next(refs) if there else None for there in present))
 
 
 def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -86,13 +86,13 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
     """
     b, s, n, num_kv, c, *_ = sizes_of(x)
     (tokens, depth), warps, stages = tile("cca_mix", architecture, x.packed_bsmc.dtype)
-    arrays, given = without_none(x)
+    arrays, present = without_none(x)
 
     def out(heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((b, s, heads, c), x.packed_bsmc.dtype)
 
     return launch(
-        functools.partial(_kernel, given=given, tokens=tokens, depth=min(depth, c)),
+        functools.partial(_kernel, present=present, tokens=tokens, depth=min(depth, c)),
         *arrays,
         name="cca_mix",
         grid=(num_kv, pl.cdiv(s, tokens), b),
@@ -103,9 +103,9 @@ def cca_mix(x: MixArrays, *, architecture: str) -> tuple[jax.Array, jax.Array, j
     )
 
 
-def _kernel(*refs: Any, given: tuple[bool, ...], tokens: int, depth: int) -> None:
+def _kernel(*refs: Any, present: tuple[bool, ...], tokens: int, depth: int) -> None:
     rest = iter(refs)
-    x = with_none(MixArrays, given, rest)
+    x = with_none(MixArrays, present, rest)
     q_ref, k_ref, v_ref = rest
     _, s, n, num_kv, c, *_ = sizes_of(x)
     pairs = x.cos_bsp.shape[2]

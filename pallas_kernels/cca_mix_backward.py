@@ -82,9 +82,9 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
         *(None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for a in alike),
         *(summed_over(a, b * tiles) for a in of_tiles), *(summed_over(a, parts) for a in of_parts),
     ))  # fmt: skip
-    arrays, given = without_none(x)
+    arrays, present = without_none(x)
     results = launch(
-        functools.partial(_kernel, given=(given, made), sizes=(tokens, min(depth, c)), tiles=tiles,
+        functools.partial(_kernel, present=(present, made), sizes=(tokens, min(depth, c)), tiles=tiles,
                           summed=(tokens_summed, min(depth_summed, c), min(taps, x.grouped_wncc.shape[0]))),
         *arrays, q_bshc, k_bskc, v_bskc,
         name="cca_mix_backward",
@@ -104,11 +104,11 @@ def cca_mix_backward(x: MixArrays, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc:
     )  # fmt: skip
 
 
-def _kernel(*refs: Any, given: tuple[tuple[bool, ...], tuple[bool, ...]], sizes: tuple[int, int],
+def _kernel(*refs: Any, present: tuple[tuple[bool, ...], tuple[bool, ...]], sizes: tuple[int, int],
             summed: tuple[int, int, int], tiles: int) -> None:  # fmt: skip
     rest = iter(refs)
-    inputs = Inputs(with_none(MixArrays, given[0], rest), next(rest), next(rest), next(rest))
-    out = with_none(_Out, given[1], rest)
+    inputs = Inputs(with_none(MixArrays, present[0], rest), next(rest), next(rest), next(rest))
+    out = with_none(_Out, present[1], rest)
     whole = sizes_of(inputs.x)
     b, n, num_kv = whole.batch, whole.heads, whole.kv_heads
     own, part = pl.program_id(0), pl.program_id(1)

@@ -25,7 +25,7 @@ def kill_while_saving(run, supervised, times, rng):
         except FileNotFoundError:  # one was finished just now
             continue
         is_new, seen = bool(saves - seen), saves
-        if not is_new or rng.random() < 0.5:  # let some saves finish, so that there is something to lose
+        if not is_new or rng.random() < 0.5:  # let some saves finish: these must survive the next kill
             time.sleep(0.001)
             continue
         time.sleep(rng.random() * 0.15)
