@@ -1,14 +1,18 @@
 """The process that failed first is told from those that followed, and its end is put in the right class."""
 
 import signal
+import time
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.aegis.failure import RankEnd, find_failure
-from zaya_jax.aegis.hang import find_suspects
+from zaya_jax.aegis.hang import HangWatch, find_suspects
 from zaya_jax.aegis.observation import FaultClass, Observation, Severity, printable
+from zaya_jax.aegis.policy import TimeoutPolicy
+from zaya_jax.aegis.timeouts import Timeouts
 from zaya_jax.run.progress_record import LastWords, Phase, Progress
 
 NAN = float("nan")
@@ -85,25 +89,37 @@ def test_a_warning_explains_nothing():
     assert find_failure([RankEnd(0, -signal.SIGSEGV, 1.0)], seen).fault is FaultClass.CRASH
 
 
-def progress(phase, step):
-    return Progress(1, 1, phase, step, 0, NAN, NAN, (), (), None)
+def progress(writes, phase=Phase.DEVICE_WAIT):
+    return Progress(writes, 1, phase, 7, 0, NAN, NAN, (), (), None)
 
 
 @pytest.mark.parametrize(
     ("ranks", "stopped", "suspects"),
     [
-        ([(Phase.DEVICE_WAIT, 7), (Phase.DATA, 7)], (), [1]),
-        ([(Phase.DEVICE_WAIT, 7), (Phase.DISPATCH, 6), (Phase.DEVICE_WAIT, 7)], (), [1]),
-        ([(Phase.DEVICE_WAIT, 7), (Phase.DEVICE_WAIT, 7)], (1,), [1]),
-        ([(Phase.DEVICE_WAIT, 7), (Phase.DEVICE_WAIT, 7)], (), [0, 1]),
-        ([(Phase.DEVICE_WAIT, 7), (Phase.DISPATCH, 7), (Phase.DEVICE_WAIT, 7)], (), [1]),
-        ([None, (Phase.JOIN, 0)], (), [0]),
-        ([(Phase.DATA, 3)], (), [0]),
+        ([9, 7], (), [1]),
+        ([9, 7, 8, 7], (), [1, 3]),
+        ([9, 9], (1,), [1]),
+        ([7, 9], (1,), [1]),
+        ([9, 9], (), [0, 1]),
+        ([None, 3], (), [0]),
+        ([3], (), [0]),
     ],
-)  # fmt: skip
+)
 def test_the_process_that_hangs_is_told_from_those_that_wait(ranks, stopped, suspects):
-    records = {index: rank and progress(*rank) for index, rank in enumerate(ranks)}
+    records = {index: None if writes is None else progress(writes) for index, writes in enumerate(ranks)}
     assert find_suspects(records, stopped) == suspects
+
+
+def test_a_process_that_others_have_passed_hangs_by_the_timeout_of_its_own_phase(tmp_path):
+    """The other evaluates, which may take long, but that is no excuse for one that is not there yet."""
+    behind, ahead = progress(15), progress(16, Phase.EVALUATE)
+    ranks = [SimpleNamespace(index=0, progress=ahead), SimpleNamespace(index=1, progress=behind)]
+    watch = HangWatch(Timeouts(TimeoutPolicy(device_wait=0.1), tmp_path, ""), expects_records=True)
+    found, start = None, time.monotonic()
+    while found is None and time.monotonic() < start + 30:
+        found = watch.look(ranks)
+        time.sleep(0.01)
+    assert (found.rank, found.phase, found.timeout) == (1, Phase.DEVICE_WAIT, 0.1)
 
 
 @given(st.text(), st.integers(0, 50))

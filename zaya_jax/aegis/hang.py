@@ -106,21 +106,20 @@ class Silence:
 def find_suspects(progress: Mapping[int, Progress | None], stopped: Collection[int] = ()) -> list[int]:
     """Return the processes that may cause a hang; all of them if nothing tells them apart.
 
-    The first that applies: processes that are stopped; those without a record; those behind the others in steps; those
-    in a phase in which a process does not wait for others; those in the earliest phase of the step.
+    The first that applies: processes that are stopped; those without a record; those behind the others, by the number
+    of writes to their records. All processes of a job run the same loop, which writes at each step and phase, and one
+    that is ahead has no need of what it passed: if one waits for a step's results while another already evaluates after
+    that step, the first one hangs.
 
     Args:
       progress: what each process does; None for one that has written no record.
       stopped: processes that the kernel shows as stopped (by SIGSTOP or a debugger).
     """
-    steps = {rank: each.step for rank, each in progress.items() if each is not None}
-    phases = {rank: each.phase for rank, each in progress.items() if each is not None}
+    writes = {rank: each.writes for rank, each in progress.items() if each is not None}
     groups = (
         [rank for rank in progress if rank in stopped],
         [rank for rank, each in progress.items() if each is None],
-        [rank for rank, step in steps.items() if step < max(steps.values())],
-        [rank for rank, each in progress.items() if each is not None and each.phase not in WAITING],
-        [rank for rank, phase in phases.items() if phase is min(phases.values())],
+        [rank for rank, count in writes.items() if count == min(writes.values())],
     )
     return next((group for group in groups if 0 < len(group) < len(progress)), list(progress))
 

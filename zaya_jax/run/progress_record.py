@@ -59,7 +59,8 @@ class Progress(NamedTuple):
     """The content of a record.
 
     Attributes:
-      writes: number of writes so far; it grows as long as the process makes progress.
+      writes: number of writes so far; it grows as long as the process makes progress, and alike in all processes of a
+        job, which enter the same phases.
       pid: process that writes it.
       phase: what it does now.
       step: number of steps done, of the whole run.
