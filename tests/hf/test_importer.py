@@ -182,12 +182,13 @@ def read_on_devices(path: str, parallel: ParallelConfig, piece: int):
 
 
 def _collectives(leaf):
-    """The collectives in what writes one expert's matrix."""
-    shape = (1, *leaf.shape[2:])
-    here = hf_import._piece_sharding(leaf, np.empty(shape), hf_import._spec(leaf, 1), 1)
+    """The collectives in what writes a part of a layer's experts, sharded like all of them."""
+    shape = (leaf.shape[1], 4, *leaf.shape[3:])
+    here = hf_import._piece_sharding(leaf, shape, hf_import._spec(leaf, 1), 1)
     piece = jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=here)
+    assert here.shard_shape(shape)[0] == shape[0] // len(leaf.addressable_shards), "a device gets its own experts"
     start = jax.ShapeDtypeStruct((), np.int32)
-    lowered = hf_import._writer(leaf.sharding).lower(leaf, piece, {0: start, 1: start})
+    lowered = hf_import._writer(leaf.sharding).lower(leaf, piece, {0: start, 2: start})
     lines = lowered.compile().as_text().splitlines()
     moved = [line for line in lines if " all-" in line or "collective-permute(" in line]
     return [line for line in moved if "pred[]" not in line]  # whether the piece is finite, of one bit
@@ -196,9 +197,12 @@ def _collectives(leaf):
 SHARDED = [(ParallelConfig(fsdp=8), 2**28), (ParallelConfig(fsdp=4, expert=2), 900)]
 
 
+@pytest.mark.parametrize("layout", ["hf", "legacy"])
 @pytest.mark.parametrize(("parallel", "piece"), SHARDED)
-def test_arrays_are_equal_on_eight_devices(folder, parallel, piece):
-    path, values, _ = folder
+def test_arrays_are_equal_on_eight_devices(folder, parallel, piece, layout, tmp_path):
+    _, values, config = folder
+    path = tmp_path / "model"
+    write_folder(path, config, read_arrays(values), "bfloat16", layout)
     here = "tests.hf.test_importer:read_on_devices"
     loaded, split, collectives = on_devices(8, here, str(path), parallel, piece)
     for name, x in values.items():

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax.errors import InputError
-from zaya_jax.hf.finite import not_finite
+from zaya_jax.hf.finite import is_finite, not_finite
 from zaya_jax.hf.folder import Folder
 from zaya_jax.hf.safetensors import Stored
 from zaya_jax.hf.tensors import Tensor
@@ -47,15 +47,27 @@ def read_parameters(folder: Folder, abstract: Mapping[str, jax.ShapeDtypeStruct]
             raise InputError(f"{folder.path} has a different architecture: it has no parameter {name} of shape "
                              f"{list(x.shape)}.")  # fmt: skip
     made = _allocate(abstract)
-    tensors = [(tensor, folder.stored[tensor.name]) for tensor in folder.tensors if tensor.leaf in abstract]
-    with WorkProgress(f"loading {folder.path.name}", sum(x.bytes for _, x in tensors), show=is_primary()) as progress:
-        for tensor, stored in tensors:
-            made[tensor.leaf], finite = _placed(made[tensor.leaf], tensor, stored)
+    parts: dict[tuple[str, int | None], list[Tensor]] = {}  # of each layer's parameter, in order along its first axis
+    for tensor in folder.tensors:
+        if tensor.leaf in abstract:
+            parts.setdefault((tensor.leaf, tensor.group), []).append(tensor)
+    sizes = {key: sum(folder.stored[tensor.name].bytes for tensor in tensors) for key, tensors in parts.items()}
+    with WorkProgress(f"loading {folder.path.name}", sum(sizes.values()), show=is_primary()) as progress:
+        for (leaf, group), tensors in parts.items():
+            views = [_open(tensor, folder.stored[tensor.name]) for tensor in tensors]
+            made[leaf], finite = _placed(made[leaf], group, views)
             if not finite:
-                raise not_finite(f"The tensor {tensor.name} in {folder.path}", stored.open(), made[tensor.leaf].dtype,
-                                 "the model would compute NaN")  # fmt: skip
-            progress.add(stored.bytes)
+                raise _not_finite(folder, tensors, made[leaf].dtype)
+            progress.add(sizes[leaf, group])
     return made
+
+
+def _not_finite(folder: Folder, tensors: list[Tensor], dtype: np.dtype) -> InputError:
+    with np.errstate(over="ignore"):
+        name = next(tensor.name for tensor in tensors
+                    if not is_finite(folder.stored[tensor.name].open().astype(dtype, copy=False)))  # fmt: skip
+    stored = folder.stored[name].open()
+    return not_finite(f"The tensor {name} in {folder.path}", stored, dtype, "the model would compute NaN")
 
 
 def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
@@ -65,30 +77,47 @@ def _allocate(abstract: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Arr
     return jax.jit(start, out_shardings={name: x.sharding for name, x in abstract.items()})()
 
 
-def _placed(leaf: jax.Array, tensor: Tensor, stored: Stored) -> tuple[jax.Array, bool]:
-    """Write a tensor into its place in `leaf`, which is donated; also return whether it is finite."""
-    whole = tensor.to_ours(stored.open())  # a view; nothing is read yet
-    if whole.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
-        with np.errstate(over="ignore"):  # overflow is detected below
-            whole = whole.astype(np.float32)
-    finite = True
-    stack = leaf.ndim - whole.ndim
-    starts = {} if tensor.group is None else {0: tensor.group}
-    if tensor.part is not None:
-        starts[stack] = tensor.part.start
-    spec = _spec(leaf, stack)
-    axis, step = _cut(whole, spec)
-    for at in range(0, max(whole.shape[axis], 1), step):
-        piece = whole[(slice(None),) * axis + (slice(at, at + step),)]
-        here = dict(starts)
-        if piece.shape != whole.shape:
-            here[stack + axis] = starts.get(stack + axis, 0) + at
+def _open(tensor: Tensor, stored: Stored) -> np.ndarray:
+    """Map a tensor in our layout; nothing is read yet, unless it is of float64."""
+    view = tensor.to_ours(stored.open())
+    if view.dtype == np.float64 and not jax.config.read("jax_enable_x64"):
+        with np.errstate(over="ignore"):  # overflow is detected on the devices
+            view = view.astype(np.float32)
+    return view
+
+
+def _placed(leaf: jax.Array, group: int | None, views: list[np.ndarray]) -> tuple[jax.Array, bool]:
+    """Write a layer's parameter into its place in `leaf`, which is donated; also return whether it is finite.
+
+    `views` are concatenated along their first axis. Each device gets only its own part.
+    """
+    stack, finite = leaf.ndim - views[0].ndim, True
+    shape, spec = leaf.shape[stack:], _spec(leaf, stack)
+    starts = {} if group is None else {0: np.int32(group)}
+    axis, step = _cut(views, shape, spec)
+    for at in range(0, max(shape[axis], 1), step):
+        cut = range(at, min(at + step, shape[axis]))
+        if len(cut) != shape[axis]:
+            starts[stack + axis] = np.int32(at)
+        piece = (*shape[:axis], len(cut), *shape[axis + 1 :])
         placed = jax.make_array_from_callback(
-            piece.shape, _piece_sharding(leaf, piece, spec, stack), lambda i, x=piece: np.ascontiguousarray(x[i])
+            piece, _piece_sharding(leaf, piece, spec, stack), functools.partial(_read, views, axis, cut)
         )
-        leaf, good = _writer(leaf.sharding)(leaf, placed, {axis: np.int32(start) for axis, start in here.items()})
+        leaf, good = _writer(leaf.sharding)(leaf, placed, starts)
         finite = finite and bool(good)  # wait, or the host would run ahead and hold many pieces
     return leaf, finite
+
+
+def _read(views: list[np.ndarray], axis: int, cut: range, index: Any) -> np.ndarray:
+    """Read what is at `index`, a tuple of slices, in the range `cut` of `axis` of the concatenation of `views`."""
+    own = cut[index[axis]]
+    index = (*index[:axis], slice(own.start, own.stop), *index[axis + 1 :])
+    first, last, _ = index[0].indices(sum(map(len, views)))
+    taken, begin = [], 0
+    for view in views:
+        taken.append(view[(slice(max(first - begin, 0), max(last - begin, 0)), *index[1:])])
+        begin += len(view)
+    return np.concatenate(taken) if len(taken) > 1 else np.ascontiguousarray(taken[0])
 
 
 def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
@@ -99,19 +128,22 @@ def _spec(leaf: jax.Array, stack: int) -> tuple[Any, ...]:
     return spec[stack : leaf.ndim]
 
 
-def _cut(whole: np.ndarray, spec: tuple[Any, ...]) -> tuple[int, int]:
-    """Choose an axis that is not sharded for cutting a tensor into pieces, and the length of a piece."""
+def _cut(views: list[np.ndarray], shape: tuple[int, ...], spec: tuple[Any, ...]) -> tuple[int, int]:
+    """Choose an axis that is not sharded for cutting a parameter into pieces, and the length of a piece."""
     free = [axis for axis, over in enumerate(spec) if over is None] or [0]
-    axis = max(free, key=lambda axis: whole.strides[axis] if whole.shape[axis] > 1 else 0)
-    count = max(1, math.ceil(whole.nbytes / PIECE))
-    return axis, max(1, math.ceil(whole.shape[axis] / count))
+    strides = views[0].strides if len(views) == 1 else (views[0].nbytes, *views[0].strides[1:])
+    axis = max(free, key=lambda axis: strides[axis] if shape[axis] > 1 else 0)
+    count = max(1, math.ceil(sum(view.nbytes for view in views) / PIECE))
+    return axis, max(1, math.ceil(shape[axis] / count))
 
 
-def _piece_sharding(leaf: jax.Array, piece: np.ndarray, spec: tuple[Any, ...], stack: int) -> jax.sharding.Sharding:
+def _piece_sharding(
+    leaf: jax.Array, piece: tuple[int, ...], spec: tuple[Any, ...], stack: int
+) -> jax.sharding.Sharding:
     """Shard a piece like its parameter, except along the axes that are cut."""
     if not isinstance(leaf.sharding, NamedSharding):
         return leaf.sharding
-    kept = [over if size == full else None for over, size, full in zip(spec, piece.shape, leaf.shape[stack:],
+    kept = [over if size == full else None for over, size, full in zip(spec, piece, leaf.shape[stack:],
                                                                        strict=True)]  # fmt: skip
     return NamedSharding(leaf.sharding.mesh, PartitionSpec(*kept))
 
