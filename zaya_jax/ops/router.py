@@ -87,6 +87,8 @@ def _unsupported(
     kinds = jnp.zeros((), dtype), weights.hidden1_rr, weights.hidden2_rr, weights.output_rc
     if why := other_dtypes("the router", *kinds):
         return why
+    if architecture != "interpret" and kinds[0].dtype == jnp.float32:
+        return "The router kernel needs matrices in bfloat16: in float32 its tiles do not fit registers."
     if {projected.dtype, state.dtype} != {jnp.dtype(jnp.float32)} or projected.shape != state.shape:
         return (f"The router kernel needs projection and state in float32 and of the same shape, not {projected.dtype} "
                 f"{projected.shape} and {state.dtype} {state.shape}.")  # fmt: skip
