@@ -24,6 +24,7 @@ from zaya_jax.checkpoint.reader import verify_checkpoint
 from zaya_jax.checkpoint.restore import restore_newest
 from zaya_jax.checkpoint.store import CheckpointStore
 from zaya_jax.config import CheckpointConfig
+from zaya_jax.machine.storage.page_cache import drop_cached
 from zaya_jax.parallel.multihost import join
 from zaya_jax.run.files import sync_folder
 
@@ -221,14 +222,6 @@ def timed_restores(method: Method, folder: Path, state: Any) -> dict[str, float]
             method.verify()
             seconds[f"verify_{kind}"] = _largest(time.perf_counter() - start)
     return seconds
-
-
-def drop_cached(folder: Path) -> None:
-    """Drop the files from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _largest(value: float) -> float:

@@ -8,8 +8,10 @@ from typing import Any
 
 from zaya_jax.machine.collectives import command as collectives_command
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
+from zaya_jax.machine.gemm import command as gemm_command
 from zaya_jax.machine.memory import command as memory_command
 from zaya_jax.machine.sizing import command as sizing_command
+from zaya_jax.machine.storage import command as storage_command
 
 _PROGRAM = "python -m zaya_jax.machine"
 _EXAMPLES = """examples:
@@ -51,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     collectives_command.add(verbs, _PROGRAM)
     memory_command.add(verbs, _PROGRAM)
+    storage_command.add(verbs, _PROGRAM)
+    gemm_command.add(verbs, _PROGRAM)
     sizing_command.add(verbs, _PROGRAM)
 
     kernels = add_verb(

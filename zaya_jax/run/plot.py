@@ -12,13 +12,15 @@ from zaya_jax.run.files import write_atomically
 FAINT = 0.25  # opacity of raw values behind smoothed ones
 
 
-def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5)) -> Any:
-    """Create a matplotlib figure with vertically stacked panels that share the x axis.
+def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float, float] = (7.5, 4.5), *,
+               shared: bool = True) -> Any:  # fmt: skip
+    """Create a matplotlib figure with vertically stacked panels.
 
     Args:
       title: title of the figure.
       heights: relative heights of the panels.
       size: width and height in inches.
+      shared: whether the panels share the x axis.
 
     Returns:
       The figure; `figure.axes` are the panels.
@@ -29,7 +31,7 @@ def new_figure(title: str, heights: Sequence[float] = (1.0,), size: tuple[float,
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")
-    for panel in figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]:
+    for panel in figure.subplots(len(heights), 1, sharex=shared, height_ratios=heights, squeeze=False)[:, 0]:
         panel.grid(alpha=0.3)
         panel.spines[["top", "right"]].set_visible(False)
     return figure

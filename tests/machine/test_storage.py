@@ -1,0 +1,101 @@
+"""Storage: the page cache, reads of every page, saves, the step that storage can feed, and input."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from zaya_jax.data.io_estimate import PAGE_BYTES
+from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.storage import reads, sweep
+from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
+from zaya_jax.machine.storage.reads import BLOCK, time_reads, write_file
+from zaya_jax.machine.storage.saves import time_saves
+
+
+def test_the_page_cache_holds_what_was_read(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, 64 * PAGE_BYTES + 5)
+    assert path.stat().st_size == 64 * PAGE_BYTES
+    drop_cached(tmp_path)
+    before = cached_fraction(path)
+    path.read_bytes()
+    assert before <= cached_fraction(path) == 1.0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_random_pass_reads_each_page_once(threads, tmp_path, monkeypatch):
+    path, seen = tmp_path / "file", []
+    write_file(path, 50 * PAGE_BYTES)
+
+    def reader(descriptor, length):
+        read = original(descriptor, length)
+        return lambda offsets: (seen.extend((offsets / PAGE_BYTES).tolist()), read(offsets))[1]
+
+    original = reads._reader
+    monkeypatch.setattr(reads, "_reader", reader)
+    reading = time_reads(path, "random", "warm", threads, 1000, 2)
+    assert sorted(seen) == sorted([*range(50)] * 2)
+    assert seen[:50] != [*range(50)]
+    assert (reading.operations, reading.bytes, reading.cached, len(reading.seconds)) == (50, 50 * PAGE_BYTES, 1.0, 2)
+    assert time_reads(path, "random", "cold", threads, 20, 1).operations == 20
+
+
+def test_a_sequential_pass_reads_the_whole_file(tmp_path):
+    path = tmp_path / "file"
+    write_file(path, BLOCK + PAGE_BYTES)
+    reading = time_reads(path, "sequential", "cold", 1, 1, 3)
+    assert (reading.operations, reading.bytes, len(reading.seconds)) == (2, BLOCK + PAGE_BYTES, 3)
+
+
+def test_a_save_is_restored_bitwise_and_counted_until_it_is_durable(tmp_path):
+    saving = time_saves(tmp_path, 2**20, 2)
+    assert [len(seconds) for seconds in saving] == [2] * 4
+    assert all(stall <= commit for stall, commit in zip(saving.stall, saving.commit, strict=True))
+
+
+def test_the_shortest_step_follows_from_pages_and_speed(tmp_path, monkeypatch, capsys):
+    fixed = {("random", "cold"): 4.0, ("random", "warm"): 1.0}
+
+    def timed(path, pattern, cache, threads, operations, repeats):
+        return reads.Reading(
+            pattern, cache, threads, 400, 1, 0.25, [fixed.get((pattern, cache), 1.0) / threads] * repeats
+        )
+
+    monkeypatch.setattr(sweep, "time_reads", timed)
+    output = tmp_path / "storage.json"
+    flags = [
+        "configs/tiny.yaml",
+        f"run_dir={tmp_path}/run",
+        f"data.cache_dir={tmp_path}",
+        "--size",
+        "1M",
+        "--repeats",
+        "1",
+    ]
+    assert main(["storage", *flags, "--threads", "1", "2", "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    (phase,) = result["phases"]  # 200 cold pages/s by two threads
+    pages = phase["sequences"] * phase["context"] * 2 / PAGE_BYTES
+    np.testing.assert_allclose([*phase["shortest_step_seconds"].values()], [pages / 200 * more for more in (1, 2, 8)])
+    assert "25% of the file still cached" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["storage.json"]
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ("configs/tiny.yaml --size 4K", "--size is 4K, but must be at least 1M."),
+    ("configs/tiny.yaml --threads 0", "--threads is 0, but must be between 1 and 256."),
+    ("no.yaml", "no.yaml"),
+])  # fmt: skip
+def test_bad_input_is_named(arguments, message, capsys):
+    assert main(["storage", *arguments.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch, capsys):
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    assert main(["storage", "configs/tiny.yaml", f"data.cache_dir={tmp_path}", f"run_dir={tmp_path}"]) == 2
+    assert "has 1,000 bytes free, but --size 1,073,741,824 needs 3,221,225,472." in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]

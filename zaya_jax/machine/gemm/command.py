@@ -1,0 +1,53 @@
+"""The verb `gemm` of `python -m zaya_jax.machine`."""
+
+import argparse
+from typing import Any
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
+
+_FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(
+        verbs, program, "gemm", "measure matrix products: squares, and those of a configuration",
+        "Prints the speed of each product with its operands in the caches and without, and its share of the fastest "
+        "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
+    )  # fmt: skip
+    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
+    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    verb.add_argument("--families", nargs="+", choices=_FAMILIES, default=_FAMILIES, metavar="FAMILY",
+                      help=f"what to measure besides squares (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
+    verb.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the operands (default: train.compute_dtype)")
+    verb.add_argument("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=("FIRST", "LAST", "STEP"),
+                      help="sizes of the square matrices (default: 256 4096 256)")  # fmt: skip
+    verb.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N",
+                      help="tokens of a row of attention (default: 1024 4096)")  # fmt: skip
+    verb.add_argument("--tokens", type=int, metavar="N",
+                      help="tokens of a micro-batch on one device (default: that of the first phase)")  # fmt: skip
+    verb.add_argument("--routing", metavar="RUN", help="folder of a run whose measured loads of experts to use, too")
+    verb.add_argument("--flush", default="512M", metavar="SIZE", help="bytes that are overwritten before a cold call, "
+                      "at least the size of the last-level cache (default: 512M)")  # fmt: skip
+    add_flags(verb, repeats=5, png="the speeds")
+    verb.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    first, last, step = parsed.squares
+    if not (1 <= first <= last and step >= 1):
+        raise InputError(f"--squares is {first} {last} {step}, but must be FIRST ≤ LAST and a STEP, all at least 1.")
+    for flag, values in (("--lengths", parsed.lengths), ("--tokens", [] if parsed.tokens is None else [parsed.tokens])):
+        if wrong := [value for value in values if value < 1]:
+            raise InputError(f"{flag} is {wrong[0]}, but must be at least 1.")
+    flush, config = parse_bytes("--flush", parsed.flush), load_config(parsed.config, parsed.overrides)
+    phase = config.phases[0]
+    batch = config.batch_for(phase)
+    tokens = parsed.tokens or (batch.micro_batch * config.context_for(phase) if batch.micro_batch else batch.tokens)
+    from zaya_jax.machine.gemm.sweep import Request, measure_gemm
+
+    request = Request(parsed.families, parsed.dtype or config.train.compute_dtype, range(first, last + 1, step),
+                      parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
+    return measure_gemm(config, request, parsed.png)

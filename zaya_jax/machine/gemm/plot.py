@@ -1,0 +1,54 @@
+"""Plot the sweeps: squares as lines, the others as heat maps or bars of the share of the maximum."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.run.plot import new_figure, save_figure
+
+_PANEL = 3.2  # inches of height
+
+
+def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
+    """Plot to a PNG file.
+
+    Args:
+      path: file to write.
+      rows: results of the sweep.
+      maximum: FLOP/s that counts as all.
+    """
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    heights = [max(1.0, 0.09 * sum(row["family"] == name for row in rows)) if name in ("model", "experts") else 1.0
+               for name in families]  # fmt: skip
+    figure = new_figure("Matrix products", heights, (8.5, _PANEL * sum(heights)), shared=False)
+    for panel, family in zip(figure.axes, families, strict=True):
+        panel.tick_params(labelbottom=True)
+        own = [row for row in rows if row["family"] == family]
+        if family == "square":
+            for name in ("warm", "cold"):
+                panel.plot([row["size"] for row in own], [row[name] / 1e9 for row in own], label=name, marker=".")
+            panel.set(xlabel="rows and columns", ylabel="GFLOP/s", title="square")
+            panel.legend(frameon=False)
+        elif family == "attention":
+            _heat_map(figure, panel, own, maximum)
+        else:
+            names = [row["name"] for row in own][::-1]
+            panel.barh(names, [row["warm"] / maximum for row in own][::-1])
+            panel.set(xlabel="share of the maximum", title=family.replace("_", "–"), xlim=(0, 1.05))
+            panel.tick_params(labelsize="small")
+    save_figure(figure, path)
+
+
+def _heat_map(figure: Any, panel: Any, rows: Sequence[dict[str, Any]], maximum: float) -> None:
+    across, down = "length", "query heads per key head"
+    xs, ys = (sorted({row[name] for row in rows}) for name in (across, down))
+    share = {(row[across], row[down]): row["warm"] / maximum for row in rows}
+    grid = [[share[x, y] for x in xs] for y in ys]
+    image = panel.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=1)
+    for j, row in enumerate(grid):
+        for i, value in enumerate(row):
+            panel.annotate(f"{value:.0%}", (i, j), ha="center", va="center", color="white" if value < 0.6 else "black")
+    panel.set(xticks=range(len(xs)), xticklabels=xs, yticks=range(len(ys)), yticklabels=ys, xlabel="tokens of a row",
+              ylabel=down, title="attention: share of the maximum")  # fmt: skip
+    panel.grid(visible=False)
+    figure.colorbar(image, ax=panel)

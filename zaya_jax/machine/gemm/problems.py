@@ -1,0 +1,166 @@
+"""What is measured: each problem is a function, the shapes of its arguments, and its FLOPs."""
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.machine.sizing.rules import Product, products
+from zaya_jax.model.layers import MATRIX_ROLES
+from zaya_jax.model.tree import roles, shapes
+from zaya_jax.model.zaya import abstract_model
+from zaya_jax.ops.grouped_matmul import grouped_matmul
+from zaya_jax.ops.registry import OPERATIONS, KernelSelection
+
+_PARTS = OPERATIONS["experts"].uses  # of a grouped product and its gradients
+
+
+class Problem(NamedTuple):
+    """One measured function.
+
+    Attributes:
+      family: 'square', 'model', 'experts', 'newton_schulz' or 'attention'.
+      name: of the problem in its family.
+      sizes: what the plots have on their axes, by name.
+      run: function of the arrays.
+      arrays: shapes and dtypes of the floating-point arguments, the first ones.
+      integers: the other arguments.
+      flops: of the operation's definition.
+    """
+
+    family: str
+    name: str
+    sizes: Mapping[str, int]
+    run: Callable[..., Any]
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    integers: tuple[np.ndarray, ...]
+    flops: float
+
+
+def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
+    """Return products of square matrices; over sizes, speed rises and falls with whole tiles."""
+    return [_matmul("square", str(n), {"size": n}, ("mk,kn->mn", (n, n), (n, n)), 2.0 * n**3, dtype) for n in sizes]
+
+
+def of_model(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
+    """Return every dense product of a layer and the head, for a micro-batch on one device: forward, and both gradients.
+
+    Args:
+      model: the architecture.
+      tokens: tokens of the micro-batch.
+      dtype: of the operands.
+    """
+    found = []
+    for product in (*products(model, tokens), *_router_products(model, tokens)):
+        if product.name.startswith("experts"):
+            continue
+        batch, rows, columns, depth = product.groups, product.rows, product.columns, product.depth
+        x, w, y = (batch, rows, depth), (batch, depth, columns), (batch, rows, columns)
+        sides = (("forward", "brd,bdc->brc", x, w), ("input gradient", "brc,bdc->brd", y, w),
+                 ("weight gradient", "brd,brc->bdc", x, y))  # fmt: skip
+        sizes = {"rows": rows, "columns": columns, "depth": depth}
+        found += [_matmul("model", f"{product.name}, {side}", sizes, (equation, *operands), product.flops, dtype)
+                  for side, equation, *operands in sides]  # fmt: skip
+    return found
+
+
+def _router_products(model: ModelConfig, tokens: int) -> list[Product]:
+    if model.router != "zaya":
+        return []
+    r, layers = model.router_size, model.num_layers
+    return [Product("router, down", layers, 1, tokens, r, model.hidden_size),
+            Product("router, hidden", 2 * layers, 1, tokens, r, r),
+            Product("router, output", layers, 1, tokens, model.num_experts + 1, r)]  # fmt: skip
+
+
+def _matmul(
+    family: str, name: str, sizes: Mapping[str, int], einsum: tuple[Any, ...], flops: float, dtype: str
+) -> Problem:
+    equation, *operands = einsum
+    arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in operands)
+    return Problem(family, name, sizes, functools.partial(jnp.einsum, equation), arrays, (), flops)
+
+
+def of_experts(
+    model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
+) -> list[Problem]:
+    """Return the grouped products of a layer's experts, forward and backward, for each distribution of the tokens.
+
+    Args:
+      model: the architecture.
+      histograms: tokens of each expert, int32 [e], by name.
+      kernels: the implementations.
+      dtype: of the operands.
+    """
+    d, f, e = model.hidden_size, model.expert_size, model.num_experts
+    run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in _PARTS})
+    found = []
+    for (layer, (p, q)), (name, sizes_e) in itertools.product(
+        {"gate and up": (d, 2 * f), "down": (f, d)}.items(), histograms.items()
+    ):
+        t = int(sizes_e.sum())
+        x, w, y = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((t, p), (e, p, q), (t, q)))
+        sizes, flops = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q
+        both = functools.partial(_gradient, run)
+        found += [
+            Problem("experts", f"{layer}, {name}, forward", sizes, run, (x, w), (sizes_e,), flops),
+            Problem("experts", f"{layer}, {name}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
+        ]
+    return found
+
+
+def _gradient(run: Callable[..., jax.Array], x: jax.Array, w: jax.Array, y: jax.Array, sizes_e: jax.Array) -> Any:
+    return jax.vjp(lambda x, w: run(x, w, sizes_e), x, w)[1](y)  # the forward product is unused, so XLA removes it
+
+
+def newton_schulz(model: ModelConfig, steps: int, kernels: KernelSelection, dtype: str) -> list[Problem]:
+    """Return the orthogonalization of one layer's matrices of each shape (docs/reference.md §3.1)."""
+    abstract = abstract_model(model)
+    role_by_name, counts = roles(abstract), {}
+    for name, shape in shapes(abstract).items():
+        if role_by_name[name] in MATRIX_ROLES:
+            p, q = sorted(shape[-2:])
+            counts[p, q] = max(counts.get((p, q), 1), int(np.prod(shape[1:-2])))
+    found = []
+    for (p, q), count in sorted(counts.items()):
+        run = functools.partial(kernels.ops.orthogonalize, steps=steps, dtype=dtype)
+        array = jax.ShapeDtypeStruct((count, p, q), jnp.float32)
+        flops = steps * count * 2.0 * (2 * p * p * q + p**3)
+        found.append(
+            Problem("newton_schulz", f"{count} × {p} × {q}", {"rows": p, "columns": q}, run, (array,), (), flops)
+        )
+    return found
+
+
+def attention(
+    model: ModelConfig, lengths: Sequence[int], tokens: int, kernels: KernelSelection, dtype: str
+) -> list[Problem]:
+    """Return causal attention, forward, over lengths and over heads per key head.
+
+    Args:
+      model: gives the number of query heads and their width.
+      lengths: tokens of a row.
+      tokens: of all rows; a multiple of each length.
+      kernels: the implementations.
+      dtype: of the operands.
+    """
+    h, c, found = model.num_query_heads, model.head_dim, []
+    for s, shared in itertools.product(lengths, [n for n in range(1, h + 1) if h % n == 0]):
+        b, k = max(1, tokens // s), h // shared
+        q, kv = (jax.ShapeDtypeStruct((b, s, heads, c), jnp.dtype(dtype)) for heads in (h, k))
+        flops = 4.0 * b * h * c * s * (s + 1) / 2
+        sizes = {"length": s, "query heads per key head": shared}
+        run, segments = functools.partial(_attend, kernels.ops.attention), np.ones((b, s), np.int32)
+        found.append(
+            Problem("attention", f"{s} tokens, {h} over {k} heads", sizes, run, (q, kv, kv), (segments,), flops)
+        )
+    return found
+
+
+def _attend(run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+    return run(q, k, v, query_segments_bs=segments, key_segments_bt=segments)

@@ -1,0 +1,101 @@
+"""Measure all problems, print a table for each family, and plot."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax.config import Config
+from zaya_jax.machine.gemm import problems
+from zaya_jax.machine.gemm.histograms import measured, scaled
+from zaya_jax.machine.gemm.plot import draw
+from zaya_jax.machine.gemm.timing import flush_array, time_problem
+from zaya_jax.machine.result import describe_run
+from zaya_jax.model.experts import rows_per_token
+from zaya_jax.ops.registry import KernelSelection, select_kernels
+from zaya_jax.ops.target import current_target
+
+FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+      families: of `FAMILIES`; 'square', which gives the maximum, is always measured, and first.
+      dtype: 'bfloat16' or 'float32', of the operands.
+      squares: sizes of the square matrices.
+      lengths: tokens of a row of attention.
+      tokens: of a micro-batch on one device.
+      routing: folder of a run whose expert counts to use besides even ones; None for none.
+      flush: bytes that are overwritten before a cold call.
+      repeats: number of timed calls.
+    """
+
+    families: Sequence[str]
+    dtype: str
+    squares: Sequence[int]
+    lengths: Sequence[int]
+    tokens: int
+    routing: str | None
+    flush: int
+    repeats: int
+
+
+def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str, Any]:
+    """Measure the first device of this process.
+
+    Returns:
+      The result, for JSON: `maximum`, FLOP/s of the fastest square, and a row for each problem.
+
+    Raises:
+      InputError: `routing` has no counts for this configuration.
+    """
+    kernels = select_kernels(current_target(), config.model, request.dtype)
+    found = make_problems(config, request, kernels)
+    result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
+    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
+    flush, maximum, family = flush_array(request.flush), 0.0, ""
+    for problem in found:
+        speed = time_problem(problem, flush, request.repeats)
+        if problem.family != family:
+            family = problem.family
+            print(f"\n{family:<52}{'GFLOP':>10}{'warm GFLOP/s':>14}{'cold':>10}{'of maximum':>12}")
+        warm, cold = problem.flops / speed.warm, problem.flops / speed.cold
+        if family == "square":
+            maximum = max(maximum, warm)
+        result["results"].append({"family": family, "name": problem.name, **problem.sizes, "flops": problem.flops,
+                                  "warm": warm, "cold": cold})  # fmt: skip
+        share = f"{warm / maximum:>12.0%}" if family != "square" else ""
+        print(
+            f"{problem.name:<52}{problem.flops / 1e9:>10,.3g}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}",
+            flush=True,
+        )
+    print(f"\nmaximum: {maximum / 1e9:,.4g} GFLOP/s, of the fastest square")
+    result["maximum"] = maximum
+    if png:
+        draw(Path(png), result["results"], maximum)
+    return result
+
+
+def make_problems(config: Config, request: Request, kernels: KernelSelection) -> list[problems.Problem]:
+    """Make all problems of a request, squares first; raises like `measure_gemm`."""
+    model, dtype = config.model, request.dtype
+    routed = request.tokens * rows_per_token(model)
+    histograms = {"even": scaled(np.ones(model.num_experts), routed)}
+    if request.routing is not None:
+        histograms |= measured(request.routing, model.num_experts, routed)
+    made = {
+        "square": lambda: problems.squares(request.squares, dtype),
+        "model": lambda: problems.of_model(model, request.tokens, dtype),
+        "experts": lambda: problems.of_experts(model, histograms, kernels, dtype),
+        "newton_schulz": lambda: problems.newton_schulz(
+            model, config.optimizer.muon.newton_schulz_steps, kernels, dtype
+        ),
+        "attention": lambda: problems.attention(model, request.lengths, request.tokens, kernels, dtype),
+    }
+    return [problem for family in FAMILIES if family in ("square", *request.families) for problem in made[family]()]

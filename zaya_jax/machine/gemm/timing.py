@@ -1,0 +1,47 @@
+"""Time a problem with its operands in the caches, and after the caches were overwritten."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.machine.gemm.problems import Problem
+
+_STANDARD_DEVIATION = 0.01  # of the operands, so that no sum overflows
+
+
+class Speed(NamedTuple):
+    """Median seconds of a call."""
+
+    warm: float
+    cold: float
+
+
+def flush_array(size: int) -> jax.Array:
+    """Make the array of `size` bytes whose update overwrites the caches."""
+    return jnp.zeros(max(1, size // 4), jnp.float32)
+
+
+def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Speed:
+    """Time calls, warm and cold in turn; the first call of each, which compiles, is left out."""
+    keys = jax.random.split(jax.random.key(0), len(problem.arrays))
+    arrays = [_STANDARD_DEVIATION * jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+              for key, x in zip(keys, problem.arrays, strict=True)]  # fmt: skip
+    arguments = jax.block_until_ready((*arrays, *map(jnp.asarray, problem.integers)))
+    call, overwrite = jax.jit(problem.run), jax.jit(lambda x: x + 1)
+    warm, cold = [], []
+    for _ in range(repeats + 1):
+        jax.block_until_ready(call(*arguments))  # loads the caches
+        warm.append(_seconds(call, arguments))
+        overwrite(flush).block_until_ready()
+        cold.append(_seconds(call, arguments))
+    return Speed(statistics.median(warm[1:]), statistics.median(cold[1:]))
+
+
+def _seconds(call: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call(*arguments))
+    return time.perf_counter() - start

@@ -1,0 +1,39 @@
+"""The verb `storage` of `python -m zaya_jax.machine`."""
+
+import argparse
+from typing import Any
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
+
+_SMALLEST = 2**20  # bytes
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(
+        verbs, program, "storage", "measure reads of data, and saves and restores of checkpoints",
+        "Reads a file in the folder of the data, cold and warm, saves and restores a state in the folder of the run, "
+        "and prints the shortest step that the storage can feed. Removes what it writes.",
+        "configs/zaya1_8b.yaml --size 8G --threads 1 16 64",
+    )  # fmt: skip
+    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
+    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
+    verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
+                      help="numbers of threads that read at the same time (default: 1 16)")  # fmt: skip
+    add_flags(verb, repeats=3)
+    verb.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    size = parse_bytes("--size", parsed.size)
+    if size < _SMALLEST:
+        raise InputError(f"--size is {parsed.size}, but must be at least 1M.")
+    if wrong := [count for count in parsed.threads if not 1 <= count <= 256]:
+        raise InputError(f"--threads is {wrong[0]}, but must be between 1 and 256.")
+    config = load_config(parsed.config, parsed.overrides)
+    from zaya_jax.machine.storage.sweep import measure_storage
+
+    return measure_storage(config, size, parsed.threads, parsed.repeats)

@@ -1,0 +1,96 @@
+"""Random and sequential reads of one file, from the storage (cold) and from the page cache (warm)."""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from zaya_jax.data.io_estimate import PAGE_BYTES
+from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
+
+BLOCK = 2**22  # bytes of a sequential read
+
+
+class Reading(NamedTuple):
+    """Timed passes over one file.
+
+    Attributes:
+      pattern: 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time.
+      cache: 'cold' or 'warm'.
+      threads: that read at the same time.
+      operations: reads of a pass.
+      bytes: read by a pass.
+      cached: fraction of the file that was in the page cache when a pass began; the largest of all passes.
+      seconds: of each pass.
+    """
+
+    pattern: str
+    cache: str
+    threads: int
+    operations: int
+    bytes: int
+    cached: float
+    seconds: list[float]
+
+
+def write_file(path: Path, size: int) -> None:
+    """Write `size` random bytes, rounded down to whole pages, and wait until they are durable."""
+    random, left = np.random.default_rng(0), size // PAGE_BYTES * PAGE_BYTES
+    with path.open("wb") as file:
+        while left:
+            file.write(random.bytes(min(left, BLOCK)))
+            left -= min(left, BLOCK)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> Reading:
+    """Time passes of reads.
+
+    Args:
+      path: file of whole pages.
+      pattern: 'random' or 'sequential'.
+      cache: 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the first.
+      threads: that share the reads of a random pass; a sequential one has a single thread.
+      operations: maximum number of pages of a random pass.
+      repeats: number of passes.
+    """
+    size = path.stat().st_size
+    order = np.random.default_rng(0).permutation(size // PAGE_BYTES)[:operations].astype(np.int64) * PAGE_BYTES
+    parts = np.array_split(order, threads) if pattern == "random" else [np.arange(0, size, BLOCK)]
+    length, advice = (PAGE_BYTES, os.POSIX_FADV_RANDOM) if pattern == "random" else (BLOCK, os.POSIX_FADV_SEQUENTIAL)
+    if cache == "warm":
+        path.read_bytes()
+    cached, seconds = [], []
+    for _ in range(repeats):
+        if cache == "cold":
+            drop_cached(path)
+        cached.append(cached_fraction(path))
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, advice)  # without it, a page's neighbours would be read, too
+            seconds.append(_timed(_reader(descriptor, length), parts))
+        finally:
+            os.close(descriptor)
+    count = sum(map(len, parts))
+    return Reading(pattern, cache, len(parts), count, min(count * length, size), max(cached), seconds)
+
+
+def _timed(read: Callable[[np.ndarray], None], parts: list[np.ndarray]) -> float:
+    with ThreadPoolExecutor(len(parts)) as pool:
+        start = time.perf_counter()
+        list(pool.map(read, parts))
+        return time.perf_counter() - start
+
+
+def _reader(descriptor: int, length: int) -> Callable[[np.ndarray], None]:
+    def read(offsets: np.ndarray) -> None:
+        buffer = bytearray(length)
+        for offset in offsets.tolist():
+            os.preadv(descriptor, [buffer], offset)
+
+    return read
