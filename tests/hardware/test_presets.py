@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zaya_jax.config import load_config
-from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset
+from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset, step_options
 from zaya_jax.hardware.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -78,8 +80,9 @@ def test_the_line_is_of_what_the_environment_has_now():
 
 def test_jax_knows_every_flag():
     """Unknown flags end a process. XLA has one table for all platforms, so a CPU can tell."""
-    flags = {setting.text for preset in PRESETS.values() for setting in preset.settings if setting.is_flag}
-    assert len(flags) >= 4
+    flags = {setting.text for preset in PRESETS.values()
+             for setting in (*preset.settings, *preset.fsdp, *preset.one_micro_batch) if setting.is_flag}  # fmt: skip
+    assert len(flags) >= 6
 
     def started(*flags: str) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
@@ -88,6 +91,23 @@ def test_jax_knows_every_flag():
 
     assert started(*sorted(flags)).returncode == 0
     assert "Unknown flag" in started("--xla_gpu_no_such_flag=true").stderr
+
+
+@pytest.mark.parametrize(("fsdp", "one_micro_batch", "flags"), [
+    (True, False, {"xla_gpu_enable_pipelined_all_gather": True, "xla_gpu_enable_while_loop_double_buffering": True}),
+    (False, True, {"xla_gpu_enable_pipelined_all_gather": True}),
+    (False, False, {}),
+])  # fmt: skip
+def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(fsdp, one_micro_batch, flags):
+    environment: dict[str, str] = {}
+    assert step_options(fsdp=True, one_micro_batch=True, environment=environment) == {}, "no preset is applied"
+    apply_preset(PRESETS["h200"], environment)
+    options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment)
+    assert options == flags
+    jax.jit(jnp.sin, compiler_options=options)(1.0)  # raises for an unknown option
+    environment["XLA_FLAGS"] += " --xla_gpu_enable_pipelined_all_gather=false"
+    options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment)
+    assert options == {name: value for name, value in flags.items() if "gather" not in name}
 
 
 def test_the_run_waits_longer_than_the_network_retries():
@@ -108,6 +128,13 @@ def test_the_manual_lists_every_setting():
         for setting in preset.settings:
             settings.setdefault(setting[:4], []).append(preset.name)
     assert listed == {setting: "all GPUs" if names == GPUS else ", ".join(names) for setting, names in settings.items()}
+    steps = {setting for preset in PRESETS.values() for setting in (*preset.fsdp, *preset.one_micro_batch)}
+    for setting in steps:
+        (row,) = (line for line in MANUAL.splitlines() if line.startswith(f"| `{setting.text}` |"))
+        assert setting.why in row
+        assert setting.source in row
+        fsdp = [preset.name for preset in PRESETS.values() if setting in preset.fsdp]
+        assert row.split(" | ")[1] == ("all GPUs" if fsdp == GPUS else ", ".join(fsdp))
     for name, key in (("waits for the coordinator", "join_seconds"), ("may go unheard", "peer_timeout")):
         (row,) = (line for line in MANUAL.splitlines() if line.startswith("|") and name in line)
         assert re.findall(r"(\d+) s", row) == [str(getattr(PRESETS[p], key)) for p in ("cpu", "mi300x")]

@@ -19,6 +19,7 @@ from zaya_jax.config import (
 from zaya_jax.config.checks import shown
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS
+from zaya_jax.run.files import partial_name
 from zaya_jax.run.folder import (
     CHANGES,
     CONFIG,
@@ -41,6 +42,16 @@ def claimed(config):
     with lock_run(config) as folder:
         claim_run(folder, config)
         yield folder
+
+
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    config = small_run(tmp_path)
+    with claimed(config) as folder:
+        partial_name(folder / "status.json").write_text("{")
+        (folder / "notes.txt").write_text("mine")
+    with lock_run(config):
+        assert not [path for path in folder.iterdir() if path.name.endswith(".partial")]
+        assert (folder / "notes.txt").exists()
 
 
 def leaves(tree, where=""):

@@ -24,6 +24,22 @@ def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.envi
     environment[APPLIED] = preset.name
 
 
+def step_options(
+    *, fsdp: bool, one_micro_batch: bool, environment: Mapping[str, str] = os.environ
+) -> dict[str, bool | str]:  # fmt: skip
+    """Return the applied preset's compiler options for a step, except flags that `environment` sets for all programs.
+
+    Args:
+      fsdp: whether the step gathers its layers over `parallel.fsdp`.
+      one_micro_batch: whether it has one micro-batch, whose layers gather their matrices.
+      environment: variables, with the name of the preset.
+    """
+    preset = PRESETS.get(environment.get(APPLIED, ""))
+    settings = () if preset is None else preset.fsdp if fsdp else preset.one_micro_batch if one_micro_batch else ()
+    return {setting.name.removeprefix("--"): setting.value == "true" or setting.value
+            for setting in settings if _current(setting, environment) is None}  # fmt: skip
+
+
 def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
     """Describe the applied preset and its settings in `environment` in one line; None if none was applied."""
     preset = PRESETS.get(environment.get(APPLIED, ""))

@@ -50,6 +50,8 @@ class Preset(NamedTuple):
     Attributes:
       name: value of the configuration key `preset`; the same as the name of the accelerator's data sheet.
       settings: flags and variables.
+      fsdp: further flags for the programs of steps that gather their layers over `parallel.fsdp`.
+      one_micro_batch: likewise for steps of one micro-batch, whose layers gather their matrices.
       join_seconds: maximum time to wait for the coordinator when a job starts.
       peer_timeout: seconds without a heartbeat of another process after which the run stops.
     """
@@ -58,6 +60,8 @@ class Preset(NamedTuple):
     settings: tuple[Setting, ...]
     join_seconds: int
     peer_timeout: int
+    fsdp: tuple[Setting, ...] = ()
+    one_micro_batch: tuple[Setting, ...] = ()
 
 
 def _memory(fraction: str, source: str) -> Setting:
@@ -67,8 +71,6 @@ def _memory(fraction: str, source: str) -> Setting:
 
 _SATURATED = "134217728"  # bytes of a message that saturates the links of a node
 _COLLECTIVES = (
-    Setting("--xla_gpu_enable_pipelined_all_gather", "true",
-            "gathers the next layer while one is computed (FSDP, and steps of one micro-batch)", _TOOLBOX),
     Setting("--xla_gpu_experimental_parallel_collective_overlap_limit", "4",
             "a layer's gathers and the reduction of the layer before may run at the same time", _XLA),
     Setting("--xla_gpu_all_gather_combine_threshold_bytes", _SATURATED,
@@ -80,6 +82,11 @@ _COLLECTIVES = (
     Setting("NCCL_IB_TIMEOUT", "22", "InfiniBand and RoCE retry for 120 s instead of 30 s, so a flapping link "
             "does not end the run; RCCL reads it too", _NCCL),
 )  # fmt: skip
+# Not for all programs: with context parallelism, gathers would be taken out of the loop over micro-batches.
+_PIPELINED = Setting("--xla_gpu_enable_pipelined_all_gather", "true", "gathers the next layer while one is computed",
+                     _TOOLBOX)  # fmt: skip
+_DOUBLED = Setting("--xla_gpu_enable_while_loop_double_buffering", "true",
+                   "a turn of the loop computes two layers, so that gathered ones need no copy", _XLA)  # fmt: skip
 _AMD = (
     *_COLLECTIVES,
     Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",
@@ -104,7 +111,7 @@ _HOPPER = (
 
 # Machines of a job pull containers and start at different times. The peer timeout exceeds the network's 2 minutes of
 # retries, so network errors are reported first.
-_CLUSTER = {"join_seconds": 600, "peer_timeout": 180}
+_CLUSTER: dict[str, int] = {"join_seconds": 600, "peer_timeout": 180}
 
 HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeat timeout exceeds the peer timeout
 
@@ -113,10 +120,10 @@ PRESETS = {
     for preset in (
         Preset("cpu", (), join_seconds=120, peer_timeout=60),
         Preset("mi300x", (*_AMD, Setting("HSA_NO_SCRATCH_RECLAIM", "1", "keeps scratch memory allocated instead of "
-               "reallocating it for each large kernel", _ROCR)), **_CLUSTER),
+               "reallocating it for each large kernel", _ROCR)), **_CLUSTER, fsdp=(_PIPELINED,)),
         Preset("mi355x", (*_AMD, Setting("RCCL_WARP_SPEED_AUTO", "0", "RCCL's WarpSpeed, on by default, can cause "
-               "NaN losses", _PRIMUS)), **_CLUSTER),
-        Preset("h100", _HOPPER, **_CLUSTER),
-        Preset("h200", _HOPPER, **_CLUSTER),
+               "NaN losses", _PRIMUS)), **_CLUSTER, fsdp=(_PIPELINED,)),
+        Preset("h100", _HOPPER, **_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
+        Preset("h200", _HOPPER, **_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
     )
 }  # fmt: skip

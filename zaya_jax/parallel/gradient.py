@@ -76,7 +76,10 @@ def summed_gradient(
         compute = compute_copy(params, leaves, dtypes, gather_matrices=micro_batches > 1)
         frozen_compute = frozen_copy(frozen, leaves)
 
-        large = {name for name, x in compute.items() if is_stacked(name) and x.size > SMALL * x.shape[0]}
+        # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
+        # would have to wait for the layer's reduction.
+        large = {name for name, x in compute.items()
+                 if is_stacked(name) and x.size > SMALL * x.shape[0] and not leaves[name].by_layer}  # fmt: skip
         others = {name: x for name, x in compute.items() if name not in large}
         probe = jnp.zeros((), jnp.float32)
 

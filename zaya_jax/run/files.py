@@ -16,9 +16,12 @@ from zaya_jax.errors import InputError
 _LONGEST_JSON = 2**26  # bytes; 50 times the weight index of the legacy 74B
 
 
+PARTIAL = ".partial"  # suffix of a file that is being written
+
+
 def partial_name(path: Path) -> Path:
     """Return a temporary name for `path` that no other process or thread uses."""
-    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}.partial")
+    return path.with_name(f"{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}{PARTIAL}")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -14,7 +14,7 @@ from zaya_jax.config.checks import shown
 from zaya_jax.config.stages import phase_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.checkpoints import CHECKPOINTS, PHASES
-from zaya_jax.run.files import locked, write_atomically
+from zaya_jax.run.files import PARTIAL, locked, write_atomically
 
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
@@ -62,6 +62,8 @@ def is_locked(folder: Path) -> bool:
 def lock_run(config: Config) -> Iterator[Path]:
     """Create and lock `config.run_dir` for the duration of the block, and return it.
 
+    Removes what a process that was killed while it wrote a file has left.
+
     Raises:
       InputError: another process holds the lock, or the folder contains a run with a different configuration or without
         one; the folder is left unchanged.
@@ -69,6 +71,8 @@ def lock_run(config: Config) -> Iterator[Path]:
     folder = run_folder(config)
     with lock_folder(folder, "run_dir"):
         _compare(folder, config)
+        for left in folder.glob(f"*{PARTIAL}"):
+            left.unlink(missing_ok=True)
         yield folder
 
 

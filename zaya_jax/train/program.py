@@ -13,6 +13,7 @@ from zaya_jax.config import Config, ModelConfig, ParallelConfig
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import BatchStage, stages
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.environment import step_options
 from zaya_jax.model.layers import Role
 from zaya_jax.model.lora import adapter_roles, adapter_shapes
 from zaya_jax.model.tree import compute_dtypes, fused, roles, shapes
@@ -96,7 +97,12 @@ class PhaseProgram:
         sharding = batch_sharding(mesh, leading=1)
         batch = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in types.items()}
         out = (jax.tree.map(lambda x: x.sharding, state), replicated(mesh))
-        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out)
+        leaves = self.placement.leaves.values()
+        options = step_options(
+            fsdp=any(leaf.by_layer for leaf in leaves),
+            one_micro_batch=shape[0] == 1 and any(leaf.in_layer and leaf.gathers for leaf in leaves),
+        )
+        step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
         return step.trace(state, batch, self.abstract_base)
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:

@@ -135,7 +135,7 @@ def compile(function, *shapes):
 
 @pytest.mark.parametrize("gpu", GPUS)
 def test_each_gpu_compiles_with_the_flags_of_its_preset(gpu, tmp_path):
-    assert "pipelined_all_gather" in environment(gpu, tmp_path)["XLA_FLAGS"]
+    assert "collective_overlap_limit" in environment(gpu, tmp_path)["XLA_FLAGS"]
     done = run(gpu, tmp_path, "compile(lambda x: x @ x.T, (256, 256))")
     assert done.returncode == 0, done.stderr
 
