@@ -31,12 +31,14 @@ def nothing_tried(monkeypatch):
     monkeypatch.setattr(registry, "_passed", {})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_gpu_has_all_kernels_for_the_released_shapes(dtype):
-    selection = select_kernels(GPU, EXAMPLE, dtype)
+def test_a_gpu_has_all_kernels_for_the_released_shapes():
+    selection = select_kernels(GPU, EXAMPLE, "bfloat16")
     assert selection == preferred_kernels(GPU)
     assert list(selection.chosen) == WITH_KERNELS
     assert not selection.reasons
+    exact = select_kernels(GPU, EXAMPLE, "float32")
+    assert [*exact.chosen] == [name for name in WITH_KERNELS if name != "router"]
+    assert "needs matrices in bfloat16" in exact.reasons["router", "pallas"]
     assert "AMD Instinct MI300X: residual_norm, cca_mix, attention" in str(selection)
 
 

@@ -107,13 +107,14 @@ def trained(projected, state, weights, *, platform):
     return jax.value_and_grad(loss, argnums=(0, 1, 2))(projected, state, weights)
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cuda", jnp.bfloat16), ("rocm", jnp.float32)])
-def test_lowers_and_runs_once_forward_if_the_probabilities_are_saved(platform, dtype):
-    assert lowered_kernels(trained, *shapes(dtype), platform=platform) == ["router_forward", "router_backward"]
+@pytest.mark.parametrize("platform", ["cuda", "rocm"])
+def test_lowers_and_runs_once_forward_if_the_probabilities_are_saved(platform):
+    assert lowered_kernels(trained, *shapes(jnp.bfloat16), platform=platform) == ["router_forward", "router_backward"]
 
 
 @pytest.mark.parametrize(("dtype", "sizes", "words"), [
     (jnp.float16, {}, "in bfloat16 or all in float32"),
+    (jnp.float32, {}, "needs matrices in bfloat16"),
     (jnp.bfloat16, {"r": 96}, "a power of two"),
     (jnp.bfloat16, {"r": 512}, "16 to 256 elements"),
     (jnp.bfloat16, {"classes": 33}, "at most 32 classes"),

@@ -14,12 +14,12 @@ from zaya_jax.config import load_config
 from zaya_jax.machine.dry_run import memory as module
 from zaya_jax.machine.dry_run.estimate import TARGET
 from zaya_jax.machine.dry_run.memory import Memory, estimate_memory
-from zaya_jax.ops.registry import preferred_kernels
+from zaya_jax.ops.registry import select_kernels
 from zaya_jax.parallel.placement import device_bytes
 from zaya_jax.train.program import Programs
 
-KERNELS = preferred_kernels(TARGET)
-
+TINY = load_config("configs/tiny.yaml")
+KERNELS = select_kernels(TARGET, TINY.model, TINY.train.compute_dtype)
 DOC = Path(__file__).parents[3] / "docs/parallel.md"
 LAYOUTS = {
     "data": [],
@@ -33,8 +33,9 @@ NARROW = ["model.vocab_size=512", "model.hidden_size=64"]  # arrays that are the
 def memory(config, devices=1, sequences=1, micro_batches=2):
     """Of a device in the first phase."""
     config = dataclasses.replace(config, phases=config.phases[:1])  # another phase may be of other devices
+    kernels = select_kernels(TARGET, config.model, config.train.compute_dtype)
     return estimate_memory(
-        Programs(config, KERNELS, devices)[0], sequences, config.context_for(config.phases[0]), micro_batches,
+        Programs(config, kernels, devices)[0], sequences, config.context_for(config.phases[0]), micro_batches,
         module.count_activations,
     )  # fmt: skip
 
@@ -136,7 +137,7 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     for reduce in ("step", "micro_batch"):
         config = load_config("configs/tiny.yaml", [f"parallel.gradient_reduction={reduce}"])
         kept[reduce] = memory(config, 8)
-    program = Programs(load_config("configs/tiny.yaml"), KERNELS, 8)[0]
+    program = Programs(TINY, KERNELS, 8)[0]
     params, leaves = program.abstract_state.params, program.placement.leaves
     shards = {name: device_bytes(x) for name, x in params.items()}
     # The layers reduce the gradients of their matrices.
@@ -148,7 +149,7 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
 
 def test_layers_of_a_single_micro_batch_gather_their_matrices(monkeypatch):
     monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)
-    config, program = load_config("configs/tiny.yaml"), Programs(load_config("configs/tiny.yaml"), KERNELS, 8)[0]
+    config, program = TINY, Programs(TINY, KERNELS, 8)[0]
     matrices = sum(device_bytes(x) for name, x in program.abstract_state.params.items()
                    if program.placement.leaves[name].in_layer)  # fmt: skip
     with_remat = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="full"))

@@ -92,8 +92,11 @@ def estimate_memory(
 
     def gradients_of(copy: Any, _: Any) -> Any:
         """Those of a micro-batch, and what is accumulated; if it is reduced, a leaf's sum is beside its accumulator."""
-        if not reduces:  # layers add theirs in place; that of the embedding, before its reduction, is there twice
-            twice = {name: x for name, x in copy.items() if scatters and program.roles[name] == "embedding"}
+        if not reduces:
+            # Layers add theirs in place. Twice there are those of layers that are gathered one at a time, and that of
+            # the embedding before its reduction.
+            twice = {name: x for name, x in copy.items() if placement.leaves[name].by_layer
+                     or (scatters and program.roles[name] == "embedding")}  # fmt: skip
             return twice, jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)
