@@ -14,8 +14,8 @@ from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.kernels import Request, program_files, requested
 from zaya_jax.machine.compilers.toolchain import CODE_OBJECTS
 from zaya_jax.machine.compilers.worker import compile_traced, gpu_devices, load_compiler
-from zaya_jax.machine.kernel_cases import passes
-from zaya_jax.ops.registry import KernelSelection, preferred_kernels
+from zaya_jax.machine.kernel_cases import EIGHT_B, passes
+from zaya_jax.ops.registry import KernelSelection, select_kernels
 
 
 def main(gpu: str, request: str, folder: str) -> None:
@@ -23,9 +23,9 @@ def main(gpu: str, request: str, folder: str) -> None:
     end_with_parent(os.getppid())
     load_compiler(gpu)
     target = GPUS[gpu].target
-    sides = {"kernels": preferred_kernels(target), "references": KernelSelection(target)}
-    for name, _, _, side, case in requested(Request(**json.loads(request))):
-        function, arguments = passes(case, sides[side])
+    for name, dtype, _, side, case in requested(Request(**json.loads(request))):
+        kernels = select_kernels(target, EIGHT_B.model, dtype) if side == "kernels" else KernelSelection(target)
+        function, arguments = passes(case, kernels)
         donated = () if case.backward else tuple(range(case.held))
         compile_program(name, function, arguments, gpu, Path(folder), donated)
 
