@@ -111,7 +111,7 @@ _HOPPER = (
 
 # Machines of a job pull containers and start at different times. The peer timeout exceeds the network's 2 minutes of
 # retries, so network errors are reported first.
-_CLUSTER: dict[str, int] = {"join_seconds": 600, "peer_timeout": 180}
+_CLUSTER = 600, 180  # `join_seconds` and `peer_timeout`
 
 HEARTBEAT_MARGIN = 30  # seconds that jax's heartbeat timeout exceeds the peer timeout
 
@@ -120,10 +120,10 @@ PRESETS = {
     for preset in (
         Preset("cpu", (), join_seconds=120, peer_timeout=60),
         Preset("mi300x", (*_AMD, Setting("HSA_NO_SCRATCH_RECLAIM", "1", "keeps scratch memory allocated instead of "
-               "reallocating it for each large kernel", _ROCR)), **_CLUSTER, fsdp=(_PIPELINED,)),
+               "reallocating it for each large kernel", _ROCR)), *_CLUSTER, fsdp=(_PIPELINED,)),
         Preset("mi355x", (*_AMD, Setting("RCCL_WARP_SPEED_AUTO", "0", "RCCL's WarpSpeed, on by default, can cause "
-               "NaN losses", _PRIMUS)), **_CLUSTER, fsdp=(_PIPELINED,)),
-        Preset("h100", _HOPPER, **_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
-        Preset("h200", _HOPPER, **_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
+               "NaN losses", _PRIMUS)), *_CLUSTER, fsdp=(_PIPELINED,)),
+        Preset("h100", _HOPPER, *_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
+        Preset("h200", _HOPPER, *_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
     )
 }  # fmt: skip
