@@ -30,6 +30,7 @@ def drill(folder: Path, faults: list[Fault], processes: int, steps: int = STEPS)
         arguments.append("train.batch.micro_batch=2")
     card = Drill(folder / "drill", arguments, processes, faults, 3.0).run(print)
     print(format_card(card))
+    assert not [*(folder / "drill" / "disturbed").glob("*.partial")], "what killed processes were writing is removed"
     return card
 
 

@@ -122,6 +122,17 @@ def test_a_process_that_others_have_passed_hangs_by_the_timeout_of_its_own_phase
     assert (found.rank, found.phase, found.timeout) == (1, Phase.DEVICE_WAIT, 0.1)
 
 
+def test_processes_that_stall_alike_are_not_told_apart_by_when_they_were_seen(tmp_path):
+    ranks = [SimpleNamespace(index=index, progress=progress(9, Phase.DATA)) for index in range(3)]
+    watch = HangWatch(Timeouts(TimeoutPolicy(data=0.1), tmp_path, ""), expects_records=True)
+    found, start = watch.look(ranks[:1]), time.monotonic()
+    while found is None and time.monotonic() < start + 30:
+        time.sleep(0.03)
+        found = watch.look(ranks)
+    assert found.rank is None
+    assert found.words.endswith("The cause seems to be all processes alike.")
+
+
 @given(st.text(), st.integers(0, 50))
 def test_evidence_is_one_printable_line(text, longest):
     line = printable(text, longest)

@@ -108,6 +108,8 @@ def test_a_step_gets_the_flags_of_its_layout_unless_they_are_set(fsdp, one_micro
     environment["XLA_FLAGS"] += " --xla_gpu_enable_pipelined_all_gather=false"
     options = step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment)
     assert options == {name: value for name, value in flags.items() if "gather" not in name}
+    environment["XLA_FLAGS"] = "flags.txt"
+    assert step_options(fsdp=fsdp, one_micro_batch=one_micro_batch, environment=environment) == {}
 
 
 def test_the_run_waits_longer_than_the_network_retries():

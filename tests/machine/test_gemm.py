@@ -13,7 +13,7 @@ from tests.helpers import random_values, tiny_config
 from zaya_jax.config import load_config
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.gemm import problems
-from zaya_jax.machine.gemm.histograms import scaled
+from zaya_jax.machine.gemm.histograms import scale_counts
 from zaya_jax.machine.gemm.sweep import FAMILIES, Request, make_problems
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import select_kernels
@@ -66,7 +66,7 @@ def test_gradients_of_experts_are_those_of_the_product():
 @given(counts=st.lists(st.integers(0, 10**6), min_size=1, max_size=40).filter(any), tokens=st.integers(1, 10**6))
 def test_scaled_counts_sum_to_the_tokens_and_keep_their_shares(counts, tokens):
     counts = np.array(counts, np.float64)
-    sizes = scaled(counts, tokens)
+    sizes = scale_counts(counts, tokens)
     assert (sizes.sum(), sizes.dtype) == (tokens, np.int32)
     assert (np.abs(sizes - counts / counts.sum() * tokens) < 1 + 1e-6).all()
 
@@ -86,7 +86,9 @@ def test_the_command_measures_all_families_and_a_runs_routing(tmp_path, capsys):
     names = [row["name"] for row in result["results"] if row["family"] == "experts"]
     for name in ("even", "layer 0 at step 4", "layer 1 at step 4"):
         assert [name in x for x in names].count(True) == 4
-    assert result["maximum"] == max(row["warm"] for row in result["results"] if row["family"] == "square")
+    assert result["maximum"] == max(
+        row["warm_flops_per_second"] for row in result["results"] if row["family"] == "square"
+    )
     assert png.read_bytes()[:4] == b"\x89PNG"
     assert "of maximum" in capsys.readouterr().out
 

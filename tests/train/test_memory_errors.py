@@ -11,7 +11,7 @@ from tests.train_helpers import compile_once, write_run
 from zaya_jax.errors import RunStopped
 from zaya_jax.main import main
 from zaya_jax.train import compiled, loop, memory_errors
-from zaya_jax.train.memory_errors import _control_groups, available_memory, check_compiled, out_of_memory
+from zaya_jax.train.memory_errors import available_memory, check_compiled, control_groups, out_of_memory
 
 
 def test_an_allocation_that_fails_is_one_sentence():
@@ -61,14 +61,14 @@ def test_the_limits_of_all_control_groups_count(tmp_path):
     own, root = tmp_path / "own", tmp_path / "cgroup"
     (root / "a" / "b").mkdir(parents=True)
     own.write_text("1:name=x:/y\n0::/a/b\n")
-    assert _control_groups(root, own) == []
+    assert control_groups(root, own) == []
     (root / "a" / "memory.max").write_text("1000\n")
     (root / "a" / "memory.stat").write_text("anon 300\nfile 600\n")
     (root / "a" / "b" / "memory.max").write_text("max\n")
-    assert _control_groups(root, own) == [700]
+    assert control_groups(root, own) == [700]
     (tmp_path / "memory.max").write_text("1\n")
-    assert _control_groups(root, own) == [700], "a limit outside of the hierarchy is none"
-    assert _control_groups(root, tmp_path / "missing") == []
+    assert control_groups(root, own) == [700], "a limit outside of the hierarchy is none"
+    assert control_groups(root, tmp_path / "missing") == []
 
 
 def test_a_run_that_is_too_large_ends_with_one_sentence_before_anything_is_made(tmp_path, capsys):

@@ -64,9 +64,9 @@ class HangWatch:
         suspects = find_suspects(progress, stopped)
         if not set(suspects) & set(late) and not stopped:
             return None  # they wait for a process that is within its own time, such as one that compiles
-        suspects = [rank for rank in suspects if rank in late] or suspects
         first, suspect = late[0], progress[suspects[0]]
-        who = "all processes alike" if len(suspects) == len(progress) > 1 else f"process {suspects[0]}"
+        who = "all processes alike" if len(suspects) == len(progress) > 1 else (
+            f"process{'es' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}")  # fmt: skip
         how = " (stopped by a signal)" if suspects[0] in stopped else ""
         words = (f"No progress for {silences[first].seconds:.1f} s in phase {phases[first].name.lower()}, more than "
                  f"its timeout of {limits[first]:g} s. The cause seems to be {who}{how}.")  # fmt: skip

@@ -12,7 +12,7 @@ APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied pre
 def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set the preset's flags and variables in `environment`, except those that are already set."""
     flags = environment.get("XLA_FLAGS", "").strip()
-    takes_flags = flags == "" or flags.startswith("-")  # anything else is a file that XLA reads flags from
+    takes_flags = _takes_flags(environment)
     for setting in preset.settings:
         if _current(setting, environment) is not None:
             continue
@@ -34,7 +34,7 @@ def step_options(
       one_micro_batch: whether it has one micro-batch, whose layers gather their matrices.
       environment: variables, with the name of the preset.
     """
-    preset = PRESETS.get(environment.get(APPLIED, ""))
+    preset = PRESETS.get(environment.get(APPLIED, "")) if _takes_flags(environment) else None
     settings = () if preset is None else preset.fsdp if fsdp else preset.one_micro_batch if one_micro_batch else ()
     return {setting.name.removeprefix("--"): setting.value == "true" or setting.value
             for setting in settings if _current(setting, environment) is None}  # fmt: skip
@@ -52,6 +52,12 @@ def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
     line = f"Preset {preset.name}: {' '.join(ours) or 'nothing set'}"
     line += f"; set before: {' '.join(map(str, yours))}" if yours else ""
     return line + (f"; not set: {' '.join(missing)}" if missing else "")
+
+
+def _takes_flags(environment: Mapping[str, str]) -> bool:
+    """Return whether `XLA_FLAGS` holds flags; otherwise it names a file that XLA reads flags from."""
+    flags = environment.get("XLA_FLAGS", "").strip()
+    return flags == "" or flags.startswith("-")
 
 
 def _current(setting: Setting, environment: Mapping[str, str]) -> str | None:

@@ -86,7 +86,7 @@ _COLLECTIVES = (
 _PIPELINED = Setting("--xla_gpu_enable_pipelined_all_gather", "true", "gathers the next layer while one is computed",
                      _TOOLBOX)  # fmt: skip
 _DOUBLED = Setting("--xla_gpu_enable_while_loop_double_buffering", "true",
-                   "a turn of the loop computes two layers, so that gathered ones need no copy", _XLA)  # fmt: skip
+                   "an iteration of the loop computes two layers, so gathered ones need no copy", _XLA)  # fmt: skip
 _AMD = (
     *_COLLECTIVES,
     Setting("--xla_gpu_enable_latency_hiding_scheduler", "true",

@@ -64,10 +64,10 @@ def available_memory() -> int | None:
     if device.platform != "cpu":
         return (device.memory_stats() or {}).get("bytes_limit")
     free = psutil.virtual_memory().available + psutil.swap_memory().free
-    return min([free, *_control_groups()]) // jax.local_device_count()
+    return min([free, *control_groups()]) // jax.local_device_count()
 
 
-def _control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
+def control_groups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> list[int]:
     """Return the bytes left under each cgroup v2 limit of this process; reclaimable caches do not count as used."""
     left = []
     with contextlib.suppress(OSError):

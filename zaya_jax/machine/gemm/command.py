@@ -4,9 +4,11 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
+from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
 
+_DTYPES = ("bfloat16", "float32")
 _FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
 
 
@@ -20,15 +22,16 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--families", nargs="+", choices=_FAMILIES, default=_FAMILIES, metavar="FAMILY",
-                      help=f"what to measure besides squares (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
-    verb.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the operands (default: train.compute_dtype)")
+                      help=f"what to measure; squares always are (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
+    verb.add_argument("--dtype", choices=_DTYPES, help="of the operands (default: train.compute_dtype)")
     verb.add_argument("--squares", nargs=3, type=int, default=[256, 4096, 256], metavar=("FIRST", "LAST", "STEP"),
                       help="sizes of the square matrices (default: 256 4096 256)")  # fmt: skip
     verb.add_argument("--lengths", nargs="+", type=int, default=[1024, 4096], metavar="N",
                       help="tokens of a row of attention (default: 1024 4096)")  # fmt: skip
     verb.add_argument("--tokens", type=int, metavar="N",
-                      help="tokens of a micro-batch on one device (default: that of the first phase)")  # fmt: skip
-    verb.add_argument("--routing", metavar="RUN", help="folder of a run whose measured loads of experts to use, too")
+                      help="tokens of a micro-batch on one device (default: those of the first phase, or of its "
+                      "whole step if micro_batch is null)")  # fmt: skip
+    verb.add_argument("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     verb.add_argument("--flush", default="512M", metavar="SIZE", help="bytes that are overwritten before a cold call, "
                       "at least the size of the last-level cache (default: 512M)")  # fmt: skip
     add_flags(verb, repeats=5, png="the speeds")
@@ -43,11 +46,14 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
         if wrong := [value for value in values if value < 1]:
             raise InputError(f"{flag} is {wrong[0]}, but must be at least 1.")
     flush, config = parse_bytes("--flush", parsed.flush), load_config(parsed.config, parsed.overrides)
-    phase = config.phases[0]
-    batch = config.batch_for(phase)
-    tokens = parsed.tokens or (batch.micro_batch * config.context_for(phase) if batch.micro_batch else batch.tokens)
+    dtype, phase = parsed.dtype or config.train.compute_dtype, config.phases[0]
+    if dtype not in _DTYPES:
+        raise InputError(f"train.compute_dtype is {dtype}, but products are measured in {' or '.join(_DTYPES)}: set "
+                         "--dtype.")  # fmt: skip
+    micro, stage = config.batch_for(phase).micro_batch, largest_stage(config, 0)
+    tokens = parsed.tokens or (micro or stage.sequences) * stage.context // config.parallel_for(phase).context
     from zaya_jax.machine.gemm.sweep import Request, measure_gemm
 
-    request = Request(parsed.families, parsed.dtype or config.train.compute_dtype, range(first, last + 1, step),
+    request = Request(parsed.families, dtype, range(first, last + 1, step),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
     return measure_gemm(config, request, parsed.png)

@@ -15,7 +15,7 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
     Args:
       path: file to write.
       rows: results of the sweep.
-      maximum: FLOP/s that counts as all.
+      maximum: FLOP/s of the fastest square, 100 %.
     """
     families = list(dict.fromkeys(row["family"] for row in rows))
     heights = [max(1.0, 0.09 * sum(row["family"] == name for row in rows)) if name in ("model", "experts") else 1.0
@@ -26,15 +26,21 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
         own = [row for row in rows if row["family"] == family]
         if family == "square":
             for name in ("warm", "cold"):
-                panel.plot([row["size"] for row in own], [row[name] / 1e9 for row in own], label=name, marker=".")
+                panel.plot(
+                    [row["size"] for row in own],
+                    [row[f"{name}_flops_per_second"] / 1e9 for row in own],
+                    label=name,
+                    marker=".",
+                )
             panel.set(xlabel="rows and columns", ylabel="GFLOP/s", title="square")
             panel.legend(frameon=False)
         elif family == "attention":
             _heat_map(figure, panel, own, maximum)
         else:
             names = [row["name"] for row in own][::-1]
-            panel.barh(names, [row["warm"] / maximum for row in own][::-1])
-            panel.set(xlabel="share of the maximum", title=family.replace("_", "–"), xlim=(0, 1.05))
+            shares = [row["warm_flops_per_second"] / maximum for row in own][::-1]
+            panel.barh(names, shares)
+            panel.set(xlabel="share of the maximum", title=family.replace("_", "–"), xlim=(0, max(1.05, *shares)))
             panel.tick_params(labelsize="small")
     save_figure(figure, path)
 
@@ -42,9 +48,9 @@ def draw(path: Path, rows: Sequence[dict[str, Any]], maximum: float) -> None:
 def _heat_map(figure: Any, panel: Any, rows: Sequence[dict[str, Any]], maximum: float) -> None:
     across, down = "length", "query heads per key head"
     xs, ys = (sorted({row[name] for row in rows}) for name in (across, down))
-    share = {(row[across], row[down]): row["warm"] / maximum for row in rows}
+    share = {(row[across], row[down]): row["warm_flops_per_second"] / maximum for row in rows}
     grid = [[share[x, y] for x in xs] for y in ys]
-    image = panel.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=1)
+    image = panel.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=max(1.0, *share.values()))
     for j, row in enumerate(grid):
         for i, value in enumerate(row):
             panel.annotate(f"{value:.0%}", (i, j), ha="center", va="center", color="white" if value < 0.6 else "black")

@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ModelConfig
+from zaya_jax.config import ModelConfig, MuonConfig
+from zaya_jax.machine.kernel_cases import PRODUCTS
 from zaya_jax.machine.sizing.rules import Product, products
 from zaya_jax.model.layers import MATRIX_ROLES
-from zaya_jax.model.tree import roles, shapes
+from zaya_jax.model.loss import chunk_tokens
+from zaya_jax.model.tree import fused, roles, shapes
 from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.grouped_matmul import grouped_matmul
-from zaya_jax.ops.registry import OPERATIONS, KernelSelection
-
-_PARTS = OPERATIONS["experts"].uses  # of a grouped product and its gradients
+from zaya_jax.ops.registry import KernelSelection
 
 
 class Problem(NamedTuple):
@@ -47,32 +47,34 @@ def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
     return [_matmul("square", str(n), {"size": n}, ("mk,kn->mn", (n, n), (n, n)), 2.0 * n**3, dtype) for n in sizes]
 
 
-def of_model(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
-    """Return every dense product of a layer and the head, for a micro-batch on one device: forward, and both gradients.
+def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
+    """Return every dense product of a layer and of a chunk of the head, forward and both gradients.
 
     Args:
       model: the architecture.
-      tokens: tokens of the micro-batch.
+      tokens: tokens of a micro-batch on one device.
       dtype: of the operands.
     """
-    found = []
+    problems = []
+    chunk = min(tokens, chunk_tokens(tokens, model.vocab_size, model.hidden_size, frozen_head=False))
     for product in (*products(model, tokens), *_router_products(model, tokens)):
-        if product.name.startswith("experts"):
+        if product.name.startswith("experts") or (product.name == "convolution" and model.attention != "cca"):
             continue
-        batch, rows, columns, depth = product.groups, product.rows, product.columns, product.depth
+        batch, columns, depth = product.groups, product.columns, product.depth
+        rows = chunk if product.name == "head" else product.rows  # the loss never multiplies all tokens at once
         x, w, y = (batch, rows, depth), (batch, depth, columns), (batch, rows, columns)
         sides = (("forward", "brd,bdc->brc", x, w), ("input gradient", "brc,bdc->brd", y, w),
                  ("weight gradient", "brd,brc->bdc", x, y))  # fmt: skip
-        sizes = {"rows": rows, "columns": columns, "depth": depth}
-        found += [_matmul("model", f"{product.name}, {side}", sizes, (equation, *operands), product.flops, dtype)
-                  for side, equation, *operands in sides]  # fmt: skip
-    return found
+        sizes, flops = {"rows": rows, "columns": columns, "depth": depth}, 2.0 * batch * rows * columns * depth
+        problems += [_matmul("model", f"{product.name}, {side}", sizes, (equation, *operands), flops, dtype)
+                     for side, equation, *operands in sides]  # fmt: skip
+    return problems
 
 
 def _router_products(model: ModelConfig, tokens: int) -> list[Product]:
-    if model.router != "zaya":
-        return []
     r, layers = model.router_size, model.num_layers
+    if model.router != "zaya":
+        return [Product("router", layers, 1, tokens, model.num_experts, model.hidden_size)]
     return [Product("router, down", layers, 1, tokens, r, model.hidden_size),
             Product("router, hidden", 2 * layers, 1, tokens, r, r),
             Product("router, output", layers, 1, tokens, model.num_experts + 1, r)]  # fmt: skip
@@ -86,7 +88,7 @@ def _matmul(
     return Problem(family, name, sizes, functools.partial(jnp.einsum, equation), arrays, (), flops)
 
 
-def of_experts(
+def expert_products(
     model: ModelConfig, histograms: Mapping[str, np.ndarray], kernels: KernelSelection, dtype: str
 ) -> list[Problem]:
     """Return the grouped products of a layer's experts, forward and backward, for each distribution of the tokens.
@@ -98,8 +100,8 @@ def of_experts(
       dtype: of the operands.
     """
     d, f, e = model.hidden_size, model.expert_size, model.num_experts
-    run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in _PARTS})
-    found = []
+    run = functools.partial(grouped_matmul, **{part: kernels.implementation(part) for part in PRODUCTS})
+    problems = []
     for (layer, (p, q)), (name, sizes_e) in itertools.product(
         {"gate and up": (d, 2 * f), "down": (f, d)}.items(), histograms.items()
     ):
@@ -107,59 +109,66 @@ def of_experts(
         x, w, y = (jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape in ((t, p), (e, p, q), (t, q)))
         sizes, flops = {"rows": t // e, "columns": q, "depth": p}, 2.0 * t * p * q
         both = functools.partial(_gradient, run)
-        found += [
+        problems += [
             Problem("experts", f"{layer}, {name}, forward", sizes, run, (x, w), (sizes_e,), flops),
             Problem("experts", f"{layer}, {name}, gradients", sizes, both, (x, w, y), (sizes_e,), 2 * flops),
         ]
-    return found
+    return problems
 
 
 def _gradient(run: Callable[..., jax.Array], x: jax.Array, w: jax.Array, y: jax.Array, sizes_e: jax.Array) -> Any:
     return jax.vjp(lambda x, w: run(x, w, sizes_e), x, w)[1](y)  # the forward product is unused, so XLA removes it
 
 
-def newton_schulz(model: ModelConfig, steps: int, kernels: KernelSelection, dtype: str) -> list[Problem]:
-    """Return the orthogonalization of one layer's matrices of each shape (docs/reference.md §3.1)."""
-    abstract = abstract_model(model)
-    role_by_name, counts = roles(abstract), {}
+def newton_schulz(model: ModelConfig, muon: MuonConfig, kernels: KernelSelection) -> list[Problem]:
+    """Return the orthogonalization of a parameter of each shape, of one layer (docs/reference.md §3.1).
+
+    Args:
+      model: the architecture.
+      muon: gives the number of iterations, their dtype and coefficients, and the parts of a matrix.
+      kernels: the implementations.
+    """
+    abstract, counts = abstract_model(model), {}
+    role_by_name, parts = roles(abstract), fused(abstract) if muon.gate_up == "split" else {}
     for name, shape in shapes(abstract).items():
         if role_by_name[name] in MATRIX_ROLES:
-            p, q = sorted(shape[-2:])
-            counts[p, q] = max(counts.get((p, q), 1), int(np.prod(shape[1:-2])))
-    found = []
+            part = parts.get(name, 1)
+            p, q = sorted((shape[-2], shape[-1] // part))
+            counts[p, q] = max(counts.get((p, q), 1), part * int(np.prod(shape[1:-2])))
+    run = functools.partial(kernels.ops.orthogonalize, steps=muon.newton_schulz_steps,
+                            dtype=jnp.dtype(muon.newton_schulz_dtype), coefficients=muon.coefficients)  # fmt: skip
+    problems = []
     for (p, q), count in sorted(counts.items()):
-        run = functools.partial(kernels.ops.orthogonalize, steps=steps, dtype=dtype)
         array = jax.ShapeDtypeStruct((count, p, q), jnp.float32)
-        flops = steps * count * 2.0 * (2 * p * p * q + p**3)
-        found.append(
-            Problem("newton_schulz", f"{count} × {p} × {q}", {"rows": p, "columns": q}, run, (array,), (), flops)
-        )
-    return found
+        flops = muon.newton_schulz_steps * count * 2.0 * (2 * p * p * q + p**3)
+        sizes = {"rows": p, "columns": q}
+        problems.append(Problem("newton_schulz", f"{count} × {p} × {q}", sizes, run, (array,), (), flops))
+    return problems
 
 
 def attention(
     model: ModelConfig, lengths: Sequence[int], tokens: int, kernels: KernelSelection, dtype: str
 ) -> list[Problem]:
-    """Return causal attention, forward, over lengths and over heads per key head.
+    """Return causal attention, forward, over lengths and over the query heads that share a key head.
 
     Args:
       model: gives the number of query heads and their width.
       lengths: tokens of a row.
-      tokens: of all rows; a multiple of each length.
+      tokens: of all rows; there is at least one row, and no part of one.
       kernels: the implementations.
       dtype: of the operands.
     """
-    h, c, found = model.num_query_heads, model.head_dim, []
+    h, c, problems = model.num_query_heads, model.head_dim, []
     for s, shared in itertools.product(lengths, [n for n in range(1, h + 1) if h % n == 0]):
         b, k = max(1, tokens // s), h // shared
         q, kv = (jax.ShapeDtypeStruct((b, s, heads, c), jnp.dtype(dtype)) for heads in (h, k))
         flops = 4.0 * b * h * c * s * (s + 1) / 2
         sizes = {"length": s, "query heads per key head": shared}
         run, segments = functools.partial(_attend, kernels.ops.attention), np.ones((b, s), np.int32)
-        found.append(
+        problems.append(
             Problem("attention", f"{s} tokens, {h} over {k} heads", sizes, run, (q, kv, kv), (segments,), flops)
         )
-    return found
+    return problems
 
 
 def _attend(run: Callable[..., jax.Array], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:

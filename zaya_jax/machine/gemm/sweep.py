@@ -10,7 +10,7 @@ import numpy as np
 
 from zaya_jax.config import Config
 from zaya_jax.machine.gemm import problems
-from zaya_jax.machine.gemm.histograms import measured, scaled
+from zaya_jax.machine.gemm.histograms import read_histograms, scale_counts
 from zaya_jax.machine.gemm.plot import draw
 from zaya_jax.machine.gemm.timing import flush_array, time_problem
 from zaya_jax.machine.result import describe_run
@@ -56,29 +56,32 @@ def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str,
       InputError: `routing` has no counts for this configuration.
     """
     kernels = select_kernels(current_target(), config.model, request.dtype)
-    found = make_problems(config, request, kernels)
+    every = make_problems(config, request, kernels)
     result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
     result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
     flush, maximum, family = flush_array(request.flush), 0.0, ""
-    for problem in found:
-        speed = time_problem(problem, flush, request.repeats)
+    for problem in every:
         if problem.family != family:
             family = problem.family
             print(f"\n{family:<52}{'GFLOP':>10}{'warm GFLOP/s':>14}{'cold':>10}{'of maximum':>12}")
-        warm, cold = problem.flops / speed.warm, problem.flops / speed.cold
+        line, row = f"{problem.name:<52}{problem.flops / 1e9:>10,.3g}", {"family": family, "name": problem.name}
+        row |= {**problem.sizes, "flops": problem.flops}
+        try:
+            seconds = time_problem(problem, flush, request.repeats)
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory: the others can still be measured
+            print(f"{line}  failed: {str(error).splitlines()[0]}")
+            result["results"].append(row | {"failed": str(error)})
+            continue
+        warm, cold = problem.flops / seconds.warm, problem.flops / seconds.cold
         if family == "square":
             maximum = max(maximum, warm)
-        result["results"].append({"family": family, "name": problem.name, **problem.sizes, "flops": problem.flops,
-                                  "warm": warm, "cold": cold})  # fmt: skip
-        share = f"{warm / maximum:>12.0%}" if family != "square" else ""
-        print(
-            f"{problem.name:<52}{problem.flops / 1e9:>10,.3g}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}",
-            flush=True,
-        )
+        result["results"].append(row | {"warm_flops_per_second": warm, "cold_flops_per_second": cold})
+        share = f"{warm / maximum:>12.0%}" if family != "square" and maximum else ""
+        print(f"{line}{warm / 1e9:>14,.4g}{cold / 1e9:>10,.4g}{share}", flush=True)
     print(f"\nmaximum: {maximum / 1e9:,.4g} GFLOP/s, of the fastest square")
     result["maximum"] = maximum
     if png:
-        draw(Path(png), result["results"], maximum)
+        draw(Path(png), [row for row in result["results"] if "failed" not in row], maximum)
     return result
 
 
@@ -86,16 +89,14 @@ def make_problems(config: Config, request: Request, kernels: KernelSelection) ->
     """Make all problems of a request, squares first; raises like `measure_gemm`."""
     model, dtype = config.model, request.dtype
     routed = request.tokens * rows_per_token(model)
-    histograms = {"even": scaled(np.ones(model.num_experts), routed)}
+    histograms = {"even": scale_counts(np.ones(model.num_experts), routed)}
     if request.routing is not None:
-        histograms |= measured(request.routing, model.num_experts, routed)
+        histograms |= read_histograms(request.routing, model.num_experts, routed)
     made = {
         "square": lambda: problems.squares(request.squares, dtype),
-        "model": lambda: problems.of_model(model, request.tokens, dtype),
-        "experts": lambda: problems.of_experts(model, histograms, kernels, dtype),
-        "newton_schulz": lambda: problems.newton_schulz(
-            model, config.optimizer.muon.newton_schulz_steps, kernels, dtype
-        ),
+        "model": lambda: problems.model_products(model, request.tokens, dtype),
+        "experts": lambda: problems.expert_products(model, histograms, kernels, dtype),
+        "newton_schulz": lambda: problems.newton_schulz(model, config.optimizer.muon, kernels),
         "attention": lambda: problems.attention(model, request.lengths, request.tokens, kernels, dtype),
     }
     return [problem for family in FAMILIES if family in ("square", *request.families) for problem in made[family]()]

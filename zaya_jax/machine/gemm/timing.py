@@ -1,5 +1,6 @@
 """Time a problem with its operands in the caches, and after the caches were overwritten."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from zaya_jax.machine.gemm.problems import Problem
 _STANDARD_DEVIATION = 0.01  # of the operands, so that no sum overflows
 
 
-class Speed(NamedTuple):
+class Seconds(NamedTuple):
     """Median seconds of a call."""
 
     warm: float
@@ -25,11 +26,10 @@ def flush_array(size: int) -> jax.Array:
     return jnp.zeros(max(1, size // 4), jnp.float32)
 
 
-def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Speed:
+def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Seconds:
     """Time calls, warm and cold in turn; the first call of each, which compiles, is left out."""
     keys = jax.random.split(jax.random.key(0), len(problem.arrays))
-    arrays = [_STANDARD_DEVIATION * jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
-              for key, x in zip(keys, problem.arrays, strict=True)]  # fmt: skip
+    arrays = [_draw(key, x.shape, x.dtype) for key, x in zip(keys, problem.arrays, strict=True)]
     arguments = jax.block_until_ready((*arrays, *map(jnp.asarray, problem.integers)))
     call, overwrite = jax.jit(problem.run), jax.jit(lambda x: x + 1)
     warm, cold = [], []
@@ -38,7 +38,12 @@ def time_problem(problem: Problem, flush: jax.Array, repeats: int) -> Speed:
         warm.append(_seconds(call, arguments))
         overwrite(flush).block_until_ready()
         cold.append(_seconds(call, arguments))
-    return Speed(statistics.median(warm[1:]), statistics.median(cold[1:]))
+    return Seconds(statistics.median(warm[1:]), statistics.median(cold[1:]))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    return _STANDARD_DEVIATION * jax.random.normal(key, shape, dtype)
 
 
 def _seconds(call: Callable[..., Any], arguments: tuple[jax.Array, ...]) -> float:

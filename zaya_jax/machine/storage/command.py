@@ -22,7 +22,7 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
     verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
-                      help="numbers of threads that read at the same time (default: 1 16)")  # fmt: skip
+                      help="numbers of concurrent threads (default: 1 16)")  # fmt: skip
     add_flags(verb, repeats=3)
     verb.set_defaults(run=_run)
 

@@ -1,12 +1,11 @@
 """The page cache of the operating system: drop files from it, and ask how much of a file it holds."""
 
 import ctypes
+import mmap
 import os
 from pathlib import Path
 
 import numpy as np
-
-from zaya_jax.data.io_estimate import PAGE_BYTES
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -23,10 +22,10 @@ def cached_fraction(path: Path) -> float:
     """Return the fraction of a file's pages that are in the page cache (mincore(2)).
 
     Raises:
-      OSError: the system does not say.
+      OSError: mincore failed.
     """
     mapped = np.memmap(path, np.uint8, "r")
-    pages = np.zeros(-(-mapped.nbytes // PAGE_BYTES), np.uint8)
+    pages = np.zeros(-(-mapped.nbytes // mmap.PAGESIZE), np.uint8)
     arguments = (
         ctypes.c_void_p(mapped.ctypes.data),
         ctypes.c_size_t(mapped.nbytes),

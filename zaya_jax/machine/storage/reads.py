@@ -15,16 +15,17 @@ from zaya_jax.machine.storage.page_cache import cached_fraction, drop_cached
 BLOCK = 2**22  # bytes of a sequential read
 
 
-class Reading(NamedTuple):
+class ReadTiming(NamedTuple):
     """Timed passes over one file.
 
     Attributes:
       pattern: 'random', single pages in random order, or 'sequential', in order and `BLOCK` bytes at a time.
       cache: 'cold' or 'warm'.
-      threads: that read at the same time.
-      operations: reads of a pass.
-      bytes: read by a pass.
-      cached: fraction of the file that was in the page cache when a pass began; the largest of all passes.
+      threads: number of concurrent threads.
+      operations: reads per pass.
+      bytes: bytes per pass.
+      cached: fraction of the file in the page cache at the start of a pass: the maximum over cold passes, the minimum
+        over warm ones.
       seconds: of each pass.
     """
 
@@ -48,14 +49,14 @@ def write_file(path: Path, size: int) -> None:
         os.fsync(file.fileno())
 
 
-def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> Reading:
+def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: int, repeats: int) -> ReadTiming:
     """Time passes of reads.
 
     Args:
       path: file of whole pages.
       pattern: 'random' or 'sequential'.
       cache: 'cold' drops the file from the page cache before each pass; 'warm' reads it once before the first.
-      threads: that share the reads of a random pass; a sequential one has a single thread.
+      threads: number of threads that share the reads of a random pass; a sequential one has a single thread.
       operations: maximum number of pages of a random pass.
       repeats: number of passes.
     """
@@ -64,7 +65,10 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
     parts = np.array_split(order, threads) if pattern == "random" else [np.arange(0, size, BLOCK)]
     length, advice = (PAGE_BYTES, os.POSIX_FADV_RANDOM) if pattern == "random" else (BLOCK, os.POSIX_FADV_SEQUENTIAL)
     if cache == "warm":
-        path.read_bytes()
+        with path.open("rb", buffering=0) as file:
+            buffer = bytearray(BLOCK)
+            while file.readinto(buffer):
+                pass
     cached, seconds = [], []
     for _ in range(repeats):
         if cache == "cold":
@@ -77,7 +81,9 @@ def time_reads(path: Path, pattern: str, cache: str, threads: int, operations: i
         finally:
             os.close(descriptor)
     count = sum(map(len, parts))
-    return Reading(pattern, cache, len(parts), count, min(count * length, size), max(cached), seconds)
+    return ReadTiming(
+        pattern, cache, len(parts), count, min(count * length, size), (max if cache == "cold" else min)(cached), seconds
+    )
 
 
 def _timed(read: Callable[[np.ndarray], None], parts: list[np.ndarray]) -> float:
@@ -91,6 +97,7 @@ def _reader(descriptor: int, length: int) -> Callable[[np.ndarray], None]:
     def read(offsets: np.ndarray) -> None:
         buffer = bytearray(length)
         for offset in offsets.tolist():
-            os.preadv(descriptor, [buffer], offset)
+            if not os.preadv(descriptor, [buffer], offset):
+                raise RuntimeError(f"No bytes at offset {offset} of the file.")
 
     return read
