@@ -102,12 +102,23 @@ class PhaseProgram:
             fsdp=any(leaf.by_layer for leaf in leaves),
             one_micro_batch=shape[0] == 1 and any(leaf.in_layer and leaf.gathers for leaf in leaves),
         )
+        options = {name: value for name, value in options.items() if _is_known(name, value)}
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options or None)
         return step.trace(state, batch, self.abstract_base)
 
     def compile(self, stage: BatchStage) -> Callable[..., Any]:
         """Compile the training step of a stage for the devices of the mesh."""
         return self.trace(stage).lower().compile()
+
+
+@functools.cache
+def _is_known(name: str, value: bool | str) -> bool:
+    """Return whether this version of XLA has a compiler option; some are flags of the process in a later one."""
+    try:
+        jax.jit(lambda: 0, compiler_options={name: value}).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 class Programs:
