@@ -70,9 +70,9 @@ COLLECTIVES = {
         "collective-permute over context": 39, "ragged-all-to-all over expert": 48,
     },
 }  # fmt: skip
-# Kernel launches of an iteration of the loop over layers, forward and backward, in the micro-batch in which a layer
-# also reduces its gradients. With FSDP on NVIDIA, an iteration computes two layers.
-LAUNCHES = {"h200": (88, 169), "mi300x": (94, 197)}
+# Kernel launches of one layer, forward and backward, in the micro-batch in which it also reduces its gradients.
+LAUNCHES = {"h200": (44, 85), "mi300x": (94, 197)}
+LAYERS = {"h200": 2, "mi300x": 1}  # of an iteration: with FSDP on NVIDIA, the loop is double-buffered
 SPILLS = {"h200": {"grouped_swiglu_backward": 32}, "mi300x": {}}  # bytes on NVIDIA
 
 
@@ -88,8 +88,8 @@ def test_collectives_are_those_of_the_layout(gpu):
 @pytest.mark.parametrize("gpu", LAYOUTS)
 def test_layers_launch_no_more_kernels_than_recorded(gpu):
     rows = launch_rows(compiled(gpu).entry)
-    assert rows["layers forward"] <= LAUNCHES[gpu][0]
-    assert rows["layers backward"] <= LAUNCHES[gpu][1]
+    assert rows["layers forward"] <= LAYERS[gpu] * LAUNCHES[gpu][0]
+    assert rows["layers backward"] <= LAYERS[gpu] * LAUNCHES[gpu][1]
 
 
 @pytest.mark.parametrize("gpu", LAYOUTS)
