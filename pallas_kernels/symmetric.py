@@ -32,7 +32,7 @@ def gram(x_npq: jax.Array, scale_n: jax.Array, *, architecture: str) -> tuple[ja
     """
     (n, p, _), cut = x_npq.shape, _tile(x_npq, architecture)
     exact = jax.ShapeDtypeStruct((n, len(upper_tiles(p, cut)[0]), cut.sizes[0], cut.sizes[0]), jnp.float32)
-    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", architecture)
+    low, kept = _symmetric(_gram_epilogue, x_npq, (scale_n,), (exact,), "gram", cut.sizes[1], architecture)
     return low, kept
 
 
@@ -48,7 +48,9 @@ def polynomial(low_npp: jax.Array, exact: jax.Array, coefficients: jax.Array, *,
     Returns:
       [n, p, p] in the dtype of `low_npp`, exactly symmetric.
     """
-    return _symmetric(_polynomial_epilogue, low_npp, (exact, coefficients), (), "gram_polynomial", architecture)[0]
+    depth = _tile(low_npp, architecture).sizes[2]
+    operands = exact, coefficients
+    return _symmetric(_polynomial_epilogue, low_npp, operands, (), "gram_polynomial", depth, architecture)[0]
 
 
 def upper_tiles(p: int, cut: Tile) -> tuple[np.ndarray, np.ndarray]:
@@ -63,13 +65,16 @@ def _tile(x: jax.Array, architecture: str) -> Tile:
 
 def _symmetric(
     epilogue: Callable[..., jax.Array], x_npq: jax.Array, operands: tuple[jax.Array, ...],
-    further: tuple[jax.ShapeDtypeStruct, ...], name: str, architecture: str,
+    further: tuple[jax.ShapeDtypeStruct, ...], name: str, depth: int, architecture: str,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Apply `epilogue` to every upper tile of X Xᵀ; `further` are outputs that it stores itself."""
+    """Apply `epilogue` to every upper tile of X Xᵀ, in chunks of `depth` columns of X.
+
+    `further` are outputs that the epilogue stores itself.
+    """
     (n, p, q), cut = x_npq.shape, _tile(x_npq, architecture)
     rows, columns = upper_tiles(p, cut)
     return launch(
-        functools.partial(_kernel, epilogue, len(operands), (p, q), cut),
+        functools.partial(_kernel, epilogue, len(operands), (p, q), (cut.sizes[0], depth)),
         x_npq, jnp.asarray(rows), jnp.asarray(columns), *operands,
         name=name, grid=(len(rows), n), out_shape=(jax.ShapeDtypeStruct((n, p, p), x_npq.dtype), *further),
         warps=cut.warps, stages=cut.stages, architecture=architecture,
@@ -77,10 +82,10 @@ def _symmetric(
 
 
 def _kernel(
-    epilogue: Callable[..., jax.Array], operands: int, shape: tuple[int, int], cut: Tile,
+    epilogue: Callable[..., jax.Array], operands: int, shape: tuple[int, int], cut: tuple[int, int],
     x, rows_of, columns_of, *rest,
 ) -> None:  # fmt: skip
-    (p, q), (size, depth) = shape, cut.sizes
+    (p, q), (size, depth) = shape, cut
     place, matrix = pl.program_id(0), pl.program_id(1)
     i, j = rows_of[place], columns_of[place]
     rows, columns = (block * size + jnp.arange(size, dtype=jnp.int32) for block in (i, j))

@@ -36,10 +36,10 @@ TILES: dict[str, dict[str, dict[int, Tile]]] = {
         "gfx942": {2: Tile((2048, 608, 12, 4096), 4), 4: Tile((2048, 608, 12, 4096), 4)},
         "interpret": {2: Tile((64, 3, 2, 64), 1), 4: Tile((64, 3, 2, 64), 1)},
     },
-    "symmetric": {  # rows of a square tile, columns of a chunk
-        "sm_90": {2: Tile((128, 64), 8, 3), 4: Tile((64, 32), 4, 2)},
-        "gfx942": {2: Tile((128, 64), 4, 2), 4: Tile((64, 32), 4, 2)},
-        "interpret": {2: Tile((16, 16), 1), 4: Tile((16, 16), 1)},
+    "symmetric": {  # rows of a square tile, columns of a chunk for the Gram matrix and for the polynomial
+        "sm_90": {2: Tile((128, 64, 32), 8, 3), 4: Tile((64, 32, 32), 4, 2)},
+        "gfx942": {2: Tile((128, 64, 64), 4, 2), 4: Tile((64, 32, 32), 4, 2)},
+        "interpret": {2: Tile((16, 16, 16), 1), 4: Tile((16, 16, 16), 1)},
     },
     "momentum": {  # elements per program
         "sm_90": {2: Tile((2048,), 4), 4: Tile((2048,), 4)},

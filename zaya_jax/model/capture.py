@@ -18,8 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zaya_jax.errors import InputError
-from zaya_jax.model.zaya import LAYERS, Zaya
+from zaya_jax.model.zaya import Zaya
 from zaya_jax.ops import LOCAL, Ops
+from zaya_jax.ops.parts import LAYERS
 
 Note = Callable[[str, Any], None]
 

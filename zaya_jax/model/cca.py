@@ -14,6 +14,7 @@ from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
 from zaya_jax.ops.cca_mix import Halo, MixWeights, unpacked
+from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
 
@@ -72,14 +73,15 @@ class CCA(Attention):
             packed_bsy, config.num_query_heads + config.num_kv_heads, config.num_kv_heads, config.head_dim
         )
         delayed_bias = self.projection_bias[...][-(config.kv_size // 2) :] if config.attention_bias else None
-        if cache is None or context.cached_segments_bt is None:
-            halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
-        else:
-            halo = cache.halo(context.cached_segments_bt, context.length)
-        weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
-                             self.grouped_bias[...], self.temperature[...])  # fmt: skip
-        q, k, v = recomputed(ops.cca_mix)(packed_bsy, halo, context.segments_bs,
-                                          context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
+        with part("cca_mix"):
+            if cache is None or context.cached_segments_bt is None:
+                halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
+            else:
+                halo = cache.halo(context.cached_segments_bt, context.length)
+            weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
+                                 self.grouped_bias[...], self.temperature[...])  # fmt: skip
+            q, k, v = recomputed(ops.cca_mix)(packed_bsy, halo, context.segments_bs,
+                                              context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx)

@@ -12,6 +12,7 @@ from zaya_jax.model.layers import matrix, param
 from zaya_jax.model.linear_router import LinearRouter
 from zaya_jax.model.router import Router
 from zaya_jax.ops import Ops
+from zaya_jax.ops.parts import part
 
 ROUTERS = {"zaya": Router, "linear": LinearRouter}
 HF_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")  # one tensor for all experts of a layer
@@ -59,13 +60,15 @@ class MixtureOfExperts(nnx.Module):
           class, int32 [e + 1] with skip last.
         """
         b, s, d = h_bsd.shape
-        routing = self.router(h_bsd, state_bsr, ops)
+        with part("router"):
+            routing = self.router(h_bsd, state_bsr, ops)
         gate_up, down = (matrices.get_value() for matrices in (self.experts.gate_up, self.experts.down))
-        real = segments_bs != 0
-        classes = jnp.arange(self.num_experts + 1, dtype=jnp.int32)
-        routed = real[..., None] & (routing.expert_bs[..., None] == classes)
-        counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
-        expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
+        with part("dispatch"):
+            real = segments_bs != 0
+            classes = jnp.arange(self.num_experts + 1, dtype=jnp.int32)
+            routed = real[..., None] & (routing.expert_bs[..., None] == classes)
+            counts = routed.reshape(-1, len(classes)).sum(0, dtype=jnp.int32)
+            expert_bs = jnp.where(real, routing.expert_bs, self.num_experts)
         out_td = ops.experts(h_bsd.reshape(b * s, d), expert_bs.reshape(-1), routing.weight_bs.reshape(-1),
                              gate_up.astype(h_bsd.dtype), down.astype(h_bsd.dtype))  # fmt: skip
         return out_td.reshape(b, s, d), routing.state_bsr, counts

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
 CHUNK = 512  # tokens, at least: on CPUs with small models, longer chunks leave the cache
 LOGITS_BYTES = 2.2e9  # of a chunk's logits in fp32, at most: 2,048 tokens with the 8B's vocabulary
-LOSS = "loss"  # scope of the chunks in compiled programs
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -84,7 +84,7 @@ def _loss(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None, ta
         jnp.zeros((), accumulation_dtype(hidden_td.dtype)),
         chunk_tokens(len(hidden_td), *head_vd.shape, frozen_head=True),
     )
-    with jax.named_scope(LOSS):
+    with part("loss"):
         total, losses = jax.lax.scan(body, zero, _chunks(chunk, hidden_td, targets_t, weights_t))
     return total, losses.reshape(-1)[: hidden_td.shape[0]]
 
@@ -120,7 +120,7 @@ def chunked_logprobs(
         return out[0].at[i].set(-loss), out[1].at[i].set(z.argmax(-1) == targets)
 
     start = jnp.zeros(index_nc.shape, accumulation_dtype(hidden_td.dtype)), jnp.zeros(index_nc.shape, bool)
-    with jax.named_scope(LOSS):
+    with part("loss"):
         logprobs, greedy = jax.lax.fori_loop(0, (count + chunk - 1) // chunk, body, start)
     return logprobs.reshape(-1)[: len(index_q)], greedy.reshape(-1)[: len(index_q)]
 
@@ -149,7 +149,7 @@ def _forward(hidden_td: jax.Array, head_vd: jax.Array, bias_v: jax.Array | None,
     start = (jnp.zeros((), sums), None if frozen_head else jnp.zeros((d, v), sums),
              None if frozen_head or bias_v is None else jnp.zeros(v, sums))  # fmt: skip
     h, targets, weights = _chunks(chunk, hidden_td, targets_t, weights_t)
-    with jax.named_scope(LOSS):
+    with part("loss"):
         (total, dw_dv, db_v), (dh, losses) = jax.lax.scan(body, start, (h, h.swapaxes(1, 2), targets, weights))
     dh_td = dh.reshape(-1, d)[: hidden_td.shape[0]]
     # The barrier keeps XLA from fusing sum and transpose of a single chunk into a matmul that CPUs lack in bf16.

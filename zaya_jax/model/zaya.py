@@ -32,6 +32,7 @@ from zaya_jax.model.layers import (
 from zaya_jax.model.packing import pack_small
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.names import MATMUL_OUTPUT
+from zaya_jax.ops.parts import LAYERS, part
 from zaya_jax.ops.precision import accumulation_dtype
 
 POLICIES = {
@@ -39,7 +40,6 @@ POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-LAYERS = "layers"  # scope of the scan over layers in compiled programs
 ATTENTION = {"cca": CCA, "gqa": GQA}
 
 
@@ -75,11 +75,16 @@ class Block(nnx.Module):
         """Return the new fp32 residual stream, the router's state, tokens per expert, and the decode state."""
         dtype = self.attention.query.dtype
         # The norm returns the stream too, so that one kernel sums the gradients of both uses.
-        x_bsd, h_bsd = merged_and_normed(None, self.attention_norm, None, x_bsd, dtype, ops)
-        out, cache = self.attention(h_bsd, context, cache, ops)
-        x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
-        out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
-        return self.mixture_merge(out, x_bsd, ops), state_bsr, counts, cache
+        with part("norm"):
+            x_bsd, h_bsd = merged_and_normed(None, self.attention_norm, None, x_bsd, dtype, ops)
+        with part("attention"):
+            out, cache = self.attention(h_bsd, context, cache, ops)
+        with part("norm"):
+            x_bsd, h_bsd = merged_and_normed(self.attention_merge, self.mixture_norm, out, x_bsd, dtype, ops)
+        with part("experts"):
+            out, state_bsr, counts = self.mixture(h_bsd, state_bsr, context.segments_bs, ops)
+        with part("norm"):
+            return self.mixture_merge(out, x_bsd, ops), state_bsr, counts, cache
 
     @staticmethod
     def hf_tensors(config: ModelConfig, layer: LayerKind) -> Iterator[HfTensor]:
@@ -169,10 +174,11 @@ class Zaya(nnx.Module):
         if segment_ids is None:
             segment_ids = jnp.ones(tokens_bs.shape, jnp.int32)
         context, new_cache = self._context(segment_ids, positions, cache, ops)
-        x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype)
-        x_bsd = x_bsd.astype(accumulation_dtype(dtype))
-        if config.residual_scaling:
-            x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
+        with part("embedding"):
+            x_bsd = jnp.take(self.embedding[...], tokens_bs, axis=0, mode="clip").astype(dtype)
+            x_bsd = x_bsd.astype(accumulation_dtype(dtype))
+            if config.residual_scaling:
+                x_bsd = (x_bsd + self.input_bias[...].astype(x_bsd.dtype)) * self.input_scale[...].astype(x_bsd.dtype)
         state_bsr = jnp.zeros((*tokens_bs.shape, config.router_size), x_bsd.dtype)
 
         def apply_block(block: Block, x: jax.Array, state: jax.Array, layer: Any) -> tuple:
@@ -181,7 +187,7 @@ class Zaya(nnx.Module):
         def apply_packed(unpack: Callable[[Any], Block], packed: Any, x: jax.Array, state: jax.Array) -> tuple:
             return apply_block(unpack(packed), x, state, None)[:3]
 
-        with jax.named_scope(LAYERS):
+        with part(LAYERS):
             if new_cache is None:
                 packed, unpack = zip(*map(pack_small, self.blocks), strict=True)
                 layers = [functools.partial(apply_packed, function) for function in unpack]
@@ -205,7 +211,9 @@ class Zaya(nnx.Module):
                 counts = jnp.stack(counts)
                 new_cache = dataclasses.replace(new_cache, layers=tuple(caches))
         stats = Stats(counts.reshape(config.num_layers, config.num_experts + 1))
-        return ModelOutput(self.norm(x_bsd, dtype, ops), stats, new_cache)
+        with part("norm"):
+            hidden_bsd = self.norm(x_bsd, dtype, ops)
+        return ModelOutput(hidden_bsd, stats, new_cache)
 
     def _context(
         self, segments_bs: jax.Array, positions_bs: jax.Array | None, cache: Cache | None, ops: Ops

@@ -24,6 +24,7 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
+from zaya_jax.ops.parts import part
 from zaya_jax.ops.stacked import StackedLayer, in_stack
 
 Matrices = jax.Array | StackedLayer
@@ -51,13 +52,16 @@ def dispatch_experts(
     Returns:
       [t, d] in the dtype of `h_td`.
     """
-    order, sizes_e = _sort(expert_t, down_efd.shape[0])
-    back = jnp.argsort(order, stable=True)
-    gate_up = grouped_matmul(permute(h_td, order, back), gate_up_edf, sizes_e, **products)
+    with part("dispatch"):
+        order, sizes_e = _sort(expert_t, down_efd.shape[0])
+        back = jnp.argsort(order, stable=True)
+        sorted_td = permute(h_td, order, back)
+    gate_up = grouped_matmul(sorted_td, gate_up_edf, sizes_e, **products)
     gate_up = checkpoint_name(gate_up, MATMUL_OUTPUT)
     hidden_tf = jax.checkpoint(_swiglu, prevent_cse=False)(gate_up)
     out_td = checkpoint_name(grouped_matmul(hidden_tf, down_efd, sizes_e, **products), MATMUL_OUTPUT)
-    return permute(out_td, back, order) * weight_t[:, None].astype(out_td.dtype)
+    with part("dispatch"):
+        return permute(out_td, back, order) * weight_t[:, None].astype(out_td.dtype)
 
 
 def _sort(expert_t: jax.Array, experts: int) -> tuple[jax.Array, jax.Array]:
@@ -112,10 +116,11 @@ def _kernel(
     down_efd: Matrices,
 ) -> jax.Array:  # fmt: skip
     experts = down_efd.shape[0]
-    if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:
-        order, sizes_e = class_sort(expert_t, experts, architecture=architecture)
-    else:
-        order, sizes_e = _sort(expert_t, experts)
+    with part("dispatch"):
+        if expert_t.shape[0] <= MOST_SORTED and experts < MOST_CLASSES:
+            order, sizes_e = class_sort(expert_t, experts, architecture=architecture)
+        else:
+            order, sizes_e = _sort(expert_t, experts)
     out_td = _experts(architecture, h_td, order, sizes_e, weight_t.astype(jnp.float32), gate_up_edf, down_efd)
     return checkpoint_name(out_td, MATMUL_OUTPUT)
 

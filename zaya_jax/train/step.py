@@ -12,6 +12,7 @@ from zaya_jax.config.stages import phase_steps
 from zaya_jax.model.lora import adapted
 from zaya_jax.model.loss import chunked_loss
 from zaya_jax.model.tree import Arrays, layer_position, with_values
+from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 from zaya_jax.optim.balance import load_error
 from zaya_jax.optim.build import optimizer_settings
@@ -88,22 +89,25 @@ def make_train_step(program: "PhaseProgram") -> Callable[..., tuple[TrainState, 
     firsts = np.fromiter((first for first, _ in phase_steps(config)), np.int32)
 
     def train_step(state: TrainState, batch: Batch, base: Arrays | None = None) -> tuple[TrainState, Metrics]:
-        sums, grads = gradient(state.params, state.balance, batch, base)
+        with part("accumulation"):  # what belongs to no part of the model
+            sums, grads = gradient(state.params, state.balance, batch, base)
         tokens = jnp.maximum(sums["tokens"], 1.0)
         loss = sums["loss"] / tokens
-        grad_squares = _squares(grads)
+        with part("optimizer"):
+            grad_squares = _squares(grads)
         norm = jnp.sqrt(sum(grad_squares.values())) / tokens
         factor = jnp.minimum(1.0, options.clip_norm / jnp.maximum(norm, 1e-12)) / tokens
         recent = reset_history(state.recent, (state.step == firsts).any())
         skip = classify_step(spike, recent, loss, norm)
         rate = rate_at(state.step)
         # Scaling and skipping happen inside the optimizer's own pass: a separate pass would read all state again.
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=placement.on_matrices,
-            ops=placement.ops,
-        )  # fmt: skip
-        params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
-        update_norms = _norm_by_role(_squares(updates), program)
+        with part("optimizer"):
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, state.params, factor=factor, skip=skip != 0, on_matrices=placement.on_matrices,
+                ops=placement.ops,
+            )  # fmt: skip
+            params = jax.tree.map(lambda p, u: p + rate * u, state.params, updates)
+            update_norms = _norm_by_role(_squares(updates), program)
         errors = _split_by_stack(load_error(sums["counts"]), state.balance, config)
         moves, balance_state = program.balancer.update(errors, state.balance_state)
         balance = jax.tree.map(jnp.add, state.balance, moves)

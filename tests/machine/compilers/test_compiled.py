@@ -23,6 +23,7 @@ from zaya_jax.machine.compilers.report import collective_rows, launch_rows, move
 from zaya_jax.machine.compilers.toolchain import environment
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.main import main
+from zaya_jax.ops.parts import OTHER, PARTS
 
 pytestmark = pytest.mark.compilers
 SMALL = ["train.compute_dtype=bfloat16", "train.batch.micro_batch=1"]
@@ -101,6 +102,13 @@ def test_kernels_spill_no_more_than_recorded(gpu):
     assert all(count <= SPILLS[gpu][name] for name, count in spills.items())
     ours = {kernel.name for kernel in compiled(gpu).kernels}
     assert {"attention", "cca_mix", "cca_mix_backward", "grouped_swiglu", "gram", "momentum"} <= ours
+
+
+@pytest.mark.parametrize("gpu", LAYOUTS)
+def test_almost_all_time_belongs_to_a_part_of_the_step(gpu):
+    parts = predict(compiled(gpu).entry, HARDWARE[gpu]).parts
+    assert set(parts) == {*PARTS, OTHER}
+    assert parts[OTHER].seconds < 0.2 * sum(cost.seconds for cost in parts.values())
 
 
 def test_layers_copy_no_matrices_of_experts():

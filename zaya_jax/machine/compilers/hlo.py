@@ -2,12 +2,12 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from zaya_jax.model.loss import LOSS
-from zaya_jax.model.zaya import LAYERS
+from zaya_jax.ops.parts import LAYERS, OTHER, part_of
 
 ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
               "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8}  # fmt: skip
@@ -121,13 +121,23 @@ class Place:
         # A loop that XLA rewrote has lost its own path, but its instructions have theirs.
         inside = (x.op_name for x in self.instructions if x.opcode != "while")
         path = self.op_name or max(inside, key=len, default="")
-        if re.search(rf"[(/]{LOSS}[)/]", path):
+        if part_of(path) == "loss":
             return "loss"
         if re.search(rf"[(/]{LAYERS}[)/]", path):
             return "layers backward" if "transpose(jvp" in path else "layers forward"
         if any(loop.kind.startswith("layers") for loop in self.loops()):
             return "micro-batches"
         return "loop"
+
+    @cached_property
+    def part(self) -> str:
+        """The part of the step that a loop belongs to; `OTHER` for the entry."""
+        if self.outer is None:
+            return OTHER
+        if (own := part_of(self.op_name)) != OTHER:
+            return own
+        inside = Counter(part_of(x.op_name) for x in self.instructions if part_of(x.op_name) != OTHER)
+        return max(inside, key=inside.__getitem__, default=self.outer.part)
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ from zaya_jax.hardware.network import collective_seconds
 from zaya_jax.machine.compilers.collectives import Collective, collectives
 from zaya_jax.machine.compilers.hlo import ITEM_BYTES, Instruction, Module, Place, arrays, shape_bytes
 from zaya_jax.model.arithmetic import attention_flops_per_token
+from zaya_jax.ops.parts import OTHER, part_of
 from zaya_jax.ops.router import CLASSES
 
 
@@ -40,8 +41,16 @@ class Cost(NamedTuple):
 
     def seconds(self, hardware: Hardware) -> float:
         """Return the predicted time."""
-        compute = self.flops / (self.fraction * (hardware.fp32_peak if self.fp32 else hardware.peak))
-        return max(compute, self.bytes / (hardware.bandwidth * ASSUMPTIONS.memory), ASSUMPTIONS.launch)
+        compute, memory = self._at_peaks(hardware)
+        return max(compute / self.fraction, memory / ASSUMPTIONS.memory, ASSUMPTIONS.launch)
+
+    def roofline(self, hardware: Hardware) -> float:
+        """Return the seconds that it takes at the data sheet's peaks, without a launch."""
+        return max(self._at_peaks(hardware))
+
+    def _at_peaks(self, hardware: Hardware) -> tuple[float, float]:
+        compute = self.flops / (hardware.fp32_peak if self.fp32 else hardware.peak)
+        return compute, self.bytes / hardware.bandwidth
 
 
 class Exposure(NamedTuple):
@@ -52,18 +61,36 @@ class Exposure(NamedTuple):
     exposed: float
 
 
+class PartCost(NamedTuple):
+    """What a part of the step costs in a step, collectives aside.
+
+    Attributes:
+      seconds: predicted.
+      roofline: seconds at the data sheet's peaks, instruction by instruction.
+      flops: floating-point operations.
+      bytes: read and written.
+    """
+
+    seconds: float = 0.0
+    roofline: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+
+
 class Prediction(NamedTuple):
     """The predicted time of a step.
 
     Attributes:
       seconds: of the whole step.
       components: seconds by component; collectives count as far as they are exposed.
+      parts: what each part of the step costs, see `ops.parts`, the costliest first.
       exposures: of each collective.
       costliest: (seconds, times, place, instruction) of fusions and copies, from the costliest.
     """
 
     seconds: float
     components: dict[str, float]
+    parts: dict[str, PartCost]
     exposures: list[Exposure]
     costliest: list[tuple[float, int, Place, Instruction]]
 
@@ -105,7 +132,7 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
     for collective in every:
         by_place.setdefault(id(collective.place.instructions), {})[collective.done] = collective
     components, exposures = defaultdict[str, float](float), list[Exposure]()
-    moves = list[tuple[float, int, Place, Instruction]]()
+    moves, parts = list[tuple[float, int, Place, Instruction]](), dict[str, PartCost]()
 
     def run(place: Place) -> float:
         now, network = 0.0, 0.0  # seconds until the device, and the network, are free
@@ -128,6 +155,10 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
             elif (cost := instruction_cost(place, instruction, shares)) is not None:
                 seconds = cost.seconds(hardware)
                 components[cost.component] += seconds * place.times
+                part = instruction_part(place, instruction)
+                once = (seconds, cost.roofline(hardware), cost.flops, cost.bytes)
+                before = parts.get(part, PartCost())
+                parts[part] = PartCost(*(x + place.times * more for x, more in zip(before, once, strict=True)))
                 if cost.component in ("fusions", "copies"):
                     moves.append((seconds * place.times, place.times, place, instruction))
                 now += seconds
@@ -135,8 +166,16 @@ def predict(entry: Place, hardware: Hardware, shares: Shares = WHOLE) -> Predict
 
     seconds = run(entry)
     moves.sort(key=lambda move: -move[0])
-    ordered = dict(sorted(components.items(), key=lambda item: -item[1]))
-    return Prediction(seconds, ordered, exposures, moves)
+    by_seconds = dict(sorted(components.items(), key=lambda item: -item[1]))
+    parts = dict(sorted(parts.items(), key=lambda item: -item[1].seconds))
+    return Prediction(seconds, by_seconds, parts, exposures, moves)
+
+
+def instruction_part(place: Place, instruction: Instruction) -> str:
+    """Return the part of the step that an instruction belongs to; if it has no name, that of its body, or its loop."""
+    inside = place.module.computations.get(instruction.called("calls"), ())
+    parts = (part_of(x.op_name) for x in (instruction, *reversed(inside)))
+    return next((part for part in parts if part != OTHER), place.part)
 
 
 def is_launch(instruction: Instruction) -> bool:

@@ -100,6 +100,7 @@ def details(step: CompiledStep, prediction: Prediction, hardware: Hardware, axes
             for name, seconds in prediction.components.items()
             if seconds > 0.002 * prediction.seconds
         ),
+        *_part_lines(prediction),
         "  kernel launches",
         *(f"    {_PASS[kind]:<34}{count:8,}" for kind, count in launch_rows(step.entry).items()),
     ]
@@ -129,8 +130,19 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
         "costliest": costliest_rows(prediction),
         "kernels": [kernel._asdict() for kernel in step.kernels],
         "predicted": {"seconds": prediction.seconds, "components": prediction.components,
+                      "parts": {part: cost._asdict() for part, cost in prediction.parts.items()},
                       "assumptions": {**ASSUMPTIONS._asdict(), "links": LINKS._asdict()}},
     }  # fmt: skip
+
+
+def _part_lines(prediction: Prediction) -> list[str]:
+    exposed = sum(exposure.exposed * exposure.collective.place.times for exposure in prediction.exposures)
+    lines = ["  predicted time by part of the step, and what the data sheet's peaks would allow",
+             f"    {'':<14}{'predicted':>13}{'roofline':>14}{'TFLOP':>10}{'GB moved':>11}"]  # fmt: skip
+    for part, cost in prediction.parts.items():
+        lines.append(f"    {part:<14}{1e3 * cost.seconds:10,.1f} ms{1e3 * cost.roofline:11,.1f} ms"
+                     f"{cost.flops / 1e12:10,.1f}{cost.bytes / _GB:11,.0f}")  # fmt: skip
+    return [*lines, f"    {'collectives':<14}{1e3 * exposed:10,.1f} ms exposed"] if exposed else lines
 
 
 _PASS = {
