@@ -45,9 +45,7 @@ def test_parts_add_up_to_the_step_without_its_network():
     exposed = sum(x.exposed * x.collective.place.times for x in prediction.exposures)
     assert sum(cost.seconds for cost in prediction.parts.values()) == pytest.approx(prediction.seconds - exposed)
     assert all(0 <= cost.roofline < cost.seconds for cost in prediction.parts.values())
-    assert (
-        prediction.parts["layers"].bytes >= 80 * 2 * 2 * 1024**2
-    )  # a slice of a stack in each layer
+    assert prediction.parts["layers"].bytes >= 80 * 2 * 2 * 1024**2  # a slice of a stack in each layer
 
 
 def test_the_page_shows_the_recorded_table():
