@@ -94,6 +94,11 @@ class Prediction(NamedTuple):
     exposures: list[Exposure]
     costliest: list[tuple[float, int, Place, Instruction]]
 
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds of a step in which the device waits for collectives."""
+        return sum(exposure.exposed * exposure.collective.place.times for exposure in self.exposures)
+
 
 class Shares(NamedTuple):
     """What a program does not tell: which part of its shapes kernels compute.

@@ -136,7 +136,7 @@ def as_json(step: CompiledStep, prediction: Prediction, axes: Mapping[str, int])
 
 
 def _part_lines(prediction: Prediction) -> list[str]:
-    exposed = sum(exposure.exposed * exposure.collective.place.times for exposure in prediction.exposures)
+    exposed = prediction.exposed_seconds
     lines = ["  predicted time by part of the step, and what the data sheet's peaks would allow",
              f"    {'':<14}{'predicted':>13}{'roofline':>14}{'TFLOP':>10}{'GB moved':>11}"]  # fmt: skip
     for part, cost in prediction.parts.items():
