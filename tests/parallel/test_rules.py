@@ -48,6 +48,7 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
         matrix = name.startswith("blocks.") and full[1][name] in MATRIX_ROLES
         assert place.in_layer == (matrix and parts == math.prod(sizes)), name
         assert place.by_layer == (place.in_layer and mesh.shape["fsdp"] > 1), name
+        assert place.gathered_in_layers == (expert and place.in_layer and place.gathers != ()), name
         assert len(place.gathers) <= 1
         assert {*place.gathered, *(["fsdp"] if place.by_layer else []), *place.own} == set(place.split)
 

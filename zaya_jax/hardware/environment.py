@@ -31,7 +31,7 @@ def step_options(
 
     Args:
       fsdp: whether the step gathers its layers over `parallel.fsdp`.
-      one_micro_batch: whether it has one micro-batch, whose layers gather their matrices.
+      one_micro_batch: whether it has one micro-batch, whose layers gather their experts.
       environment: variables, with the name of the preset.
     """
     preset = PRESETS.get(environment.get(APPLIED, "")) if _takes_flags(environment) else None

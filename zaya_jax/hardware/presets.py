@@ -51,7 +51,7 @@ class Preset(NamedTuple):
       name: value of the configuration key `preset`; the same as the name of the accelerator's data sheet.
       settings: flags and variables.
       fsdp: further flags for the programs of steps that gather their layers over `parallel.fsdp`.
-      one_micro_batch: likewise for steps of one micro-batch, whose layers gather their matrices.
+      one_micro_batch: likewise for steps of one micro-batch, whose layers gather their experts.
       join_seconds: maximum time to wait for the coordinator when a job starts.
       peer_timeout: seconds without a heartbeat of another process after which the run stops.
     """
@@ -85,6 +85,9 @@ _COLLECTIVES = (
 # Not for all programs: with context parallelism, gathers would be taken out of the loop over micro-batches.
 _PIPELINED = Setting("--xla_gpu_enable_pipelined_all_gather", "true", "gathers the next layer while one is computed",
                      _TOOLBOX)  # fmt: skip
+# Only where the layers gather: with `gradient_reduction: micro_batch`, the step would take longer.
+_ANALYTICAL = Setting("--xla_gpu_enable_analytical_latency_estimator", "true",
+                      "estimates how long a gather takes, and starts it early enough", _XLA)  # fmt: skip
 _DOUBLED = Setting("--xla_gpu_enable_while_loop_double_buffering", "true",
                    "an iteration of the loop computes two layers, so gathered ones need no copy", _XLA)  # fmt: skip
 _AMD = (
@@ -120,9 +123,11 @@ PRESETS = {
     for preset in (
         Preset("cpu", (), join_seconds=120, peer_timeout=60),
         Preset("mi300x", (*_AMD, Setting("HSA_NO_SCRATCH_RECLAIM", "1", "keeps scratch memory allocated instead of "
-               "reallocating it for each large kernel", _ROCR)), *_CLUSTER, fsdp=(_PIPELINED,)),
+               "reallocating it for each large kernel", _ROCR)), *_CLUSTER, fsdp=(_PIPELINED, _ANALYTICAL),
+               one_micro_batch=(_ANALYTICAL,)),
         Preset("mi355x", (*_AMD, Setting("RCCL_WARP_SPEED_AUTO", "0", "RCCL's WarpSpeed, on by default, can cause "
-               "NaN losses", _PRIMUS)), *_CLUSTER, fsdp=(_PIPELINED,)),
+               "NaN losses", _PRIMUS)), *_CLUSTER, fsdp=(_PIPELINED, _ANALYTICAL),
+               one_micro_batch=(_ANALYTICAL,)),
         Preset("h100", _HOPPER, *_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
         Preset("h200", _HOPPER, *_CLUSTER, fsdp=(_PIPELINED, _DOUBLED), one_micro_batch=(_PIPELINED,)),
     )

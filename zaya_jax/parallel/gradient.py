@@ -72,8 +72,8 @@ def summed_gradient(
 
     def region(params: Arrays, constants: Any, batch: Any, frozen: Arrays) -> tuple[Sums, Arrays]:
         micro_batches = jax.tree.leaves(batch)[0].shape[0]
-        # With one micro-batch nothing reads a matrix twice, so that the layers gather them.
-        compute = compute_copy(params, leaves, dtypes, gather_matrices=micro_batches > 1)
+        # With one micro-batch nothing reads an expert twice, so that the layers gather them.
+        compute = compute_copy(params, leaves, dtypes, gather_experts=micro_batches > 1)
         frozen_compute = frozen_copy(frozen, leaves)
 
         # The sums of layers that are gathered one at a time are left to autodiff: they are small, and a sum in place
@@ -119,7 +119,7 @@ def summed_gradient(
             grads, sums = _added(reduced, batch)
         elif any(leaf.in_layer and leaf.gathers for leaf in leaves.values()):
             grads, sums = summed_up(jax.tree.map(lambda x: x[:-1], batch))
-            grads, last = reduced(jax.tree.map(lambda x: x[-1], batch), grads)
+            grads, last = reduced(_after(sums, jax.tree.map(lambda x: x[-1], batch)), grads)
             sums = jax.tree.map(jnp.add, sums, last)
         else:
             grads, sums = summed_up(batch)
@@ -169,18 +169,19 @@ def _mapped(
 
 
 def compute_copy(
-    params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], gather_matrices: bool = True
+    params: Arrays, leaves: Mapping[str, LeafPlacement], dtypes: Mapping[str, Any], gather_experts: bool = True
 ) -> Arrays:
     """Make the parameters that a device computes with from its shards, inside the region.
 
     Layers that are gathered one at a time, and the embedding, stay in the master weights' dtype (with values rounded to
     the compute dtype if gathered here), so that the sums of their gradients, over fsdp or over all tokens, are in fp32.
-    Without `gather_matrices`, those of the layers stay sharded; `scatter_in_layers` lets the layers gather them.
+    Without `gather_experts`, they stay sharded; `scatter_in_layers` lets the layers gather them. The other matrices are
+    small, but the first product of a layer needs them: gathered in the layers, they would wait behind its experts.
     """
 
     def copy(name: str, x: jax.Array) -> jax.Array:
         leaf, dtype = leaves[name], dtypes[name]
-        if not leaf.gathered or (leaf.in_layer and not gather_matrices):
+        if not leaf.gathered or (leaf.gathered_in_layers and not gather_experts):
             return x if leaf.exact else x.astype(dtype)
         x = _gather(leaf, x.astype(dtype))
         return x.astype(accumulation_dtype(dtype)) if leaf.exact else x
@@ -206,7 +207,7 @@ def scatter_in_layers(
       totals: gradients of earlier micro-batches; None if there are none.
       leaves: placement of each parameter, by name.
       mesh: the device mesh.
-      sharded: whether matrices in `compute` are still sharded.
+      sharded: whether experts in `compute` are still sharded.
     """
 
     def scattered(name: str, x: jax.Array) -> jax.Array | Scattered:
@@ -215,7 +216,7 @@ def scatter_in_layers(
             return x
         ((axis, over),) = leaf.gathers
         shape = list(x.shape)
-        shape[axis] //= 1 if sharded else math.prod(mesh.shape[name] for name in over)
+        shape[axis] //= 1 if sharded and leaf.gathered_in_layers else math.prod(mesh.shape[name] for name in over)
         total = None if totals is None else totals[name]
         return Scattered(x, total, jnp.zeros(shape, accumulation_dtype(x.dtype)))
 
@@ -252,10 +253,24 @@ def _added(function: Callable[[Any], Any], batch: Any) -> Any:
     return jax.lax.scan(add, first, jax.tree.map(lambda x: x[1:], batch))[0]
 
 
+def _after(sums: Sums, batch: Any) -> Any:
+    """Return `batch`, whose integers depend on `sums`.
+
+    XLA would schedule the forward pass of the last micro-batch ahead of the loop over the others, and keep its
+    activations next to theirs.
+    """
+    never = jax.tree.leaves(sums)[0].reshape(-1)[0].astype(jnp.float32) < -jnp.inf
+    return jax.tree.map(lambda x: x + never.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x, batch)
+
+
 def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
-    for axis, over in leaf.gathers:
-        x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
-    return x
+    def whole(x: jax.Array) -> jax.Array:
+        for axis, over in leaf.gathers:
+            x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
+        return x
+
+    # Of all layers at once, experts would be gathered in the order of the devices, and then transposed: both in memory.
+    return jax.lax.map(whole, x) if leaf.expert and leaf.in_layer and leaf.gathers else whole(x)
 
 
 def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:

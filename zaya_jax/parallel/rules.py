@@ -31,6 +31,7 @@ class LeafPlacement(NamedTuple):
       in_layer: whether the loop over layers hides its collectives: a stack of the layers' matrices that is sharded over
         all devices. Vectors are not, since those of all layers take a few MB.
       by_layer: whether it is gathered over fsdp one layer at a time, in that loop.
+      expert: whether it holds experts, which are nearly all of a layer's bytes.
       exact: whether the compute copy stays in the master weights' dtype, because its gradient is a sum over devices or
         tokens that the compute dtype would round.
     """
@@ -42,6 +43,7 @@ class LeafPlacement(NamedTuple):
     experts_over: tuple[str, ...]
     in_layer: bool
     by_layer: bool
+    expert: bool
     exact: bool
 
     @property
@@ -55,6 +57,11 @@ class LeafPlacement(NamedTuple):
     def gathered(self) -> tuple[str, ...]:
         """Mesh axes over which the compute copy is gathered once a step."""
         return tuple(axis for _, over in self.gathers for axis in over)
+
+    @property
+    def gathered_in_layers(self) -> bool:
+        """Whether the layers gather it, instead of the step, if there is a single micro-batch."""
+        return self.expert and self.in_layer and bool(self.gathers)
 
     @property
     def layer_axis(self) -> int | None:
@@ -108,7 +115,7 @@ def _place(name: str, shape: tuple[int, ...], role: Role, mesh: AnyMesh) -> Leaf
     in_layer = layered and role in MATRIX_ROLES and split == {*nontrivial_axes(mesh, AXES)}
     by_layer = in_layer and "fsdp" in split
     return LeafPlacement(PartitionSpec(*spec), axis, over, own, experts_over, in_layer, by_layer,
-                         by_layer or role == "embedding")  # fmt: skip
+                         role == "expert", by_layer or role == "embedding")  # fmt: skip
 
 
 def _size(mesh: AnyMesh, axes: tuple[str, ...]) -> int:

@@ -100,7 +100,7 @@ class PhaseProgram:
         leaves = self.placement.leaves.values()
         options = step_options(
             fsdp=any(leaf.by_layer for leaf in leaves),
-            one_micro_batch=shape[0] == 1 and any(leaf.in_layer and leaf.gathers for leaf in leaves),
+            one_micro_batch=shape[0] == 1 and any(leaf.gathered_in_layers for leaf in leaves),
         )
         options = {name: value for name, value in options.items() if _is_known(name, value)}
         step = jax.jit(self.train_step, donate_argnums=0, out_shardings=out, compiler_options=options or None)

@@ -122,7 +122,7 @@ def test_activations_grow_with_sequences_and_shrink_with_context():
     one, two = (memory(config, sequences=sequences).activations for sequences in (1, 2))
     halved = load_config("configs/tiny.yaml", ["train.compute_dtype=bfloat16", "parallel.context=2"])
     shared = memory(halved, 2).activations
-    assert shared < one < two
+    assert shared / 2 < one < two  # twice: those of the last micro-batch as well
 
 
 def test_the_highest_is_in_the_backward_pass_or_in_the_update():
@@ -142,19 +142,18 @@ def test_gradients_summed_each_micro_batch_take_the_masters_part(monkeypatch):
     shards = {name: device_bytes(x) for name, x in params.items()}
     # The layers reduce the gradients of their matrices.
     of_micro_batch = sum(shards[name] if leaves[name].in_layer else 4 * x.size for name, x in params.items())
-    # A sum is added to its accumulator leaf by leaf.
-    assert kept["micro_batch"].gradients == of_micro_batch + sum(shards.values()) + max(shards.values())
+    assert kept["micro_batch"].gradients == of_micro_batch + sum(shards.values())
     assert kept["micro_batch"].gradients < 0.5 * kept["step"].gradients
 
 
-def test_layers_of_a_single_micro_batch_gather_their_matrices(monkeypatch):
+def test_layers_of_a_single_micro_batch_gather_their_experts(monkeypatch):
     monkeypatch.setattr(module, "residual_bytes", lambda *_: 0)
     config, program = TINY, Programs(TINY, KERNELS, 8)[0]
-    matrices = sum(device_bytes(x) for name, x in program.abstract_state.params.items()
-                   if program.placement.leaves[name].in_layer)  # fmt: skip
+    experts = sum(device_bytes(x) for name, x in program.abstract_state.params.items()
+                  if program.placement.leaves[name].gathered_in_layers)  # fmt: skip
     with_remat = dataclasses.replace(config, train=dataclasses.replace(config.train, remat="full"))
     kept = [memory(with_remat, 8, micro_batches=count) for count in (1, 2)]
-    assert kept[1].compute - kept[0].compute == 7 * matrices  # in fp32, as the master weights
+    assert kept[1].compute - kept[0].compute == 7 * experts  # in fp32, as the master weights
     assert kept[0].gradients < 0.5 * kept[1].gradients
 
 

@@ -48,7 +48,8 @@ class Memory(NamedTuple):
       compute: copy of the parameters in the compute dtype.
       gradients: accumulated gradients, to which layers add theirs in place. If they are reduced after each
         micro-batch, also those of one micro-batch.
-      activations: what is saved for the backward pass of a micro-batch.
+      activations: what is saved for the backward pass of a micro-batch; twice, if the layers of the last one reduce
+        their gradients.
       temporaries: recomputed activations and gathered parameters of a layer, or a chunk of logits.
       update: gradients and Newton–Schulz iterates at the peak of the optimizer's step.
       frozen: frozen parameters under adapters.
@@ -79,7 +80,7 @@ def estimate_memory(
       program: program of the phase, on abstract devices.
       sequences: sequences of a micro-batch on one device.
       context: tokens of a sequence.
-      micro_batches: micro-batches of a step. With one, the layers gather their matrices and reduce their gradients.
+      micro_batches: micro-batches of a step. With one, the layers gather their experts and reduce their gradients.
       count: `count_activations`, or a table of it.
     """
     activations = count(program, sequences, context)
@@ -91,25 +92,25 @@ def estimate_memory(
     scatters = any(leaf.in_layer and leaf.gathers for leaf in placement.leaves.values())
 
     def gradients_of(copy: Any, _: Any) -> Any:
-        """Those of a micro-batch, and what is accumulated; if it is reduced, a leaf's sum is beside its accumulator."""
+        """Those of a micro-batch, and what is accumulated."""
         if not reduces:
-            # Layers add theirs in place. Twice there are those of layers that are gathered one at a time, and that of
-            # the embedding before its reduction.
-            twice = {name: x for name, x in copy.items() if placement.leaves[name].by_layer
-                     or (scatters and program.roles[name] == "embedding")}  # fmt: skip
-            return twice, jax.tree.map(_accumulation, copy)
+            # Layers add theirs in place. If they are gathered one at a time, XLA has three: what a micro-batch starts
+            # from, its own, and the sum. The embedding's is there once more before its reduction.
+            layers = {name: x for name, x in copy.items() if placement.leaves[name].by_layer}
+            embedding = {name: x for name, x in copy.items() if scatters and program.roles[name] == "embedding"}
+            return (layers, layers, embedding), jax.tree.map(_accumulation, copy)
         parts = scatter_in_layers(copy, None, placement.leaves, placement.mesh, sharded=False)
         micro = differentiated(parts)
         return micro, {} if single else reduce_rest(micro, parts, None, placement.leaves, placement.mesh)
 
     gradients, accumulated = _on_one_device(program, gradients_of)
-    beside = max(map(_bytes, accumulated.values()), default=0) if reduces else 0
     return Memory(
         parameters=master_weights,
         optimizer=stored - master_weights,
         compute=_copy_bytes(program, single),
-        gradients=_bytes(gradients) + _bytes(accumulated) + beside,
-        activations=activations.kept,
+        gradients=_bytes(gradients) + _bytes(accumulated),
+        # XLA clears the memory for those of the last micro-batch ahead of the loop over the others.
+        activations=activations.kept * (2 if scatters and not reduces else 1),
         temporaries=_temporaries(program, sequences * context, activations.recomputed, single),
         update=_update(program, master_weights),
         frozen=device_bytes(frozen),
@@ -145,7 +146,7 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
     """Return bytes of the compute copy, without parameters that are used as stored.
 
     XLA keeps a gathered embedding in the compute dtype, and a copy of FSDP layers that are sharded along an axis of
-    their matrices. With a single micro-batch, matrices that layers gather are whole only if the backward pass needs
+    their matrices. With a single micro-batch, experts that layers gather are whole only if the backward pass needs
     them without rematerialization.
     """
     stored, placement, total = {**program.abstract_base, **program.abstract_state.params}, program.placement, 0
@@ -154,7 +155,7 @@ def _copy_bytes(program: PhaseProgram, single: bool) -> int:
         reordered = leaf.by_layer and "fsdp" not in leaf.experts_over
         if leaf.gathered:
             count = math.prod(x.shape)
-            if single and leaf.in_layer and name in program.trained:
+            if single and leaf.gathered_in_layers and name in program.trained:
                 shards = math.prod(placement.mesh.shape[axis] for axis in leaf.gathered)
                 count = count // shards + (count if program.remat == "none" else 0)
             total += (2 if reordered else 1) * count * placement.dtypes[name].itemsize
@@ -250,7 +251,7 @@ def _gathered_layer(program: PhaseProgram, single: bool) -> int:
     exact, total = accumulation_dtype(program.config.train.compute_dtype).itemsize, 0.0
     for name, shape in local_shapes(program).items():
         leaf = placement.leaves[name]
-        gathers = leaf.by_layer or (single and leaf.in_layer and name in program.trained)
+        gathers = leaf.by_layer or (single and leaf.gathered_in_layers and name in program.trained)
         reduces = gathers or (leaf.in_layer and leaf.gathers)
         whole = math.prod(shape[1:]) * (placement.mesh.shape["fsdp"] if leaf.by_layer else 1)
         total += whole * placement.dtypes[name].itemsize * (1 + 1 / layers) if gathers else 0

@@ -95,8 +95,8 @@ def _parameters(program: PhaseProgram, local: Mapping[str, tuple[int, ...]], mic
     for name, leaf in placement.leaves.items():
         held, collectives = math.prod(local[name]), reduction(leaf, placement.mesh)
         trained = name in program.trained
-        # The layers of a single micro-batch gather their matrices, in each pass that computes them.
-        in_layers = micro_batches == 1 and leaf.in_layer and trained
+        # The layers of a single micro-batch gather their experts, in each pass that computes them.
+        in_layers = micro_batches == 1 and leaf.gathered_in_layers and trained
         gathers = 2 if in_layers and program.remat != "none" else 1
         add("parameters", "all-gather", leaf.gathered, gathers * held * placement.dtypes[name].itemsize, in_layers)
         if trained:
