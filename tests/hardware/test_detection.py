@@ -6,8 +6,9 @@ from typing import get_args
 import pytest
 
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import HARDWARE, get_hardware, peak_flops
+from zaya_jax.hardware.data_sheets import HARDWARE, peak_flops
 from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, select_preset
+from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
 
@@ -41,7 +42,7 @@ def test_each_accelerator_has_a_data_sheet_and_a_preset():
 @pytest.mark.parametrize("name", HARDWARE)
 def test_data_sheets_are_in_bytes_and_operations(name):
     """Links are slower than memory, other nodes slower than one's own, and a byte takes hundreds of operations."""
-    sheet = get_hardware(name)
+    sheet = get_hardware(name, 1)
     assert {peak_flops(f"AMD or NVIDIA {kind} SXM") for kind in sheet.kinds} == {sheet.peak}
     assert sheet.inter_node < sheet.intra_node < sheet.bandwidth
     assert 10e9 < sheet.memory < 1e12
@@ -51,7 +52,7 @@ def test_data_sheets_are_in_bytes_and_operations(name):
 def test_other_devices_have_no_data_sheet():
     assert peak_flops("cpu") is None
     with pytest.raises(InputError, match=r"--hardware.*'b200'.*mi300x, mi355x, h100, h200"):
-        get_hardware("b200")
+        get_hardware("b200", 1)
 
 
 @pytest.mark.parametrize(("targets", "name"), [

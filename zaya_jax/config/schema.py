@@ -94,6 +94,14 @@ class SampleConfig:
 
 
 @dataclass(frozen=True)
+class ProfileConfig:
+    """A profiler trace of some steps, which `python -m zaya_jax.machine step RUN_DIR` reads."""
+
+    start: Positive[int]  # the first step to trace; the first of a run is 1
+    steps: Positive[int] = 3  # number of steps, at most to the end of their batch size
+
+
+@dataclass(frozen=True)
 class Config:
     """A whole run."""
 
@@ -116,6 +124,7 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
+    profile: ProfileConfig | None = None  # steps to trace into run_dir/profile; null: none
 
     def check(self) -> None:
         """Raise `InputError` if a section or a combination of sections is invalid."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zaya_jax.errors import InputError
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS, Assumptions, LinkAssumptions
 
 
 class Hardware(NamedTuple):
@@ -20,6 +20,9 @@ class Hardware(NamedTuple):
       link: bytes/s that it can send to one of them; as much as `intra_node` behind a switch.
       inter_node: bytes/s that a device's network adapter can send.
       units: compute units or streaming multiprocessors.
+      reached: fractions of the peaks that predictions assume, and fixed times.
+      links: fractions of the links' bandwidths likewise.
+      measured: whether the figures were measured, see `measurements.read_measurements`; False for a data sheet.
     """
 
     kinds: tuple[str, ...]
@@ -33,6 +36,9 @@ class Hardware(NamedTuple):
     link: float
     inter_node: float
     units: int
+    reached: Assumptions = ASSUMPTIONS
+    links: LinkAssumptions = LINKS
+    measured: bool = False
 
     @property
     def allocatable(self) -> float:
@@ -51,13 +57,6 @@ HARDWARE = {
     "h100": Hardware(("H100",), 84.9e9, 0.9, 989e12, 494.7e12, 3.35e12, 8, 450e9, 450e9, 50e9, 132),
     "h200": Hardware(("H200",), 150.0e9, 0.9, 989e12, 494.7e12, 4.8e12, 8, 450e9, 450e9, 50e9, 132),
 }
-
-
-def get_hardware(name: str) -> Hardware:
-    """Return the data sheet of `name`; `InputError` if it is unknown."""
-    if name not in HARDWARE:
-        raise InputError(f"--hardware is {name!r}, but must be one of {', '.join(HARDWARE)}.")
-    return HARDWARE[name]
 
 
 def find_hardware(kind: str) -> Hardware | None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from zaya_jax.machine.breakdown import command as step_command
 from zaya_jax.machine.collectives import command as collectives_command
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
 from zaya_jax.machine.gemm import command as gemm_command
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     memory_command.add(verbs, _PROGRAM)
     storage_command.add(verbs, _PROGRAM)
     gemm_command.add(verbs, _PROGRAM)
+    step_command.add(verbs, _PROGRAM)
     sizing_command.add(verbs, _PROGRAM)
 
     kernels = add_verb(

@@ -22,6 +22,7 @@ TIMINGS = "timings.jsonl"
 SUMMARY = "summary.json"
 CHANGES = "changes.jsonl"
 STATUS = "status.json"
+PROFILE = "profile"
 _LOCK = ".lock"
 
 # Keys that may change when a run resumes and affect the computation; `record_changes` records them. Training checks
@@ -29,7 +30,7 @@ _LOCK = ".lock"
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
 _FREE = (*_RECORDED, "run_dir", "preset", "parallel.", "train.batch.micro_batch", "train.remat", "train.log_every",
-         "checkpoint.", "sample.", "data.cache_dir", "data.workers")  # fmt: skip
+         "checkpoint.", "sample.", "profile", "data.cache_dir", "data.workers")  # fmt: skip
 
 
 def run_folder(config: Config) -> Path:

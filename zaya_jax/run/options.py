@@ -23,7 +23,12 @@ def training_parser() -> argparse.ArgumentParser:
     add("--print-config", action="store_true", help="print the configuration with all defaults and overrides, and exit")
     add("--dry-run", action="store_true", help="estimate the memory and step time of each phase without training")
     add("--devices", type=int, metavar="N", help="number of devices to simulate (dry run only)")
-    add("--hardware", metavar="NAME", help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}")
+    add(
+        "--hardware",
+        metavar="NAME",
+        help=f"hardware to simulate (dry run only): {', '.join(HARDWARE)}, or a folder with "
+        "results of python -m zaya_jax.machine gemm, memory and collectives",
+    )
     add("--compile-for", metavar="GPU", help="compile with XLA's compiler for this GPU, without having one (dry run "
         f"only): {', '.join(HARDWARE)}")  # fmt: skip
     add("--suggest", action="store_true", help="search layouts, remat and micro-batches for the fastest step that fits "

@@ -45,6 +45,7 @@ from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.memory_check import check_memory
 from zaya_jax.train.memory_errors import TRAINING_REMEDY, out_of_memory
 from zaya_jax.train.plot import plot_run
+from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import PhaseProgram, Programs, make_programs
 from zaya_jax.train.progress_sink import ProgressSink
 from zaya_jax.train.resumption import resume, resume_from
@@ -152,10 +153,13 @@ def run_training(
         sinks = primary_first(lambda: open_sinks(folder, step, first, disk))
         for sink in sinks:
             stack.callback(sink.close)
+        profiler = StepProfiler(config.profile if is_primary() else None, folder, console.say)
+        stack.callback(profiler.close)
         trainer = Trainer(
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
             evaluators=evaluators, logger=StepLogger(config, [ProgressSink(progress), *sinks, console]), store=store,
             disk=disk, preemption=preemption, progress=progress,
+            profiler=profiler,
             draw=lambda path: plot_run(read_rows(folder / METRICS), path, heldout.compressors),
         )  # fmt: skip
         del state, base  # so that the trainer can free what a step or a phase replaces

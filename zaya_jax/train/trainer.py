@@ -21,6 +21,7 @@ from zaya_jax.run.metrics import DiskGuard
 from zaya_jax.run.progress_record import Phase, ProgressRecord
 from zaya_jax.train.compiled import CompiledSteps
 from zaya_jax.train.memory_errors import out_of_memory
+from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.resumption import checkpoint_metadata
 from zaya_jax.train.state import TrainState
 from zaya_jax.train.step_logger import StepLogger
@@ -53,6 +54,7 @@ class Trainer:
       preemption: tells whether a signal asked the run to end.
       progress: tells a supervisor what this process does.
       draw: plots the run to a path.
+      profiler: traces the steps of `profile`.
       steps_done: number of steps done.
       scores: of all evaluators for `state`; {} if it has not been evaluated.
     """
@@ -69,6 +71,7 @@ class Trainer:
     preemption: Preemption
     progress: ProgressRecord
     draw: Callable[[Path], None]
+    profiler: StepProfiler
     steps_done: int = dataclasses.field(init=False)
     scores: dict[str, Any] = dataclasses.field(init=False, default_factory=dict)
 
@@ -104,6 +107,7 @@ class Trainer:
         stage = self._stage
         if stage is None or self.steps_done == stage.end:
             stage = self._enter_stage()
+        self.profiler.start_if_due(self.steps_done, self.state, stage.train_step)
         self.progress.enter(Phase.DATA)
         wait_start = time.monotonic()
         batch = self._next_batch()
@@ -116,6 +120,10 @@ class Trainer:
         self.scores = {}
         self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.start_step(self.steps_done, metrics, data_wait)
+        if self.profiler.is_done(self.steps_done, stage.end):
+            self.logger.wait()  # so that writing the trace counts neither as this step's time nor as the next one's
+            self.profiler.stop(self.steps_done, self.state)
+            self.logger.restart_clock()
 
     def evaluate(self) -> dict[str, Any]:
         """Score the model with every evaluator, and log the last step with the scores."""

@@ -61,12 +61,12 @@ GATHERS = 6 if jax.__version_info__ < (0, 12) else 8  # a later XLA has pipeline
 # Collectives of 64 KiB and more in a step: those of a layer run four times, forward and backward.
 COLLECTIVES = {
     "h200": {
-        "all-gather over data": GATHERS, "all-gather over data+fsdp": 1, "all-gather over fsdp": GATHERS,
+        "all-gather over data": max(7, GATHERS), "all-gather over data+fsdp": 1, "all-gather over fsdp": GATHERS,
         "reduce-scatter over data": 4, "reduce-scatter over data+fsdp": 1, "reduce-scatter over fsdp": 4,
         "all-to-all over data+fsdp": 12,
     },
     "mi300x": {
-        "all-gather over context": 1, "all-gather over expert+context": 1, "reduce-scatter over context": 4,
+        "all-gather over context": 8, "all-gather over expert+context": 1, "reduce-scatter over context": 4,
         "reduce-scatter over expert+context": 5, "all-to-all over expert+context": 12,
         "collective-permute over context": 39, "ragged-all-to-all over expert": 48,
     },

@@ -166,5 +166,6 @@ def test_the_document_shows_the_steps_that_were_compiled():
         assert float(size) == pytest.approx(result["peak_bytes"] / 1e9, rel=0.005)
         assert float(step) * (1e-3 if unit == "ms" else 1) == pytest.approx(result["predicted_seconds"], rel=0.005)
         layers = 2 if model == "74B" else 1  # of a group
+        layers *= 2 if gpu in ("h100", "h200") and model != "tiny" else 1  # loops are double-buffered with FSDP
         counts = result["launches"]
         assert int(launches) == round((counts["layers forward"] + counts["layers backward"]) / layers)

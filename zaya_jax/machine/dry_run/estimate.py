@@ -8,7 +8,7 @@ from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.parallel import Reduce
 from zaya_jax.config.phases import Remat
 from zaya_jax.config.stages import largest_stage
-from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS, Assumptions
+from zaya_jax.hardware.assumptions import ASSUMPTIONS, Assumptions
 from zaya_jax.hardware.data_sheets import Hardware
 from zaya_jax.machine.dry_run.memory import CountActivations, Memory, count_activations, estimate_memory, local_shapes
 from zaya_jax.machine.dry_run.traffic import Transfer, seconds, transfers
@@ -87,7 +87,7 @@ def estimate_phase(
     Args:
       programs: of the run, on the devices to estimate for.
       phase: index of the phase.
-      hardware: data sheet, needed for times.
+      hardware: data sheet or measurements, needed for times.
       count: `memory.count_activations`, or a table of it.
     """
     config, program = programs.config, programs[phase]
@@ -107,7 +107,7 @@ def estimate_phase(
     moved = transfers(program, local_shapes(program), sequences, stage.context, micro_batches)
     bounds, times = {}, {}
     if hardware is not None:
-        traffic = _least_traffic(memory, micro_batches)
+        traffic, reached = _least_traffic(memory, micro_batches), hardware.reached
         bounds = {
             "compute": _compute_seconds(flops, "none", config, hardware, DATA_SHEET_SPEED) / devices,
             "memory": traffic / hardware.bandwidth,
@@ -115,15 +115,12 @@ def estimate_phase(
         }
         hidden, exposed = ([transfer for transfer in moved if transfer.hidden == x] for x in (True, False))
         times = {
-            "matmuls and kernels": _compute_seconds(flops, program.remat, config, hardware, ASSUMPTIONS) / devices,
-            "other memory traffic": ASSUMPTIONS.traffic * traffic / hardware.bandwidth / ASSUMPTIONS.memory,
-            "kernel launches": micro_batches
-            * config.model.num_layers
-            * ASSUMPTIONS.layer_launches
-            * ASSUMPTIONS.launch,
+            "matmuls and kernels": _compute_seconds(flops, program.remat, config, hardware, reached) / devices,
+            "other memory traffic": reached.traffic * traffic / hardware.bandwidth / reached.memory,
+            "kernel launches": micro_batches * config.model.num_layers * reached.layer_launches * reached.launch,
         }
-        behind = max(0.0, seconds(hidden, sizes, hardware, LINKS) - sum(times.values()))
-        times["exposed network"] = seconds(exposed, sizes, hardware, LINKS) + behind
+        behind = max(0.0, seconds(hidden, sizes, hardware, hardware.links) - sum(times.values()))
+        times["exposed network"] = seconds(exposed, sizes, hardware, hardware.links) + behind
     remat_key = "train" if phase_config.remat is None else config.phase_key(phase)
     keys = {"batch": config.batch_key(phase_config), "remat": f"{remat_key}.remat",
             "parallel": config.parallel_key(phase_config)}  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 from zaya_jax.config import Config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import ASSUMPTIONS, LINKS
-from zaya_jax.hardware.data_sheets import Hardware, get_hardware
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.compilers import report as compiler_report
 from zaya_jax.machine.compilers.compiled import CompiledStep, check_devices, compile_step
 from zaya_jax.machine.compilers.predict import Prediction, phase_shares, predict
@@ -72,7 +73,7 @@ def dry_run(
         check_devices(gpu, devices)
         find_toolchain(gpu)
         hardware = gpu
-    device = None if hardware is None else get_hardware(hardware)
+    device = None if hardware is None else get_hardware(hardware, devices)
     if suggest and device is None:
         raise InputError("--suggest needs --hardware NAME or --compile-for GPU, to compare times.")
     programs = simulated_programs(config, devices)
@@ -118,12 +119,20 @@ def _count(devices: int) -> str:
 def _heading(devices: int, name: str | None, device: Hardware | None, gpu: str | None) -> str:
     first = _count(devices)
     if device is not None:
-        first += (f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, "
-                  f"{device.peak / 1e12:.0f} TFLOP/s in bf16; links {device.intra_node / _GB:.0f} GB/s within a node "
-                  f"of {device.node_size}, {device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
+        tera = device.peak / 1e12
+        peak = f"{tera:.3g} TFLOP/s" if device.measured else f"{tera:.0f} TFLOP/s in bf16"
+        first += f", {name}: {device.memory / _GB:.0f} GB at {device.bandwidth / 1e12:.2f} TB/s, {peak}"
+        if devices > 1 or not device.measured:
+            first += (f"; links {device.intra_node / _GB:.0f} GB/s within a node of {device.node_size}, "
+                      f"{device.inter_node / _GB:.0f} GB/s between nodes")  # fmt: skip
     source = "estimated from shapes" if gpu is None else f"those of XLA's program for {gpu}"
     lines = [first, f"Memory and network traffic are {source}."]
-    if device is not None:
+    if device is not None and device.measured:
+        lines.append(
+            f"Times are predictions from measured speeds: matmuls at {device.reached.matmul:.0%} of the "
+            f"fastest square, kernels at {device.reached.kernel:.0%},\nand twice the least memory traffic."
+        )
+    elif device is not None:
         within = f"NVLink at {LINKS.nvlink:.0%}" if device.link == device.intra_node else f"xGMI at {LINKS.xgmi:.0%}"
         lines.append(
             f"Times are predictions, not measurements: matmuls at {ASSUMPTIONS.matmul:.0%} of the peak, Pallas kernels "

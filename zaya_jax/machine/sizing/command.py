@@ -5,7 +5,8 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import HARDWARE, get_hardware
+from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.command import add_flags, add_verb
 
 
@@ -21,7 +22,8 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
     verb.add_argument("--hardware", default="mi300x", metavar="NAME",
-                      help=f"hardware (default: mi300x): {', '.join(HARDWARE)}")  # fmt: skip
+                      help=f"hardware (default: mi300x): {', '.join(HARDWARE)}, or a folder with results of gemm, "
+                      "memory and collectives")  # fmt: skip
     verb.add_argument("--measured", metavar="FILE", help="result of machine collectives --output on this hardware")
     add_flags(verb)
     verb.set_defaults(run=_run)
@@ -30,7 +32,7 @@ def add(verbs: Any, program: str) -> None:
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.devices < 1:
         raise InputError(f"--devices is {parsed.devices}, but must be at least 1.")
-    config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware)
+    config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
     from zaya_jax.machine.sizing.check import check_sizing, lines, measured_knee
 
     knee = None if parsed.measured is None else measured_knee(parsed.measured)

@@ -1,0 +1,105 @@
+"""Where a step's time goes: attribution of intervals, and a trace of a real run on two devices."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.compile_helpers import CHEAP
+from tests.devices_helpers import ROOT
+from tests.train_helpers import write_run
+from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.breakdown.timeline import Interval, attribute
+from zaya_jax.ops.parts import OTHER, PARTS
+
+SECOND = 10**9
+intervals = st.lists(
+    st.builds(
+        lambda start, length, part, collective: Interval(start, start + length, part, collective),
+        st.integers(0, 50), st.integers(0, 20), st.sampled_from(["experts", "loss"]), st.booleans(),
+    ),
+    max_size=12,
+)  # fmt: skip
+
+
+def moments(found, start, end):
+    """For each ns, the parts that run and whether a collective does."""
+    for now in range(start, end):
+        running = [interval for interval in found if interval.start <= now < interval.end]
+        yield [x.part for x in running if not x.is_collective], any(x.is_collective for x in running)
+
+
+@given(found=intervals)
+def test_every_moment_counts_once(found):
+    timeline = attribute(found)
+    start, end = min((x.start for x in found), default=0), max((x.end for x in found), default=0)
+    parts, exposed, overlapped, idle = dict.fromkeys(timeline.parts, 0.0), 0, 0, 0
+    for running, communicates in moments(found, start, end):
+        for part in running:
+            parts[part] += 1 / len(running)
+        exposed += communicates and not running
+        overlapped += communicates and bool(running)
+        idle += not communicates and not running
+    assert timeline.parts == pytest.approx({part: count / SECOND for part, count in parts.items()}, abs=1e-15)
+    assert (timeline.exposed, timeline.overlapped, timeline.idle) == pytest.approx(
+        (exposed / SECOND, overlapped / SECOND, idle / SECOND), abs=1e-15)  # fmt: skip
+    assert sum(timeline.parts.values()) + timeline.exposed + timeline.idle == pytest.approx(timeline.span, abs=1e-15)
+
+
+def test_overlap_is_a_share_of_the_time_of_collectives():
+    compute, gather = Interval(0, 6 * SECOND, "experts"), Interval(4 * SECOND, 12 * SECOND, OTHER, is_collective=True)
+    assert attribute([compute, gather]).overlap == 2 / 8
+    assert attribute([compute]).overlap is None
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run on two devices, of whose steps two are traced."""
+    folder = tmp_path_factory.mktemp("traced")
+    config = write_run(folder)
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
+    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), "profile.start=2", "profile.steps=2"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"Traced steps 2 to 3 into {folder / 'run' / 'profile'}" in done.stdout
+    return folder / "run"
+
+
+def test_a_traced_run_is_broken_down_by_part(run, tmp_path, capsys):
+    output, png = tmp_path / "step.json", tmp_path / "step.png"
+    assert main(["step", str(run), "--output", str(output), "--png", str(png)]) == 0
+    result = json.loads(output.read_text())
+    assert result["steps"] == 2
+    assert set(result["parts"]) <= {*PARTS, OTHER}
+    assert {"attention", "experts", "loss", "optimizer", "router"} <= set(result["parts"])
+    measured = sum(row["measured"] for row in result["parts"].values())
+    total = measured + result["exposed_collectives"] + result["unattributed"]
+    assert total == pytest.approx(result["seconds"], abs=1e-4)
+    assert 0 < measured < result["seconds"]
+    assert result["exposed_collectives"] > 0
+    assert 0 <= result["overlap"] <= 1
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    printed = capsys.readouterr().out
+    assert "unattributed" in printed
+    assert "Not predicted: There is no data sheet of the device (cpu)." in printed
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["{empty}"], "config.yaml"),
+    (["{run}", "seed=1"], "is a run, whose configuration is fixed: leave out seed=1."),
+    (["configs/tiny.yaml", "--steps", "0"], "--steps is 0, but must be at least 1."),
+    (["no.yaml"], "no.yaml"),
+])  # fmt: skip
+def test_bad_input_is_named(arguments, message, run, tmp_path, capsys):
+    assert main(["step", *(x.format(empty=tmp_path, run=run) for x in arguments)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_without_a_trace_says_how_to_get_one(run, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    assert main(["step", str(tmp_path)]) == 2
+    assert "contains no finished trace. Train with profile.start=STEP" in capsys.readouterr().err

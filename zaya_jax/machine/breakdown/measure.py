@@ -1,0 +1,155 @@
+"""Break down the time of a training step by part, measured and predicted side by side."""
+
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zaya_jax.config import Config, load_config
+from zaya_jax.config.schema import ProfileConfig
+from zaya_jax.config.stages import largest_stage, stage_at
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import find_hardware
+from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.machine.breakdown.plot import draw
+from zaya_jax.machine.breakdown.timeline import attribute
+from zaya_jax.machine.breakdown.trace import Trace, read_trace
+from zaya_jax.machine.comparison import no_data_sheet
+from zaya_jax.machine.compilers.predict import PartCost, phase_shares, predict
+from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
+from zaya_jax.machine.result import describe_run
+from zaya_jax.machine.step import make_rows, random_tokens, timed
+from zaya_jax.ops.parts import PARTS
+from zaya_jax.run.folder import CONFIG, PROFILE
+from zaya_jax.train.initialization import initialize
+from zaya_jax.train.kernels import validated_kernels
+from zaya_jax.train.profiler import StepProfiler
+from zaya_jax.train.program import make_programs
+
+UNATTRIBUTED = "unattributed"
+EXPOSED = "exposed collectives"
+
+
+def break_down(source: str, overrides: list[str], steps: int, hardware: str | None, png: str | None) -> dict[str, Any]:
+    """Print and return where the time of a step goes.
+
+    Args:
+      source: folder of a run whose steps were traced, or configuration file, whose steps are then traced here.
+      overrides: of the configuration, as section.key=value; none for a run.
+      steps: number of steps to trace of a configuration.
+      hardware: name or folder, as `--hardware` of the dry run, whose estimate to compare with; or None.
+      png: file for a plot, or None.
+
+    Raises:
+      InputError: there is no trace in the run folder, or the configuration cannot be trained here.
+    """
+    folder, untraced, devices = Path(source), None, jax.device_count()
+    estimated_for = None if hardware is None else get_hardware(hardware, devices)
+    if folder.is_dir():
+        if overrides:
+            raise InputError(f"{source} is a run, whose configuration is fixed: leave out {' '.join(overrides)}.")
+        config, trace = load_config(folder / CONFIG), read_trace(folder / PROFILE)
+    else:
+        config = load_config(source, overrides)
+        with tempfile.TemporaryDirectory() as temporary:
+            untraced = trace_random_steps(config, steps, Path(temporary))
+            trace = read_trace(Path(temporary) / PROFILE)
+    kind = jax.devices()[0].device_kind
+    result = describe_run("training step by part", f"{trace.steps} steps of {source}", "", ())
+    result["hardware"]["device"] = kind
+    result |= _rows(config, trace, kind)
+    result["untraced_seconds"] = untraced
+    if estimated_for is not None:
+        phase = stage_at(config, trace.first_step - 1).phase
+        estimate = estimate_phase(simulated_programs(config, devices), phase, estimated_for)
+        result["estimated_seconds"] = estimate.step_seconds
+    print("\n".join(lines(result)))
+    if png is not None:
+        draw(Path(png), result)
+    return result
+
+
+def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
+    """Trace steps of the first phase on random tokens into `folder`, and return the median seconds of one untraced."""
+    programs = make_programs(config)
+    programs.check()
+    program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
+    compiled, state = program.compile(stage), initialize(program)
+    rows = make_rows(random_tokens(config))
+    batch = program.placement.place(rows, program.batch_shape(stage)[0])
+
+    def one_step() -> None:
+        nonlocal state
+        state, metrics = compiled(state, batch, {})
+        jax.block_until_ready(metrics)
+
+    untraced = timed(one_step, steps)
+    profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
+    profiler.start_if_due(0, state, compiled)
+    for _ in range(steps):
+        one_step()
+    profiler.stop(steps, state)
+    return statistics.median(untraced)
+
+
+def _rows(config: Config, trace: Trace, kind: str) -> dict[str, Any]:
+    """Compare the trace with the prediction from the same program."""
+    timeline, seconds = attribute(trace.intervals), trace.seconds / trace.steps
+    measured = {part: time / trace.steps for part, time in timeline.parts.items()}
+    exposed = timeline.exposed / trace.steps
+    hardware, predicted, reason = find_hardware(kind), dict[str, PartCost](), no_data_sheet(kind)
+    if hardware is not None:
+        stage = stage_at(config, trace.first_step - 1)
+        parallel = config.parallel_for(config.phases[stage.phase])
+        shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
+        predicted, reason = predict(trace.entry, hardware, shares).parts, None
+    names = [*measured, *(part for part in PARTS if part in predicted and part not in measured)]
+    parts = {
+        name: {
+            "measured": round(measured.get(name, 0.0), 6),
+            "predicted": round(predicted[name].seconds, 6) if name in predicted else None,
+            "roofline": round(predicted[name].roofline, 6) if name in predicted else None,
+        }
+        for name in names
+    }
+    return {
+        "steps": trace.steps,
+        "seconds": round(seconds, 6),
+        "parts": parts,
+        "exposed_collectives": round(exposed, 6),
+        "overlapped_collectives": round(timeline.overlapped / trace.steps, 6),
+        "overlap": timeline.overlap,
+        UNATTRIBUTED: round(seconds - sum(measured.values()) - exposed, 6),
+        "not_predicted": reason,
+    }
+
+
+def lines(result: dict[str, Any]) -> list[str]:
+    """Format the table."""
+    whole = result["seconds"]
+    rows = [(name, row["measured"], row["predicted"], row["roofline"]) for name, row in result["parts"].items()]
+    if result["overlap"] is not None:
+        rows.append((EXPOSED, result["exposed_collectives"], None, None))
+    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), ("step", whole, None, None)]
+
+    def cell(value: float | None) -> str:
+        return f"{'–' if value is None else f'{1e3 * value:,.2f}':>12}"
+
+    table = [f"{'part':<20}{'measured ms':>12}{'share':>8}{'predicted ms':>14}{'roofline ms':>13}"]
+    table += [f"{name:<20}{cell(seconds)}{seconds / whole:>8.1%}  {cell(model)} {cell(peak)}"
+              for name, seconds, model, peak in rows]  # fmt: skip
+    if result["overlap"] is not None:
+        table.append(f"{result['overlap']:.0%} of the time of collectives is behind other operations.")
+    if result["untraced_seconds"] is not None:
+        alone = result["untraced_seconds"]
+        table.append(f"Without the profiler, a step takes {1e3 * alone:,.2f} ms ({whole / alone:.2f}× with it).")
+    if estimated := result.get("estimated_seconds"):
+        real = result["untraced_seconds"] or whole
+        table.append(
+            f"The dry run estimates {1e3 * estimated:,.2f} ms, {estimated / real - 1:+.0%} against the measurement."
+        )
+    if result["not_predicted"]:
+        table.append(f"Not predicted: {result['not_predicted']}")
+    return table

@@ -1,0 +1,79 @@
+"""Read a profiler trace of training steps: when each operation of a device ran, and its part of the step."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from zaya_jax.errors import InputError
+from zaya_jax.machine.breakdown.timeline import Interval
+from zaya_jax.machine.compilers.hlo import Place, entry_place, parse, walk
+from zaya_jax.machine.compilers.predict import instruction_part
+from zaya_jax.ops.parts import OTHER
+from zaya_jax.train.profiler import PROGRAM, WINDOW
+
+_CONTAINERS = ("while", "call", "conditional")  # whose time is that of the operations inside
+_COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all",
+                "collective-broadcast")  # fmt: skip
+
+
+class Trace(NamedTuple):
+    """A trace of steps of one program.
+
+    Attributes:
+      intervals: the operations of the first device.
+      entry: the compiled step.
+      first_step: the first step; the first of a run is 1.
+      steps: number of steps.
+      seconds: their time together, by the host's clock.
+    """
+
+    intervals: list[Interval]
+    entry: Place
+    first_step: int
+    steps: int
+    seconds: float
+
+
+def read_trace(folder: Path) -> Trace:
+    """Read what `train.profiler` wrote into `folder`.
+
+    Raises:
+      InputError: the folder has no finished trace, or one without operations of the step.
+    """
+    try:
+        window: dict[str, Any] = json.loads((folder / WINDOW).read_text(encoding="utf-8"))
+        entry = entry_place(parse((folder / PROGRAM).read_text(encoding="utf-8")))
+        file = max(folder.glob("plugins/profile/*/*.xplane.pb"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} contains no finished trace. Train with profile.start=STEP, past the last step of "
+                         "the trace.") from error  # fmt: skip
+    kinds = _kinds(entry)
+    found = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file)]
+    intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
+                 for start, end, _, part, opcode in found if opcode not in _CONTAINERS]  # fmt: skip
+    if not intervals:
+        raise InputError(f"{file} has no operations of a training step. On NVIDIA GPUs, command buffers hide them: set "
+                         "XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
+    return Trace(intervals, entry, window["first_step"], window["steps"], window["seconds"])
+
+
+def _kinds(entry: Place) -> dict[str, tuple[str, str]]:
+    """Return part and opcode of each instruction that runs by itself, by name."""
+    return {instruction.name: (instruction_part(place, instruction), instruction.opcode)
+            for place in walk(entry) for instruction in place.instructions}  # fmt: skip
+
+
+def _events(file: Path) -> Iterator[tuple[float, float, str]]:
+    """Yield (start, end, name of the instruction) of the first device; times in ns."""
+    found: dict[Any, list[tuple[float, float, str]]] = {}
+    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        for line in plane.lines:
+            for event in line.events:
+                facts = dict(event.stats)
+                if "hlo_op" in facts and "train_step" in str(facts.get("hlo_module", "train_step")):
+                    device = (plane.name, facts.get("device_ordinal", 0))
+                    found.setdefault(device, []).append((event.start_ns, event.end_ns, str(facts["hlo_op"])))
+    yield from found[min(found)] if found else ()
