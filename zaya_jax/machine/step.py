@@ -19,10 +19,10 @@ from zaya_jax.train.state import TrainState, init_state
 from zaya_jax.train.step import make_local_loss
 
 
-def random_tokens(config: Config) -> np.ndarray:
-    """Draw random tokens [b, s + 1] in the size of the first step."""
-    first = stages(config)[0]
-    return np.random.default_rng(0).integers(0, config.model.vocab_size, (first.sequences, first.context + 1))
+def random_tokens(config: Config, stage: BatchStage | None = None) -> np.ndarray:
+    """Draw random tokens [b, s + 1] in the size of a step of `stage`, or of the first step."""
+    stage = stage or stages(config)[0]
+    return np.random.default_rng(0).integers(0, config.model.vocab_size, (stage.sequences, stage.context + 1))
 
 
 def make_rows(tokens_bs: np.ndarray) -> dict[str, np.ndarray]:
@@ -60,6 +60,14 @@ def timed(work: Callable[[], None], repeats: int) -> list[float]:
     return seconds[1:]
 
 
+def place_rows(program: PhaseProgram, stage: BatchStage, tokens_bs: np.ndarray) -> dict[str, jax.Array]:
+    """Place a batch of `make_rows`, all of the first source, where the training step of `stage` takes it."""
+    rows = make_rows(tokens_bs)
+    if len(program.config.data.source_names) > 1:
+        rows["sources"] = np.zeros(rows["tokens"].shape, np.int16)
+    return program.placement.place(rows, program.batch_shape(stage)[0])
+
+
 def time_train_steps(
     program: PhaseProgram, step: Callable[..., Any], stage: BatchStage, tokens_bs: np.ndarray, repeats: int
 ) -> tuple[list[float], list[float], TrainState]:
@@ -75,10 +83,7 @@ def time_train_steps(
     Returns:
       Seconds of each timed step; losses in nats/token, of the warm-up step first; the state after the last step.
     """
-    rows = make_rows(tokens_bs)
-    if len(program.config.data.source_names) > 1:
-        rows["sources"] = np.zeros(rows["tokens"].shape, np.int16)
-    batch = program.placement.place(rows, program.batch_shape(stage)[0])
+    batch = place_rows(program, stage, tokens_bs)
     state, losses = initialize(program), []
 
     def one_step() -> None:

@@ -20,7 +20,7 @@ from zaya_jax.machine.comparison import no_data_sheet
 from zaya_jax.machine.compilers.predict import PartCost, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.result import describe_run
-from zaya_jax.machine.step import make_rows, random_tokens, timed
+from zaya_jax.machine.step import place_rows, random_tokens, timed
 from zaya_jax.ops.parts import PARTS
 from zaya_jax.run.folder import CONFIG, PROFILE
 from zaya_jax.train.initialization import initialize
@@ -77,8 +77,7 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     programs.check()
     program, stage = programs.with_kernels(validated_kernels(config))[0], largest_stage(config, 0)
     compiled, state = program.compile(stage), initialize(program)
-    rows = make_rows(random_tokens(config))
-    batch = program.placement.place(rows, program.batch_shape(stage)[0])
+    batch = place_rows(program, stage, random_tokens(config, stage))
 
     def one_step() -> None:
         nonlocal state
@@ -88,8 +87,8 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     untraced = timed(one_step, steps)
     profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
     profiler.start_if_due(0, state, compiled)
-    for _ in range(steps):
-        one_step()
+    for _ in range(steps):  # without waiting, as in training
+        state, _ = compiled(state, batch, {})
     profiler.stop(steps, state)
     return statistics.median(untraced)
 
