@@ -9,7 +9,7 @@ from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.measurements import get_hardware
 
 GEMM = {
-    "benchmark": "matrix products", "maximum": 1000.0,
+    "benchmark": "matrix products", "maximum": 1000.0, "dtype": "float32", "hardware": {"device": "cpu"},
     "results": [
         {"family": "square", "flops": 10, "warm_flops_per_second": 1000.0},
         {"family": "model", "flops": 300, "warm_flops_per_second": 300.0},  # 1 s
@@ -43,36 +43,40 @@ COLLECTIVES = {
 
 
 def write(folder, **results):
+    folder.mkdir(exist_ok=True)
     for name, result in results.items():
         (folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
     return str(folder)
 
 
 def test_measurements_replace_a_data_sheet(tmp_path):
-    found = get_hardware(write(tmp_path, a=GEMM, b=MEMORY, other={"benchmark": "step"}), 1)
-    assert (found.peak, found.fp32_peak, found.bandwidth, found.memory) == (1000.0, 1000.0, 40e9, 64e9)
-    assert found.measured
+    measured = get_hardware(write(tmp_path, a=GEMM, b=MEMORY, other={"benchmark": "step"}), 1)
+    assert (measured.peak, measured.fp32_peak, measured.bandwidth, measured.memory) == (1000.0, 1000.0, 40e9, 64e9)
+    assert measured.measured
     # Products of the model together: 800 FLOPs in 2 s.
-    assert (found.reached.matmul, found.reached.kernel, found.reached.memory) == (0.4, 0.1, 1.0)
+    assert (measured.reached.matmul, measured.reached.kernel, measured.reached.memory) == (0.4, 0.1, 1.0)
     assert get_hardware("h200", 8) is HARDWARE["h200"]
 
 
 def test_a_gpu_keeps_the_rest_of_its_data_sheet(tmp_path):
-    memory = MEMORY | {"hardware": MEMORY["hardware"] | {"device": "AMD Instinct MI300X"}}
-    found = get_hardware(write(tmp_path, gemm=GEMM, memory=memory), 1)
-    sheet = HARDWARE["mi300x"]
-    assert (found.memory, found.allocatable, found.units) == (sheet.memory, sheet.allocatable, sheet.units)
-    assert found.bandwidth == 40e9
+    device = {"hardware": MEMORY["hardware"] | {"device": "AMD Instinct MI300X"}}
+    files = {"gemm": GEMM | device, "memory": MEMORY | device, "collectives": COLLECTIVES}
+    measured, sheet = get_hardware(write(tmp_path, **files), 1024), HARDWARE["mi300x"]
+    assert (measured.memory, measured.allocatable, measured.units) == (sheet.memory, sheet.allocatable, sheet.units)
+    assert (measured.bandwidth, measured.fp32_peak, measured.peak) == (40e9, 1000.0, sheet.peak)
+    # Links within the node are measured, adapters between nodes are not.
+    assert (measured.inter_node, measured.links.adapter) == (sheet.inter_node, sheet.links.adapter)
+    assert measured.link / measured.intra_node == pytest.approx(sheet.link / sheet.intra_node)
+    assert (measured.intra_node, measured.links.xgmi, measured.node_size) == (1.5e9, 1.0, 8)
 
 
 def test_links_are_those_of_all_gathers_over_the_most_devices(tmp_path):
     folder = write(tmp_path, gemm=GEMM, memory=MEMORY)
     with pytest.raises(InputError, match=r"has no result of python -m zaya_jax.machine collectives --output"):
         get_hardware(folder, 2)
-    found = get_hardware(write(tmp_path, collectives=COLLECTIVES), 4)
-    assert found.node_size == 4
-    assert found.intra_node == 2e9 * 3 / 4  # of the gathered bytes, a device sends three quarters
-    assert found.reached.latency == 3e-4
+    measured = get_hardware(write(tmp_path, collectives=COLLECTIVES), 4)
+    assert measured.node_size == 4
+    assert measured.intra_node == 2e9 * 3 / 4  # of the gathered bytes, a device sends three quarters
 
 
 @pytest.mark.parametrize(("results", "message"), [
@@ -80,6 +84,8 @@ def test_links_are_those_of_all_gathers_over_the_most_devices(tmp_path):
     ({"gemm": GEMM}, "has no result of python -m zaya_jax.machine memory --output"),
     ({"gemm": GEMM, "memory": MEMORY | {"results": []}}, "measure again"),
     ({"gemm": {"benchmark": "matrix products"}, "memory": MEMORY}, "'maximum'"),
+    ({"gemm": GEMM | {"hardware": {"device": "H200"}}, "memory": MEMORY}, "gemm is of H200, memory of cpu"),
+    ({"gemm": GEMM, "memory": MEMORY, "other": MEMORY}, r"other\.json is a second result of machine memory"),
 ])  # fmt: skip
 def test_missing_measurements_are_named(results, message, tmp_path):
     with pytest.raises(InputError, match=message):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.compile_helpers import CHEAP
 from tests.devices_helpers import ROOT
+from tests.hardware.test_measurements import GEMM, MEMORY, write
 from tests.train_helpers import write_run
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.breakdown.timeline import Interval, attribute
@@ -26,19 +28,19 @@ intervals = st.lists(
 )  # fmt: skip
 
 
-def moments(found, start, end):
+def moments(operations, start, end):
     """For each ns, the parts that run and whether a collective does."""
     for now in range(start, end):
-        running = [interval for interval in found if interval.start <= now < interval.end]
+        running = [interval for interval in operations if interval.start <= now < interval.end]
         yield [x.part for x in running if not x.is_collective], any(x.is_collective for x in running)
 
 
-@given(found=intervals)
-def test_every_moment_counts_once(found):
-    timeline = attribute(found)
-    start, end = min((x.start for x in found), default=0), max((x.end for x in found), default=0)
+@given(operations=intervals)
+def test_every_moment_counts_once(operations):
+    timeline = attribute(operations)
+    start, end = min((x.start for x in operations), default=0), max((x.end for x in operations), default=0)
     parts, exposed, overlapped, idle = dict.fromkeys(timeline.parts, 0.0), 0, 0, 0
-    for running, communicates in moments(found, start, end):
+    for running, communicates in moments(operations, start, end):
         for part in running:
             parts[part] += 1 / len(running)
         exposed += communicates and not running
@@ -62,10 +64,11 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("traced")
     config = write_run(folder)
     environment = os.environ | {"JAX_NUM_CPU_DEVICES": "2", "JAX_PLATFORMS": "cpu", "XLA_FLAGS": CHEAP}
-    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), "profile.start=2", "profile.steps=2"]
+    # Longer than up to the save after step 5, where the window ends early.
+    command = [sys.executable, "-m", "zaya_jax.main", "--config", str(config), "profile.start=4", "profile.steps=9"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"Traced steps 2 to 3 into {folder / 'run' / 'profile'}" in done.stdout
+    assert f"Traced steps 4 to 5 into {folder / 'run' / 'profile'}" in done.stdout
     return folder / "run"
 
 
@@ -74,6 +77,7 @@ def test_a_traced_run_is_broken_down_by_part(run, tmp_path, capsys):
     assert main(["step", str(run), "--output", str(output), "--png", str(png)]) == 0
     result = json.loads(output.read_text())
     assert result["steps"] == 2
+    assert result["hardware"]["device"] == "cpu"
     assert set(result["parts"]) <= {*PARTS, OTHER}
     assert {"attention", "experts", "loss", "optimizer", "router"} <= set(result["parts"])
     measured = sum(row["measured"] for row in result["parts"].values())
@@ -88,9 +92,20 @@ def test_a_traced_run_is_broken_down_by_part(run, tmp_path, capsys):
     assert "Not predicted: There is no data sheet of the device (cpu)." in printed
 
 
+def test_a_configuration_is_traced_here_and_set_beside_the_estimate(tmp_path, capsys):
+    config, folder = write_run(tmp_path), write(tmp_path / "measured", gemm=GEMM, memory=MEMORY)
+    output = tmp_path / "step.json"
+    assert main(["step", str(config), "--steps", "1", "--hardware", folder, "--output", str(output)]) == 0
+    result = json.loads(output.read_text())
+    assert result["untraced_seconds"] > 0
+    assert result["estimated_seconds"] > 1  # at 1,000 FLOP/s
+    assert re.search(r"The dry run estimates [\d,.]+ ms, \+[\d,]+% against the measurement.", capsys.readouterr().out)
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
     (["{empty}"], "config.yaml"),
     (["{run}", "seed=1"], "is a run, whose configuration is fixed: leave out seed=1."),
+    (["configs/tiny.yaml", "lora.rank=2", "lora.alpha=2", "init_from=hf:x"], "lora must be null"),
     (["configs/tiny.yaml", "--steps", "0"], "--steps is 0, but must be at least 1."),
     (["no.yaml"], "no.yaml"),
 ])  # fmt: skip
@@ -102,4 +117,4 @@ def test_bad_input_is_named(arguments, message, run, tmp_path, capsys):
 def test_a_run_without_a_trace_says_how_to_get_one(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     assert main(["step", str(tmp_path)]) == 2
-    assert "contains no finished trace. Train with profile.start=STEP" in capsys.readouterr().err
+    assert "contains no finished trace. Set profile.start to a step" in capsys.readouterr().err

@@ -87,13 +87,9 @@ def once(over, leaves=REST_OF_SPLIT, scatters=1):
     return {("", "", "all-gather", over): leaves, ("", "", "reduce-scatter", over): leaves * scatters}
 
 
-def matrices(over, leaves=MATRICES, experts=EXPERTS, scatters=1):
-    """The same of the layers' matrices, whose gradients are scattered in the layers of the last micro-batch.
-
-    Experts are gathered in a loop over layers.
-    """
-    return {("", "", "all-gather", over): leaves - experts,
-            ("layers", "", "all-gather", over): experts * GROUPS,
+def matrices(over, leaves=MATRICES, scatters=1):
+    """The same of the layers' matrices, whose gradients are scattered in the layers of the last micro-batch."""
+    return {("", "", "all-gather", over): leaves,
             ("layers", "backward", "reduce-scatter", over): leaves * scatters * GROUPS}  # fmt: skip
 
 
@@ -156,13 +152,13 @@ EXPECTED = {
     "fsdp": together(once("fsdp"), layers(), muon("fsdp")),
     "hybrid": together(once("data fsdp"), matrices("data"), layers(), muon("data fsdp")),
     "expert4": together(
-        once("data expert"), matrices("data expert", MATRICES - EXPERTS, 0), matrices("data", EXPERTS), experts(),
+        once("data expert"), matrices("data expert", MATRICES - EXPERTS), matrices("data", EXPERTS), experts(),
         muon("data expert"),
     ),
     GATHERED: together(once("data context"), matrices("data context"), muon("data context"), halos(), gathered_keys()),
     "ring_zigzag4": together(once("data context"), matrices("data context"), muon("data context"), halos(), ring()),
     MIXED: together(
-        once("fsdp expert context"), matrices("expert context", MATRICES - EXPERTS, 0), matrices("context", EXPERTS),
+        once("fsdp expert context"), matrices("expert context", MATRICES - EXPERTS), matrices("context", EXPERTS),
         layers(), experts(), halos(), gathered_keys(), muon("fsdp expert context"),
     ),
 }  # fmt: skip
@@ -206,9 +202,8 @@ def test_the_forward_pass_alone_moves_halos_and_latent_keys_and_values_and_nothi
     """docs/reference.md §4.1, §4.3: one gather of keys and values per layer, and a halo for each piece."""
     calls = found("quick")[1]
     inside = [call for call in calls if place(call)]
-    experts = ("layers", ("data", "context"), 2)  # gathered before the layers, in a loop over them
-    assert {(place(call), call.over, call.times) for call in inside} == {("layers", ("context",), 2), experts}
-    assert moved([call for call in inside if call.over == ("context",)], GATHERED) == FORWARD
+    assert {(place(call), call.over, call.times) for call in inside} == {("layers", ("context",), 2)}
+    assert moved(inside, GATHERED) == FORWARD
     assert RELEASED == (512, 2 * 1280 + 128)
 
 

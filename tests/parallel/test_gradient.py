@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 
 from tests.train_helpers import micro, on_devices
-from zaya_jax.parallel.gradient import summed, summed_gradient
+from zaya_jax.config import ParallelConfig
+from zaya_jax.parallel.gradient import compute_copy, summed, summed_gradient
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.rules import place_leaves
 
@@ -124,3 +126,34 @@ def test_one_device_needs_no_collective(part):
     else:
         lowered = jax.jit(sums_alone(mesh)).lower(params, constants, batch)
     assert not any(word in lowered.as_text() for word in ("all_reduce", "all_gather", "reduce_scatter"))
+
+
+def gathered_experts(by_layer: bool) -> list[tuple[int, ...]]:
+    """Shapes of stacks of experts, checked as each layout gathers them: at once as on CPUs, or by layer as on GPUs."""
+    shapes = []
+    for parallel, experts in (
+        (ParallelConfig(data=4), 4),
+        (ParallelConfig(data=2, expert=2), 4),
+        (ParallelConfig(), 2),
+    ):
+        mesh, name, shape = make_mesh(parallel, jax.devices()[:4]), "blocks.0.experts", (3, experts, 8, 4)
+        leaves = place_leaves({name: shape}, {name: "expert"}, mesh)
+        assert leaves[name].gathered_in_layers
+        values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        dtypes, kept = {name: jnp.float32}, PartitionSpec(None, leaves[name].own or None)
+        gather = jax.shard_map(
+            functools.partial(compute_copy, leaves=leaves, dtypes=dtypes), mesh=mesh,
+            in_specs=({name: leaves[name].stored},), out_specs={name: kept}, check_vma=False,
+        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if by_layer:
+                patch.setattr(jax.lax, "platform_dependent", lambda x, *, cpu, default: default(x))
+            gathered = jax.jit(gather)({name: values})[name]
+        np.testing.assert_array_equal(gathered, values)
+        shapes.append(gathered.shape)
+    return shapes
+
+
+def test_experts_are_the_same_gathered_at_once_or_layer_by_layer():
+    assert len(on_devices(4, "tests.parallel.test_gradient:gathered_experts", True)) == 3
+    assert len(on_devices(4, "tests.parallel.test_gradient:gathered_experts", False)) == 3

@@ -98,7 +98,7 @@ class ProfileConfig:
     """A profiler trace of some steps, which `python -m zaya_jax.machine step RUN_DIR` reads."""
 
     start: Positive[int]  # the first step to trace; the first of a run is 1
-    steps: Positive[int] = 3  # number of steps, at most to the end of their batch size
+    steps: Positive[int] = 3  # number of steps; fewer if an evaluation, a save or another batch size comes first
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ class Hardware(NamedTuple):
       link: bytes/s that it can send to one of them; as much as `intra_node` behind a switch.
       inter_node: bytes/s that a device's network adapter can send.
       units: compute units or streaming multiprocessors.
-      reached: fractions of the peaks that predictions assume, and fixed times.
+      reached: fractions of the peaks that the dry run's estimate assumes, and fixed times.
       links: fractions of the links' bandwidths likewise.
       measured: whether the figures were measured, see `measurements.read_measurements`; False for a data sheet.
     """

@@ -47,45 +47,53 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
                          f"{folder / missing[0]}.json.")  # fmt: skip
     try:
         return _hardware(results)
-    except (KeyError, TypeError, ValueError, StopIteration) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise InputError(f"--hardware {folder} has a result without the rows or fields that are needed ({error!r}): "
                          "measure again.") from error  # fmt: skip
 
 
 def _results(folder: Path) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise InputError(f"--hardware: {path} cannot be read as JSON: {error}.") from error
         if isinstance(result, dict) and (verb := _VERBS.get(result.get("benchmark", ""))):
-            found[verb] = result
-    return found
+            if verb in results:
+                raise InputError(f"--hardware: {path} is a second result of machine {verb} in {folder}; keep one.")
+            results[verb] = result
+    return results
 
 
 def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
     gemm, memory = results["gemm"], results["memory"]
     kind, peak, rows = memory["hardware"]["device"], float(gemm["maximum"]), gemm["results"]
+    if gemm["hardware"]["device"] != kind:
+        raise ValueError(f"gemm is of {gemm['hardware']['device']}, memory of {kind}")
     triads = (row for row in memory["results"] if row["operation"] == "triad")
     bandwidth = float(max(triads, key=lambda row: row["bytes"])["bytes_per_second"])
-    size = float(memory["hardware"]["memory_bytes"])
-    base = find_hardware(kind) or Hardware((kind,), size, 1.0, peak, peak, bandwidth, 1, bandwidth,
-                                           bandwidth, bandwidth, memory["hardware"]["cpus"])  # fmt: skip
+    sheet = find_hardware(kind)
+    links = (bandwidth,) * 3  # until collectives are measured
+    base = sheet or Hardware((kind,), float(memory["hardware"]["memory_bytes"]), 1.0, peak, peak, bandwidth, 1, *links,
+                             memory["hardware"]["cpus"])  # fmt: skip
     matmul = _share(rows, peak, lambda family: family == "model")
     kernel = _share(rows, peak, lambda family: family in _KERNELS)
-    measured = base._replace(
-        peak=peak, fp32_peak=peak, bandwidth=bandwidth, links=DATA_SHEET, measured=True,
-        reached=base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0),
-    )  # fmt: skip
+    reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0)
+    peaks = {"peak" if gemm["dtype"] == "bfloat16" else "fp32_peak": peak}
+    measured = base._replace(**peaks, bandwidth=bandwidth, measured=True, reached=reached)
     if "collectives" not in results:
         return measured
     gathers = (fit for fit in results["collectives"]["fits"]
                if fit["operation"] == "all_gather" and "beta_bytes_per_second" in fit)  # fmt: skip
     fit = max(gathers, key=lambda fit: fit["devices"])
     sends = fit["beta_bytes_per_second"]["value"] * (fit["devices"] - 1) / fit["devices"]
-    latency = measured.reached._replace(latency=fit["alpha_seconds"]["value"])
-    return measured._replace(node_size=fit["devices"], intra_node=sends, link=sends, inter_node=sends, reached=latency)
+    if sheet is None:
+        return measured._replace(node_size=fit["devices"], intra_node=sends, link=sends, inter_node=sends,
+                                 links=DATA_SHEET)  # fmt: skip
+    # Between nodes, the data sheet stays.
+    return measured._replace(intra_node=sends, link=sends * base.link / base.intra_node,
+                             links=DATA_SHEET._replace(adapter=base.links.adapter))  # fmt: skip
 
 
 def _share(rows: Iterable[Mapping[str, Any]], peak: float, wanted: Callable[[str], bool]) -> float | None:

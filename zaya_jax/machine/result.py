@@ -47,12 +47,7 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "peer": peer,
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
-        "hardware": {
-            "machine": platform.machine(),
-            "cpu": cpu_name(),
-            "cpus": len(os.sched_getaffinity(0)),
-            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        },
+        "hardware": {"machine": platform.machine(), "cpu": cpu_name(), "cpus": len(os.sched_getaffinity(0))},
     }
 
 

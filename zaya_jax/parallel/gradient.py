@@ -1,14 +1,16 @@
 """The gradient region: one `shard_map` over the mesh, in which all code sees local shapes.
 
-Master weights enter sharded. They are cast to the compute dtype and gathered once a step; layers under FSDP stay
-sharded, and the loop over layers gathers them one at a time. Each device accumulates the gradients of its micro-batches
-in fp32 (`accumulation`), and reduce-scatters them in the last one only: the compiler's automatic partitioning would put
-an all-reduce into every layer of every micro-batch. The matrices of a layer are reduced as soon as its backward pass is
-done, so that the earlier layers hide it. Local functions return sums, which are divided once by the global count.
+Master weights enter sharded. They are cast to the compute dtype and gathered once a step. The loop over layers gathers
+layers under FSDP one at a time, and so it does experts in a step of one micro-batch. Each device accumulates the
+gradients of its micro-batches in fp32 (`accumulation`), and reduce-scatters them in the last one only: the compiler's
+automatic partitioning would put an all-reduce into every layer of every micro-batch. The matrices of a layer are
+reduced as soon as its backward pass is done, so that the earlier layers hide it. Local functions return sums, which are
+divided once by the global count.
 
 Frozen parameters under adapters enter next to the trained ones, sharded, in the compute dtype and without a gradient.
 """
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -256,8 +258,8 @@ def _added(function: Callable[[Any], Any], batch: Any) -> Any:
 def _after(sums: Sums, batch: Any) -> Any:
     """Return `batch`, whose integers depend on `sums`.
 
-    XLA would schedule the forward pass of the last micro-batch ahead of the loop over the others, and keep its
-    activations next to theirs.
+    XLA would run the forward pass of the last micro-batch ahead of the loop over the others, and keep its results. It
+    still clears the memory for them there.
     """
     never = jax.tree.leaves(sums)[0].reshape(-1)[0].astype(jnp.float32) < -jnp.inf
     return jax.tree.map(lambda x: x + never.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.integer) else x, batch)
@@ -269,8 +271,11 @@ def _gather(leaf: LeafPlacement, x: jax.Array) -> jax.Array:
             x = jax.lax.all_gather(x, over, axis=x.ndim + axis, tiled=True)
         return x
 
+    if not leaf.gathered_in_layers:
+        return whole(x)
     # Of all layers at once, experts would be gathered in the order of the devices, and then transposed: both in memory.
-    return jax.lax.map(whole, x) if leaf.expert and leaf.in_layer and leaf.gathers else whole(x)
+    # On CPUs, devices would run the collectives of loops in different orders, and wait for each other forever.
+    return jax.lax.platform_dependent(x, cpu=whole, default=functools.partial(jax.lax.map, whole))
 
 
 def _to_stored(g: jax.Array, leaf: LeafPlacement, mesh: AnyMesh) -> jax.Array:

@@ -155,6 +155,9 @@ def run_training(
             stack.callback(sink.close)
         profiler = StepProfiler(config.profile if is_primary() else None, folder, console.say)
         stack.callback(profiler.close)
+        if config.profile is not None and not step < config.profile.start <= total_steps(config):
+            console.say(f"profile.start={config.profile.start} traces nothing: this command trains steps {step + 1} to "
+                        f"{total_steps(config)}.")  # fmt: skip
         trainer = Trainer(
             compiled=compiled, state=state, base=base, first_step=first, batches=batches,
             evaluators=evaluators, logger=StepLogger(config, [ProgressSink(progress), *sinks, console]), store=store,

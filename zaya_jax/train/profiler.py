@@ -1,5 +1,6 @@
 """Trace a window of training steps with JAX's profiler, into the run folder."""
 
+import contextlib
 import json
 import shutil
 import time
@@ -20,7 +21,7 @@ WINDOW = "window.json"  # in the folder: which steps were traced, and how long t
 class StepProfiler:
     """Traces the steps of `profile` in the primary process; without one, or elsewhere, it does nothing.
 
-    The device is idle at both ends of the window, so that its time is that of whole steps.
+    The device is idle at both ends of the window. If the trace cannot be written, training continues without it.
     """
 
     def __init__(self, window: ProfileConfig | None, folder: Path, say: Callable[[str], None]) -> None:
@@ -28,28 +29,37 @@ class StepProfiler:
         self._window, self._folder, self._say = window, folder / PROFILE, say
         self._started: tuple[int, float] | None = None  # steps done before the window, and when it began
 
-    def start_if_due(self, done: int, state: Any, step: Callable[..., Any]) -> None:
-        """Start the trace if the step after `done` steps is the first of the window.
+    def starts(self, done: int) -> bool:
+        """Whether the step after `done` steps is the first of the window."""
+        return self._window is not None and done + 1 == self._window.start
+
+    def start(self, done: int, state: Any, step: Callable[..., Any]) -> None:
+        """Start the trace after `done` steps.
 
         Args:
           done: number of steps done.
           state: training state after them.
           step: the compiled step.
         """
-        if self._window is None or done + 1 != self._window.start:
-            return
         jax.block_until_ready(state)
-        shutil.rmtree(self._folder, ignore_errors=True)  # of an earlier trace, which would be read in place of this one
-        self._folder.mkdir(parents=True)
-        write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
-        start_trace(self._folder)
-        self._started = done, time.perf_counter()
+        try:
+            shutil.rmtree(self._folder, ignore_errors=True)  # an earlier trace would be read in place of this one
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(self._folder / PROGRAM, step.as_text())  # pyright: ignore[reportFunctionMemberAccess]
+            start_trace(self._folder)
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        else:
+            self._started = done, time.perf_counter()
 
-    def is_done(self, done: int, end: int) -> bool:
-        """Whether a trace runs, and `done` steps are all of its window, or all up to `end`, where the program ends."""
-        if self._window is None or self._started is None:
-            return False
-        return done >= min(self._window.start - 1 + self._window.steps, end)
+    def ends(self, done: int) -> bool:
+        """Whether a trace runs, and its window ends after `done` steps."""
+        return self._window is not None and self.runs and done >= self._window.start - 1 + self._window.steps
+
+    @property
+    def runs(self) -> bool:
+        """Whether a trace runs."""
+        return self._started is not None
 
     def stop(self, done: int, state: Any) -> None:
         """Stop the trace after `done` steps, and write how long its steps took."""
@@ -57,18 +67,29 @@ class StepProfiler:
             return
         jax.block_until_ready(state)
         (before, since), self._started = self._started, None
-        seconds = time.perf_counter() - since
-        jax.profiler.stop_trace()
-        window = {"first_step": before + 1, "steps": done - before, "seconds": round(seconds, 6)}
-        write_atomically(self._folder / WINDOW, json.dumps(window) + "\n")
-        self._say(f"Traced steps {before + 1} to {done} into {self._folder}. To see where their time goes: "
-                  f"python -m zaya_jax.machine step {self._folder.parent}")  # fmt: skip
+        window = {
+            "first_step": before + 1, "steps": done - before, "seconds": round(time.perf_counter() - since, 6),
+            "device": jax.devices()[0].device_kind, "devices": jax.device_count(),
+        }  # fmt: skip
+        try:
+            jax.profiler.stop_trace()
+            write_atomically(self._folder / WINDOW, json.dumps(window) + "\n")
+        except (OSError, RuntimeError) as error:
+            self._give_up(error)
+        else:
+            self._say(f"Traced steps {before + 1} to {done} into {self._folder}. To see where their time goes: "
+                      f"python -m zaya_jax.machine step {self._folder.parent}")  # fmt: skip
 
     def close(self) -> None:
         """Stop a trace whose window did not end."""
-        if self._started is not None:
+        if self.runs:
             self._started = None
-            jax.profiler.stop_trace()
+            with contextlib.suppress(OSError, RuntimeError):  # the run ends with its own error, if any
+                jax.profiler.stop_trace()
+
+    def _give_up(self, error: Exception) -> None:
+        self._window = None
+        self._say(f"The trace could not be written to {self._folder} ({error}); training continues without it.")
 
 
 def start_trace(folder: Path) -> None:

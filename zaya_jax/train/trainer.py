@@ -107,7 +107,11 @@ class Trainer:
         stage = self._stage
         if stage is None or self.steps_done == stage.end:
             stage = self._enter_stage()
-        self.profiler.start_if_due(self.steps_done, self.state, stage.train_step)
+        if self.profiler.starts(self.steps_done):
+            self.logger.wait()  # so that starting the trace counts neither as the last step's time nor as this one's
+            self.progress.enter(Phase.SAVE)
+            self.profiler.start(self.steps_done, self.state, stage.train_step)
+            self.logger.restart_clock()
         self.progress.enter(Phase.DATA)
         wait_start = time.monotonic()
         batch = self._next_batch()
@@ -120,8 +124,11 @@ class Trainer:
         self.scores = {}
         self.progress.enter(Phase.DEVICE_WAIT)
         self.logger.start_step(self.steps_done, metrics, data_wait)
-        if self.profiler.is_done(self.steps_done, stage.end):
-            self.logger.wait()  # so that writing the trace counts neither as this step's time nor as the next one's
+        # The trace has steps of one program only, and nothing between them.
+        cut = self.steps_done == stage.end or self._evaluation_is_due() or self._save_is_due()
+        if self.profiler.ends(self.steps_done) or (self.profiler.runs and cut):
+            self.logger.wait()
+            self.progress.enter(Phase.SAVE)
             self.profiler.stop(self.steps_done, self.state)
             self.logger.restart_clock()
 
@@ -167,8 +174,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         """Evaluate, save or end the run if one of them is due."""
-        phase_ends = self.steps_done in self._phase_ends
-        evaluates = phase_ends or self.steps_done % self._config.evaluation.every == 0
+        phase_ends, evaluates = self.steps_done in self._phase_ends, self._evaluation_is_due()
         if evaluates:
             self.evaluate()
             self._draw()  # before the save, so that the plot is never behind the checkpoint
@@ -183,6 +189,9 @@ class Trainer:
             self._write_phase_ends()
         if evaluates or saves:
             self.logger.restart_clock()
+
+    def _evaluation_is_due(self) -> bool:
+        return self.steps_done in self._phase_ends or self.steps_done % self._config.evaluation.every == 0
 
     def _save_is_due(self) -> bool:
         """Whether a checkpoint is due, or a retry after a failed save."""

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.command import add_flags, add_verb
 
 
@@ -12,16 +13,15 @@ def add(verbs: Any, program: str) -> None:
     verb = add_verb(
         verbs, program, "step", "break down the time of a training step by part",
         "Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random "
-        "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives behind other "
-        "work are counted apart.", "configs/tiny.yaml --png step.png",
+        "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives "
+        "that overlap with computation are reported separately.", "configs/tiny.yaml --png step.png",
     )  # fmt: skip
     verb.add_argument("source", metavar="SOURCE", help="run folder with a trace, or configuration file")
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--steps", type=int, default=3, metavar="N",
                       help="number of steps to trace of a configuration (default: 3)")  # fmt: skip
-    verb.add_argument(
-        "--hardware", metavar="NAME", help="also estimate the step as the dry run does with this hardware"
-    )
+    verb.add_argument("--hardware", metavar="NAME", help="also print the dry run's estimate for this hardware: "
+                      f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives")  # fmt: skip
     add_flags(verb, png="the parts as stacked bars")
     verb.set_defaults(run=_run)
 

@@ -45,26 +45,29 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
     Raises:
       InputError: there is no trace in the run folder, or the configuration cannot be trained here.
     """
-    folder, untraced, devices = Path(source), None, jax.device_count()
-    estimated_for = None if hardware is None else get_hardware(hardware, devices)
+    folder, untraced = Path(source), None
     if folder.is_dir():
         if overrides:
             raise InputError(f"{source} is a run, whose configuration is fixed: leave out {' '.join(overrides)}.")
         config, trace = load_config(folder / CONFIG), read_trace(folder / PROFILE)
     else:
         config = load_config(source, overrides)
+        if config.lora is not None:
+            raise InputError("lora must be null: adapters need the weights of init_from. Trace a run instead, with "
+                             "profile.start=STEP.")  # fmt: skip
+        if hardware is not None:
+            get_hardware(hardware, jax.device_count())  # so that a mistake is named before anything is compiled
         with tempfile.TemporaryDirectory() as temporary:
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
-    kind = jax.devices()[0].device_kind
     result = describe_run("training step by part", f"{trace.steps} steps of {source}", "", ())
-    result["hardware"]["device"] = kind
-    result |= _rows(config, trace, kind)
+    result["hardware"]["device"] = trace.device
+    result |= _rows(config, trace)
     result["untraced_seconds"] = untraced
-    if estimated_for is not None:
+    if hardware is not None:
         phase = stage_at(config, trace.first_step - 1).phase
-        estimate = estimate_phase(simulated_programs(config, devices), phase, estimated_for)
-        result["estimated_seconds"] = estimate.step_seconds
+        sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
+        result["estimated_seconds"] = estimate_phase(programs, phase, sheet).step_seconds
     print("\n".join(lines(result)))
     if png is not None:
         draw(Path(png), result)
@@ -86,19 +89,19 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
 
     untraced = timed(one_step, steps)
     profiler = StepProfiler(ProfileConfig(1, steps), folder, lambda _: None)
-    profiler.start_if_due(0, state, compiled)
+    profiler.start(0, state, compiled)
     for _ in range(steps):  # without waiting, as in training
         state, _ = compiled(state, batch, {})
     profiler.stop(steps, state)
     return statistics.median(untraced)
 
 
-def _rows(config: Config, trace: Trace, kind: str) -> dict[str, Any]:
+def _rows(config: Config, trace: Trace) -> dict[str, Any]:
     """Compare the trace with the prediction from the same program."""
     timeline, seconds = attribute(trace.intervals), trace.seconds / trace.steps
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
-    hardware, predicted, reason = find_hardware(kind), dict[str, PartCost](), no_data_sheet(kind)
+    hardware, predicted, reason = find_hardware(trace.device), dict[str, PartCost](), no_data_sheet(trace.device)
     if hardware is not None:
         stage = stage_at(config, trace.first_step - 1)
         parallel = config.parallel_for(config.phases[stage.phase])
@@ -127,27 +130,27 @@ def _rows(config: Config, trace: Trace, kind: str) -> dict[str, Any]:
 
 def lines(result: dict[str, Any]) -> list[str]:
     """Format the table."""
-    whole = result["seconds"]
+    step = result["seconds"]
     rows = [(name, row["measured"], row["predicted"], row["roofline"]) for name, row in result["parts"].items()]
     if result["overlap"] is not None:
         rows.append((EXPOSED, result["exposed_collectives"], None, None))
-    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), ("step", whole, None, None)]
+    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), ("step", step, None, None)]
 
     def cell(value: float | None) -> str:
         return f"{'–' if value is None else f'{1e3 * value:,.2f}':>12}"
 
     table = [f"{'part':<20}{'measured ms':>12}{'share':>8}{'predicted ms':>14}{'roofline ms':>13}"]
-    table += [f"{name:<20}{cell(seconds)}{seconds / whole:>8.1%}  {cell(model)} {cell(peak)}"
-              for name, seconds, model, peak in rows]  # fmt: skip
+    table += [f"{name:<20}{cell(seconds)}{seconds / step:>8.1%}  {cell(predicted)} {cell(roofline)}"
+              for name, seconds, predicted, roofline in rows]  # fmt: skip
     if result["overlap"] is not None:
-        table.append(f"{result['overlap']:.0%} of the time of collectives is behind other operations.")
+        table.append(f"Other operations overlap with {result['overlap']:.0%} of the time of collectives.")
     if result["untraced_seconds"] is not None:
-        alone = result["untraced_seconds"]
-        table.append(f"Without the profiler, a step takes {1e3 * alone:,.2f} ms ({whole / alone:.2f}× with it).")
+        untraced = result["untraced_seconds"]
+        table.append(f"Without the profiler, a step takes {1e3 * untraced:,.2f} ms ({step / untraced:.2f}× with it).")
     if estimated := result.get("estimated_seconds"):
-        real = result["untraced_seconds"] or whole
+        measured = result["untraced_seconds"] or step
         table.append(
-            f"The dry run estimates {1e3 * estimated:,.2f} ms, {estimated / real - 1:+.0%} against the measurement."
+            f"The dry run estimates {1e3 * estimated:,.2f} ms, {estimated / measured - 1:+.0%} against the measurement."
         )
     if result["not_predicted"]:
         table.append(f"Not predicted: {result['not_predicted']}")

@@ -28,6 +28,8 @@ class Trace(NamedTuple):
       first_step: the first step; the first of a run is 1.
       steps: number of steps.
       seconds: their time together, by the host's clock.
+      device: kind of device, as the runtime calls it.
+      devices: number of devices that trained.
     """
 
     intervals: list[Interval]
@@ -35,6 +37,8 @@ class Trace(NamedTuple):
     first_step: int
     steps: int
     seconds: float
+    device: str
+    devices: int
 
 
 def read_trace(folder: Path) -> Trace:
@@ -48,16 +52,16 @@ def read_trace(folder: Path) -> Trace:
         entry = entry_place(parse((folder / PROGRAM).read_text(encoding="utf-8")))
         file = max(folder.glob("plugins/profile/*/*.xplane.pb"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{folder} contains no finished trace. Train with profile.start=STEP, past the last step of "
-                         "the trace.") from error  # fmt: skip
+        raise InputError(f"{folder} contains no finished trace. Set profile.start to a step that the run has not "
+                         "reached, and let it train to the end of the window.") from error  # fmt: skip
     kinds = _kinds(entry)
-    found = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file)]
+    operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file)]
     intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
-                 for start, end, _, part, opcode in found if opcode not in _CONTAINERS]  # fmt: skip
+                 for start, end, _, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
     if not intervals:
         raise InputError(f"{file} has no operations of a training step. On NVIDIA GPUs, command buffers hide them: set "
                          "XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
-    return Trace(intervals, entry, window["first_step"], window["steps"], window["seconds"])
+    return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
 
 
 def _kinds(entry: Place) -> dict[str, tuple[str, str]]:
@@ -68,12 +72,12 @@ def _kinds(entry: Place) -> dict[str, tuple[str, str]]:
 
 def _events(file: Path) -> Iterator[tuple[float, float, str]]:
     """Yield (start, end, name of the instruction) of the first device; times in ns."""
-    found: dict[Any, list[tuple[float, float, str]]] = {}
+    by_device: dict[Any, list[tuple[float, float, str]]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events:
-                facts = dict(event.stats)
-                if "hlo_op" in facts and "train_step" in str(facts.get("hlo_module", "train_step")):
-                    device = (plane.name, facts.get("device_ordinal", 0))
-                    found.setdefault(device, []).append((event.start_ns, event.end_ns, str(facts["hlo_op"])))
-    yield from found[min(found)] if found else ()
+                stats = dict(event.stats)
+                if "hlo_op" in stats and "train_step" in str(stats.get("hlo_module", "train_step")):
+                    device = (plane.name, stats.get("device_ordinal", 0))
+                    by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
+    yield from by_device[min(by_device)] if by_device else ()

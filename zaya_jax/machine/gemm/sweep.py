@@ -59,6 +59,7 @@ def measure_gemm(config: Config, request: Request, png: str | None) -> dict[str,
     every = make_problems(config, request, kernels)
     result = describe_run("matrix products", f"{request.dtype}, a micro-batch of {request.tokens:,} tokens", "", ())
     result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
+    result["dtype"] = request.dtype
     flush, maximum, family = flush_array(request.flush), 0.0, ""
     for problem in every:
         if problem.family != family:

@@ -1,5 +1,6 @@
 """Measure memory bandwidth over sizes, the model's memory-bound operations, and the peer in C; print and return."""
 
+import os
 import statistics
 import tempfile
 import time
@@ -42,7 +43,11 @@ def measure_memory(
     """
     result = describe_run("memory bandwidth", f"arrays of {', '.join(f'{size:,}' for size in sizes)} bytes, float32",
                           "the triad in C with OpenMP" if stream else "", ())  # fmt: skip
-    result["hardware"]["device"], result["results"] = jax.devices()[0].device_kind, []
+    device = jax.devices()[0]
+    host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = (device.memory_stats() or {}).get("bytes_limit", host_memory)
+    result["hardware"] |= {"device": device.device_kind, "memory_bytes": limit}
+    result["results"] = []
     with tempfile.TemporaryDirectory(prefix="zaya_jax_") as folder:
         peer = compile_stream(Path(folder)) if stream else None
         c_seconds: list[float] = []
