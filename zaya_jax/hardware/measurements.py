@@ -74,9 +74,11 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
     triads = (row for row in memory["results"] if row["operation"] == "triad")
     bandwidth = float(max(triads, key=lambda row: row["bytes"])["bytes_per_second"])
     sheet = find_hardware(kind)
-    links = (bandwidth,) * 3  # until collectives are measured
-    base = sheet or Hardware((kind,), float(memory["hardware"]["memory_bytes"]), 1.0, peak, peak, bandwidth, 1, *links,
-                             memory["hardware"]["cpus"])  # fmt: skip
+    base = sheet or Hardware(
+        kinds=(kind,), memory=float(memory["hardware"]["memory_bytes"]), memory_fraction=1.0, peak=peak, fp32_peak=peak,
+        bandwidth=bandwidth, node_size=1, intra_node=bandwidth, link=bandwidth, inter_node=bandwidth,
+        units=memory["hardware"]["cpus"],
+    )  # fmt: skip
     matmul = _share(rows, peak, lambda family: family == "model")
     kernel = _share(rows, peak, lambda family: family in _KERNELS)
     reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0)
