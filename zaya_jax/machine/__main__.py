@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
-    describe = add_verb(verbs, _PROGRAM, "describe", "print devices, memory, drivers, environment and preset as JSON",
+    describe = add_verb(verbs, _PROGRAM, "describe",
+                        "print devices, memory, drivers, network, environment and preset as JSON",
                         "The exit status is 1 if the machine has a GPU that JAX does not use.", "")  # fmt: skip
     describe.set_defaults(run=_describe)
 

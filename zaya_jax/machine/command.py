@@ -32,6 +32,12 @@ def add_verb(verbs: Any, program: str, name: str, summary: str, details: str, ex
     )  # fmt: skip
 
 
+def add_config(verb: argparse.ArgumentParser) -> None:
+    """Add a configuration file and its overrides."""
+    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
+    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+
+
 def add_flags(verb: argparse.ArgumentParser, *, repeats: int | None = None, png: str | None = None) -> None:
     """Add `--output`, `--repeats` with the default `repeats`, and `--png`, whose help names the plot `png`.
 

@@ -9,6 +9,7 @@ import jax
 import psutil
 
 from zaya_jax.hardware.detection import detect_gpu_plugin, select_preset
+from zaya_jax.machine.network_devices import describe_network
 from zaya_jax.ops.target import current_target
 
 # Variables that affect compilers, runtimes and collectives, and that contain nothing personal.
@@ -16,7 +17,7 @@ _PREFIXES = ("XLA_", "NCCL_", "RCCL_", "HSA_", "HIP_", "ROCR_", "CUDA_VISIBLE", 
 
 
 def describe_machine() -> dict[str, Any]:
-    """Collect devices, memory in bytes, drivers, environment and preset, from JAX and the operating system.
+    """Collect devices, memory in bytes, drivers, network, environment and preset, from JAX and the operating system.
 
     Returns:
       The description, for JSON. `failed`: a sentence, if JAX does not use the machine's GPU.
@@ -31,6 +32,7 @@ def describe_machine() -> dict[str, Any]:
         "host_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
         "drivers": _drivers(),
+        "network": describe_network(),
         "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
         "preset": select_preset(None).name,
     }

@@ -6,7 +6,7 @@ from typing import Any
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
-from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
+from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
 _FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
@@ -19,8 +19,7 @@ def add(verbs: Any, program: str) -> None:
         "Prints the speed of each product with its operands in the caches and without, and its share of the fastest "
         "square's speed.", "configs/zaya1_8b.yaml --routing runs/zaya1_8b --png gemm.png",
     )  # fmt: skip
-    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
-    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    add_config(verb)
     verb.add_argument("--families", nargs="+", choices=_FAMILIES, default=_FAMILIES, metavar="FAMILY",
                       help=f"what to measure; squares always are (default: all): {', '.join(_FAMILIES)}")  # fmt: skip
     verb.add_argument("--dtype", choices=_DTYPES, help="of the operands (default: train.compute_dtype)")

@@ -7,7 +7,7 @@ from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.hardware.measurements import get_hardware
-from zaya_jax.machine.command import add_flags, add_verb
+from zaya_jax.machine.command import add_config, add_flags, add_verb
 
 
 def add(verbs: Any, program: str) -> None:
@@ -18,8 +18,7 @@ def add(verbs: Any, program: str) -> None:
         "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails.",
         "configs/zaya1_8b.yaml --devices 1024 --hardware mi300x",
     )  # fmt: skip
-    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
-    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    add_config(verb)
     verb.add_argument("--devices", type=int, default=8, metavar="N", help="number of devices (default: 8)")
     verb.add_argument("--hardware", default="mi300x", metavar="NAME",
                       help=f"hardware (default: mi300x): {', '.join(HARDWARE)}, or a folder with results of gemm, "

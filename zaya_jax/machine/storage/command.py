@@ -5,7 +5,7 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
-from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
+from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _SMALLEST = 2**20  # bytes
 
@@ -18,8 +18,7 @@ def add(verbs: Any, program: str) -> None:
         "and prints the shortest step that the storage can feed. Removes what it writes.",
         "configs/zaya1_8b.yaml --size 8G --threads 1 16 64",
     )  # fmt: skip
-    verb.add_argument("config", metavar="CONFIG", help="configuration file, such as configs/zaya1_8b.yaml")
-    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
+    add_config(verb)
     verb.add_argument("--size", default="1G", help="size of the file and of the state (default: 1G)")
     verb.add_argument("--threads", nargs="+", type=int, default=[1, 16], metavar="N",
                       help="numbers of concurrent threads (default: 1 16)")  # fmt: skip
