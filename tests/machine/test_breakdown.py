@@ -14,7 +14,11 @@ from tests.compile_helpers import CHEAP
 from tests.devices_helpers import ROOT
 from tests.hardware.test_measurements import GEMM, MEMORY, write
 from tests.train_helpers import write_run
+from zaya_jax.config import load_config
+from zaya_jax.config.stages import largest_stage
+from zaya_jax.errors import InputError
 from zaya_jax.machine.__main__ import main
+from zaya_jax.machine.breakdown.measure import check_largest_batch
 from zaya_jax.machine.breakdown.timeline import Interval, attribute
 from zaya_jax.ops.parts import OTHER, PARTS
 
@@ -112,6 +116,14 @@ def test_a_configuration_is_traced_here_and_set_beside_the_estimate(tmp_path, ca
 def test_bad_input_is_named(arguments, message, run, tmp_path, capsys):
     assert main(["step", *(x.format(empty=tmp_path, run=run) for x in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_an_estimate_is_of_the_batch_that_was_traced():
+    config = load_config(ROOT / "configs/recipe_tiny.yaml")
+    largest = largest_stage(config, 0)
+    check_largest_batch(config, largest.first_step + 1)
+    with pytest.raises(InputError, match=rf"estimates steps of {largest.sequences} sequences, but step 1 has 8:"):
+        check_largest_batch(config, 1)
 
 
 def test_a_run_without_a_trace_says_how_to_get_one(run, tmp_path, capsys):

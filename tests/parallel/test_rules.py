@@ -48,7 +48,6 @@ def test_every_leaf_is_split_evenly_and_never_along_layers(full, sizes):
         matrix = name.startswith("blocks.") and full[1][name] in MATRIX_ROLES
         assert place.in_layer == (matrix and parts == math.prod(sizes)), name
         assert place.by_layer == (place.in_layer and mesh.shape["fsdp"] > 1), name
-        assert place.gathered_in_layers == (expert and place.in_layer and place.gathers != ()), name
         assert len(place.gathers) <= 1
         assert {*place.gathered, *(["fsdp"] if place.by_layer else []), *place.own} == set(place.split)
 
@@ -60,6 +59,13 @@ def test_matrices_are_split_over_all_devices(full, sizes):
     for name, place in place_leaves(*full, mesh).items():
         if full[1][name] in ("attention", "expert", "embedding") and devices <= 1024:
             assert set(place.split) == {axis for axis in AXES if mesh.shape[axis] > 1}, name
+
+
+@pytest.mark.parametrize(("sizes", "gathered"), [((8, 1, 1, 1), True), ((1, 8, 1, 1), False), ((2, 4, 1, 1), True)])
+def test_layers_gather_experts_alone_unless_fsdp_does(full, sizes, gathered):
+    places = place_leaves(*full, abstract_mesh(sizes))
+    experts = {f"blocks.0.mixture.experts.{name}" for name in ("gate_up", "down")}
+    assert {name for name, place in places.items() if place.gathered_in_layers} == (experts if gathered else set())
 
 
 @pytest.mark.parametrize(

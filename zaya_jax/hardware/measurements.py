@@ -1,7 +1,7 @@
 """Hardware by name: a data sheet, or a folder with results of `python -m zaya_jax.machine` in its place."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,8 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
         bandwidth=bandwidth, node_size=1, intra_node=bandwidth, link=bandwidth, inter_node=bandwidth,
         units=memory["hardware"]["cpus"],
     )  # fmt: skip
-    matmul = _share(rows, peak, lambda family: family == "model")
-    kernel = _share(rows, peak, lambda family: family in _KERNELS)
+    matmul = _share(rows, peak, ("model",))
+    kernel = _share(rows, peak, _KERNELS)
     reached = base.reached._replace(matmul=matmul or 1.0, kernel=kernel or matmul or 1.0, memory=1.0)
     peaks = {"peak" if gemm["dtype"] == "bfloat16" else "fp32_peak": peak}
     measured = base._replace(**peaks, bandwidth=bandwidth, measured=True, reached=reached)
@@ -98,8 +98,8 @@ def _hardware(results: Mapping[str, Mapping[str, Any]]) -> Hardware:
                              links=DATA_SHEET._replace(adapter=base.links.adapter))  # fmt: skip
 
 
-def _share(rows: Iterable[Mapping[str, Any]], peak: float, wanted: Callable[[str], bool]) -> float | None:
-    """Return the share of the peak that all wanted products together reach; None if there are none."""
-    own = [row for row in rows if wanted(row["family"]) and "warm_flops_per_second" in row]
+def _share(rows: Iterable[Mapping[str, Any]], peak: float, families: Collection[str]) -> float | None:
+    """Return the share of the peak that all products of `families` together reach; None if there are none."""
+    own = [row for row in rows if row["family"] in families and "warm_flops_per_second" in row]
     seconds = sum(row["flops"] / row["warm_flops_per_second"] for row in own)
     return sum(row["flops"] for row in own) / seconds / peak if seconds else None

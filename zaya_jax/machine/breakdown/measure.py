@@ -13,7 +13,7 @@ from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
-from zaya_jax.machine.breakdown.plot import draw
+from zaya_jax.machine.breakdown.plot import EXPOSED, UNATTRIBUTED, draw
 from zaya_jax.machine.breakdown.timeline import attribute
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
@@ -28,9 +28,6 @@ from zaya_jax.train.kernels import validated_kernels
 from zaya_jax.train.profiler import StepProfiler
 from zaya_jax.train.program import make_programs
 
-UNATTRIBUTED = "unattributed"
-EXPOSED = "exposed collectives"
-
 
 def break_down(source: str, overrides: list[str], steps: int, hardware: str | None, png: str | None) -> dict[str, Any]:
     """Print and return where the time of a step goes.
@@ -43,13 +40,16 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
       png: file for a plot, or None.
 
     Raises:
-      InputError: there is no trace in the run folder, or the configuration cannot be trained here.
+      InputError: there is no trace in the run folder, the configuration cannot be trained here, or `hardware` is given
+        for a traced step that is smaller than the one that the dry run estimates.
     """
     folder, untraced = Path(source), None
     if folder.is_dir():
         if overrides:
             raise InputError(f"{source} is a run, whose configuration is fixed: leave out {' '.join(overrides)}.")
         config, trace = load_config(folder / CONFIG), read_trace(folder / PROFILE)
+        if hardware is not None:
+            check_largest_batch(config, trace.first_step)
     else:
         config = load_config(source, overrides)
         if config.lora is not None:
@@ -72,6 +72,15 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
     if png is not None:
         draw(Path(png), result)
     return result
+
+
+def check_largest_batch(config: Config, step: int) -> None:
+    """Raise `InputError` if `step` has fewer sequences than the largest one of its phase, which a dry run estimates."""
+    stage = stage_at(config, step - 1)
+    largest = largest_stage(config, stage.phase)
+    if stage.sequences < largest.sequences:
+        raise InputError(f"--hardware estimates steps of {largest.sequences} sequences, but step {step} has "
+                         f"{stage.sequences}: leave --hardware out, or trace a step after the batch ramp.")  # fmt: skip
 
 
 def trace_random_steps(config: Config, steps: int, folder: Path) -> float:

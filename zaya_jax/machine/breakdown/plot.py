@@ -5,6 +5,9 @@ from typing import Any
 
 from zaya_jax.run.plot import legend_beside, new_figure, save_figure
 
+EXPOSED = "exposed collectives"
+UNATTRIBUTED = "unattributed"
+
 
 def draw(path: Path, result: dict[str, Any]) -> None:
     """Plot the result of `measure.break_down` to a PNG file."""
@@ -15,8 +18,8 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     # One colour has one meaning: each part keeps its own in both bars; what no part explains is grey.
     parts = [(name, row, f"C{index}" if index < 10 else f"C{index - 10}", "//" if index >= 10 else "")
              for index, (name, row) in enumerate(result["parts"].items())]  # fmt: skip
-    rest = {"measured": result["exposed_collectives"]}, {"measured": result["unattributed"]}
-    parts += [("exposed collectives", rest[0], "black", ""), ("unattributed", rest[1], "lightgrey", "")]
+    parts += [(EXPOSED, {"measured": result["exposed_collectives"]}, "black", ""),
+              (UNATTRIBUTED, {"measured": result[UNATTRIBUTED]}, "lightgrey", "")]  # fmt: skip
     for name, row, color, hatch in parts:
         if not any(row.get(bar) for bar in bars):
             continue
