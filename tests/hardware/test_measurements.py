@@ -6,7 +6,9 @@ import pytest
 
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE
-from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.measurements import get_hardware, measured_preset
+from zaya_jax.hardware.presets import PRESETS
 
 GEMM = {
     "benchmark": "matrix products", "maximum": 1000.0, "dtype": "float32", "hardware": {"device": "cpu"},
@@ -98,3 +100,36 @@ def test_a_damaged_file_and_an_unknown_name_are_named(tmp_path):
         get_hardware(str(tmp_path), 1)
     with pytest.raises(InputError, match=r"--hardware is 'b200', but must be one of mi300x.*, or a folder"):
         get_hardware("b200", 1)
+
+
+def knees(device="8 × AMD Instinct MI300X", /, **bytes_by_operation):
+    fits = [{"operation": name, "devices": devices, "knee_bytes": knee * devices}
+            for name, knee in bytes_by_operation.items() for devices in (2, 8)]  # fmt: skip
+    return {"benchmark": "collectives", "hardware": {"device": device}, "fits": fits}
+
+
+def test_the_preset_combines_messages_up_to_the_measured_size(tmp_path):
+    folder = write(tmp_path, collectives=knees(all_gather=1000.0, reduce_scatter=3000.0))
+    environment: dict[str, str] = {}
+    apply_preset(measured_preset(PRESETS["mi300x"], folder), environment)
+    flags = environment["XLA_FLAGS"].split()
+    # Over 8 devices; XLA counts what a reduce-scatter puts out, an eighth of what it takes in.
+    assert "--xla_gpu_all_gather_combine_threshold_bytes=8000" in flags
+    assert "--xla_gpu_reduce_scatter_combine_threshold_bytes=3000" in flags
+    assert len(flags) == sum(setting.is_flag for setting in PRESETS["mi300x"].settings)
+    assert measured_preset(PRESETS["cpu"], "missing") is PRESETS["cpu"]  # whose compiler combines nothing
+
+
+@pytest.mark.parametrize(
+    ("results", "message"),
+    [
+        ({}, "has no fit of all_gather"),
+        ({"collectives": knees("8 × NVIDIA H200", all_gather=1.0)}, "has no fit of reduce_scatter"),
+        ({"collectives": knees("8 × cpu", all_gather=1.0, reduce_scatter=1.0)}, "of 8 × cpu, but the preset is h200"),
+    ],
+)
+def test_measurements_without_what_a_preset_needs_are_refused(results, message, tmp_path):
+    with pytest.raises(InputError, match=message):
+        measured_preset(PRESETS["h200"], write(tmp_path, **results))
+    with pytest.raises(InputError, match="measurements is 'missing', but must be a folder"):
+        measured_preset(PRESETS["h200"], "missing")

@@ -51,7 +51,7 @@ def test_what_is_set_already_stands(name, data):
     line = describe_preset(environment)
     assert line is not None
     assert "\n" not in line
-    ours, _, yours = line.removeprefix(f"Preset {name}: ").partition("; set before: ")
+    ours, _, yours = line.removeprefix(f"Preset {name}: ").partition("; set otherwise: ")
     assert ours == (" ".join(s.text for s in own) or "nothing set")
     assert set(yours.split()) == {f"{setting.alias or setting.name}=mine" for setting in before}
 
@@ -163,7 +163,7 @@ assert os.environ["ZAYA_PRESET"] == "mi355x"
     expected: dict[str, str] = {"NCCL_IB_TIMEOUT": "23"}
     apply_preset(PRESETS["mi355x"], expected)
     assert done.stdout == f"{describe_preset(expected)}\n"
-    assert "; set before: NCCL_IB_TIMEOUT=23" in done.stdout
+    assert "; set otherwise: NCCL_IB_TIMEOUT=23" in done.stdout
 
 
 def test_a_program_of_ones_own_is_told_that_there_is_none(capsys, monkeypatch):

@@ -1,6 +1,7 @@
 """The sweep of collectives: results, compiled programs, conventions, tables, fit and input."""
 
 import json
+import os
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.collectives.check import check_collectives
 from zaya_jax.machine.collectives.fit import fit_times
+from zaya_jax.machine.collectives.messages import model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, pattern
+from zaya_jax.machine.collectives.plot import scaling
 from zaya_jax.machine.collectives.programs import IN_GRAPH, Case, Programs, collective_counts
 from zaya_jax.machine.collectives.text import column, footer, header, parse_rows, row
 from zaya_jax.machine.collectives.timing import wrong_elements
@@ -165,7 +168,72 @@ def test_the_command_writes_tables_rows_fits_and_a_plot(tmp_path):
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def messages(folder):
+    """Measure the messages of a step over 4 devices; returns the mesh and them."""
+    overrides = ["model.num_layers=2", "train.batch={tokens: 1024, micro_batch: 1}", "data.context=128",
+                 "model.vocab_size=512", "parallel.fsdp=2"]  # fmt: skip
+    arguments = ["--operations", "all_gather", "all_to_all", "--repeats", "1", "--output", f"{folder}/result"]
+    assert main(["collectives", *arguments, "--config", "configs/tiny.yaml", *overrides]) == 0
+    return [message._asdict() for message in model_messages(load_config("configs/tiny.yaml", overrides))[1]]
+
+
+def test_the_messages_of_a_step_are_measured_at_their_sizes(tmp_path):
+    expected = [row for row in on_devices(4, HERE + "messages", str(tmp_path))
+                if row["operation"] in ("all_gather", "all_to_all")]  # fmt: skip
+    result = json.loads((tmp_path / "result").read_text())
+    assert [{**row, "axes": tuple(row["axes"])} for row in result["messages"]] == [
+        row | {"seconds": measured["seconds"]} for row, measured in zip(expected, result["messages"], strict=True)
+    ]
+    assert result["benchmark"] != "collectives"  # whose fits set the preset
+    assert all(row["seconds"] > 0 for row in result["messages"])
+    # Both passes of two micro-batches gather the matrices of each of two layers' experts.
+    tiny = load_config("configs/tiny.yaml").model
+    matrices = 4 * tiny.num_experts * tiny.hidden_size * 2 * tiny.expert_size
+    gathers = [row for row in expected if row["operation"] == "all_gather" and row["axes"] == ("fsdp",)]
+    assert max(gathers, key=lambda row: row["bytes"]) == {
+        "operation": "all_gather", "axes": ("fsdp",), "bytes": matrices, "times": 2 * 2 * 2,
+    }  # fmt: skip
+
+
+def peered(folder):
+    """Run the command with a program named like nccl-tests' in the PATH."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", folder, prepend=os.pathsep)
+        arguments = ["--operations", "all_gather", "--min-bytes", "64", "--max-bytes", "1K", "--factor", "4",
+                     "--repeats", "1", "--output", f"{folder}/result"]  # fmt: skip
+        assert main(["collectives", *arguments]) == 0
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_nccl_tests_are_set_beside_ours(works, tmp_path):
+    """With a program that checks its arguments and prints the table of nccl-tests."""
+    case = Case(COLLECTIVES["all_gather"], make_mesh(devices=4), ("data",), 64, "float32")
+    half = column(case, 1e-6, 0)
+    program = tmp_path / "all_gather_perf"
+    words = "-b 64 -e 1024 -f 4 -g 4 -n 1 -w 5 -d float"
+    program.write_text(f"""#!/bin/sh
+[ "$*" = "{words}" ] || exit 3
+{"cat <<END" if works else "echo no GPU; exit 1"}
+{row(case, half, half)}
+END
+""")
+    program.chmod(0o755)
+    on_devices(4, HERE + "peered", str(tmp_path))
+    rows = json.loads((tmp_path / "result").read_text())["results"]
+    # 256 bytes, three quarters of which each device receives in 1 µs.
+    assert [row.get("peer_busbw") for row in rows] == [None, pytest.approx(0.19e9) if works else None, None]
+
+
+def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_have():
+    rows = [{"operation": "all_gather", "dtype": "int8", "bytes": size, "devices": devices,
+             "in_place": {"busbw": 1e9 * size}} for size, devices in ((1, 2), (1, 4), (2, 4), (2, 2), (4, 2))]  # fmt: skip
+    assert scaling(rows) == {("all_gather", "int8", 2): {2: 2.0, 4: 2.0}}
+    assert scaling(rows[:1]) == {}
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
+    ("--config configs/tiny.yaml --fsdp 2", "--config has its own layout: leave --devices"),
+    ("--config configs/tiny.yaml", "There is one device, but a collective needs at least two."),
     ("--max-bytes 4", "--max-bytes is 4, but must be at least --min-bytes, 8."),
     ("--min-bytes 8X", "--min-bytes is '8X', but must be a number of bytes, such as 8, 64K, 16M or 1G."),
     ("--factor 1", "--factor is 1, but must be at least 2."),

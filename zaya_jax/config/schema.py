@@ -109,6 +109,9 @@ class Config:
     phases: tuple[PhaseConfig, ...]  # in order; optimizer state and data positions carry over between phases
     run_dir: str = "runs/run"
     preset: PresetName | None = None  # XLA flags and timeouts of a kind of machine; null: that of the detected GPU
+    # Folder with results of python -m zaya_jax.machine on this machine: a result of collectives sets the sizes up to
+    # which the preset combines messages.
+    measurements: str | None = None
     seed: int = 0
     # Initial parameters and optimizer state: RUN_DIR, RUN_DIR@PHASE, RUN_DIR/checkpoints/STEP, or hf:FOLDER (parameters
     # only).
@@ -139,6 +142,9 @@ class Config:
         require_path("run_dir", self.run_dir)
         require(self.preset is None or self.preset in PRESETS, "preset", self.preset,
                 f"null or one of {', '.join(PRESETS)}")  # fmt: skip
+        if self.measurements is not None:
+            require(self.measurements != "", "measurements", self.measurements, "null or the path of a folder")
+            require_path("measurements", self.measurements)
         if self.init_from is not None:
             path = parse_source(self.init_from).path
             require(path != "", "init_from", self.init_from, f"the path of a run or a checkpoint, or {HF}FOLDER")

@@ -1,4 +1,4 @@
-"""Apply the environment variables and XLA flags of a preset before jax is imported."""
+"""Apply the environment variables and XLA flags of a preset otherwise jax is imported."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def describe_preset(environment: Mapping[str, str] = os.environ) -> str | None:
     yours = [text for setting, text in current.items() if text not in (None, setting.text)]
     missing = [setting.name for setting, text in current.items() if text is None]
     line = f"Preset {preset.name}: {' '.join(ours) or 'nothing set'}"
-    line += f"; set before: {' '.join(map(str, yours))}" if yours else ""
+    line += f"; set otherwise: {' '.join(map(str, yours))}" if yours else ""
     return line + (f"; not set: {' '.join(missing)}" if missing else "")
 
 

@@ -8,8 +8,11 @@ from typing import Any
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
+from zaya_jax.hardware.presets import Preset
 
 _VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives"}
+_THRESHOLDS = {"--xla_gpu_all_gather_combine_threshold_bytes": "all_gather",
+               "--xla_gpu_reduce_scatter_combine_threshold_bytes": "reduce_scatter"}  # fmt: skip
 _KERNELS = ("experts", "attention")  # families of `gemm` that our kernels compute
 
 
@@ -40,7 +43,7 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
     Raises:
       InputError: a file is missing or damaged.
     """
-    results = _results(folder)
+    results = _results(folder, "--hardware")
     needed = ("gemm", "memory", *(["collectives"] if devices > 1 else []))
     if missing := [verb for verb in needed if verb not in results]:
         raise InputError(f"--hardware {folder} has no result of python -m zaya_jax.machine {missing[0]} --output "
@@ -52,16 +55,52 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
                          "measure again.") from error  # fmt: skip
 
 
-def _results(folder: Path) -> dict[str, dict[str, Any]]:
+def measured_preset(preset: Preset, folder: str) -> Preset:
+    """Replace the sizes up to which a preset combines messages by those that saturate the measured network.
+
+    Args:
+      preset: of the machine; one without such sizes is returned as it is.
+      folder: value of the key `measurements`, with a result of `machine collectives`.
+
+    Raises:
+      InputError: the folder has no fits of all-gather and reduce-scatter, or they are of another accelerator.
+    """
+    if not any(setting.name in _THRESHOLDS for setting in preset.settings):
+        return preset
+    result = _results(Path(folder), "measurements").get("collectives")
+    kind = "" if result is None else str(result.get("hardware", {}).get("device"))
+    if result is not None and not any(name in kind for name in HARDWARE[preset.name].kinds):
+        raise InputError(f"measurements={folder} has collectives of {kind}, but the preset is {preset.name}: measure "
+                         "this machine, or leave measurements out.")  # fmt: skip
+    bytes_by_flag = {}
+    for flag, operation in _THRESHOLDS.items():
+        fits = [fit for fit in (result or {}).get("fits", ()) if fit["operation"] == operation and "knee_bytes" in fit]
+        if not fits:
+            raise InputError(f"measurements={folder} has no fit of {operation}. Run python -m zaya_jax.machine "
+                             f"collectives --operations {' '.join(_THRESHOLDS.values())} --output "
+                             f"{Path(folder, 'collectives.json')}.")  # fmt: skip
+        fit = max(fits, key=lambda fit: fit["devices"])
+        # XLA counts a collective's output, which for a reduce-scatter is one device's share.
+        share = fit["devices"] if operation == "reduce_scatter" else 1
+        bytes_by_flag[flag] = str(max(1, round(fit["knee_bytes"] / share)))
+    settings = (setting._replace(value=bytes_by_flag.get(setting.name, setting.value)) for setting in preset.settings)
+    return preset._replace(settings=tuple(settings))
+
+
+def _results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
+    """Return the results in `folder` by verb; messages name it as the value of `source`."""
+    if not folder.is_dir():
+        raise InputError(f"{source} is {str(folder)!r}, but must be a folder with results of python -m "
+                         "zaya_jax.machine.")  # fmt: skip
     results: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise InputError(f"--hardware: {path} cannot be read as JSON: {error}.") from error
+            raise InputError(f"{source}: {path} cannot be read as JSON: {error}.") from error
         if isinstance(result, dict) and (verb := _VERBS.get(result.get("benchmark", ""))):
             if verb in results:
-                raise InputError(f"--hardware: {path} is a second result of machine {verb} in {folder}; keep one.")
+                raise InputError(f"{source}: {path} is a second result of machine {verb} in {folder}; keep one.")
             results[verb] = result
     return results
 

@@ -120,7 +120,7 @@ def test_layers_copy_no_matrices_of_experts():
     assert not [move.instruction.op_name for move in moves if "micro-batches" in move.place.label]
 
 
-def run(gpu, folder, code, flags=""):
+def run(gpu, folder, code, flags="", measurements=None):
     """Run code that can call `compile` in a process that compiles for a GPU, with more `flags` of XLA."""
     program = f"""
 from zaya_jax.machine.compilers import worker
@@ -138,7 +138,7 @@ def compile(function, *shapes):
 {code}
 """
     need_stand_ins(gpu)
-    variables = environment(gpu, folder)
+    variables = environment(gpu, folder, measurements)
     variables["XLA_FLAGS"] += flags
     return subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True,
                           text=True, check=False)  # fmt: skip
@@ -149,6 +149,31 @@ def test_each_gpu_compiles_with_the_flags_of_its_preset(gpu, tmp_path):
     assert "collective_overlap_limit" in environment(gpu, tmp_path)["XLA_FLAGS"]
     done = run(gpu, tmp_path, "compile(lambda x: x @ x.T, (256, 256))")
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("gpu", "device"), [("mi300x", "AMD Instinct MI300X"), ("h200", "NVIDIA H200")])
+def test_messages_are_combined_up_to_the_measured_size(gpu, device, tmp_path):
+    code = f"""
+mesh = jax.sharding.Mesh(worker.gpu_devices({gpu!r}, 8), "x")
+split, whole = (jax.sharding.PartitionSpec(*axes) for axes in (("x",), ()))
+def gathers(*arrays):
+    return [jax.lax.all_gather(x, "x", tiled=True) for x in arrays]
+sharding = jax.sharding.NamedSharding(mesh, split)
+arguments = [jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=sharding)] * 4  # 4 MiB each
+with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    program = jax.jit(jax.shard_map(gathers, mesh=mesh, in_specs=split, out_specs=whole, check_vma=False))
+    text = program.trace(*arguments).lower(lowering_platforms=({GPUS[gpu].platform!r},)).compile().as_text()
+print("gathers", text.count(" all-gather-start("))
+"""
+    counts = {}
+    for knee in (2**20, 2**24):
+        fits = [{"operation": name, "devices": 8, "knee_bytes": knee} for name in ("all_gather", "reduce_scatter")]
+        result = {"benchmark": "collectives", "hardware": {"device": f"8 × {device}"}, "fits": fits}
+        (tmp_path / "collectives.json").write_text(json.dumps(result), encoding="utf-8")
+        done = run(gpu, tmp_path, code, measurements=str(tmp_path))
+        assert done.returncode == 0, done.stderr
+        counts[knee] = int(done.stdout.split()[-1])
+    assert counts == {2**20: 4, 2**24: 1}
 
 
 def test_a_flag_that_the_compiler_does_not_know_is_found(tmp_path):

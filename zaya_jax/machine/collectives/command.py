@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
@@ -37,6 +37,8 @@ def add(verbs: Any, program: str) -> None:
                  help=f"devices of the mesh axis {axis} (default: {meaning})")  # fmt: skip
     add_flag("--axis", nargs="+", choices=_AXES, default=(), metavar="AXIS", help="mesh axes to run over: groups of "
              "devices run side by side (default: all axes, in one group)")  # fmt: skip
+    add_flag("--config", nargs="+", default=(), metavar=("CONFIG", "section.key=value"), help="measure the messages "
+             "that a training step of this configuration sends in its layout, instead of sizes")  # fmt: skip
     add_flag("--mode", choices=("dispatch", "graph"), default="dispatch", help="dispatch: time calls of one operation; "
              "graph: operations within one program, without the time to start each (default: dispatch)")  # fmt: skip
     add_flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
@@ -53,6 +55,11 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
         raise InputError("--devices does not go with --axis and the sizes of mesh axes: remove one.")
     if few := [count for count in parsed.devices if count < 2]:
         raise InputError(f"--devices is {few[0]}, but must be at least 2.")
+    config = None
+    if parsed.config:
+        if parsed.devices or parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in _AXES):
+            raise InputError("--config has its own layout: leave --devices, --axis and the sizes of mesh axes out.")
+        config = load_config(parsed.config[0], parsed.config[1:])
     layout = ParallelConfig(**{axis: getattr(parsed, axis) for axis in _AXES})
     from zaya_jax.parallel.multihost import join
 
@@ -63,7 +70,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
                   tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
     png, rows = (Path(name) if name else None for name in (parsed.png, parsed.jsonl))
-    return measure_collectives(sweep, rows, png)
+    return measure_collectives(sweep, config, rows, png)
 
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:

@@ -1,14 +1,16 @@
-"""Plot bus bandwidth and latency of collectives against the size, one line for each number of devices."""
+"""Plot collectives: bandwidth and latency against the size, and bandwidth at a fixed size against the devices."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.run.plot import legend_beside, new_figure, save_figure
+from zaya_jax.run.plot import integer_steps, legend_beside, new_figure, save_figure
+
+_MARKERS = "osv^D*"  # of operations at a fixed size, whose colour would be that of another line
 
 
 def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a PNG with the bus bandwidth above and the latency below.
+    """Write a PNG: bus bandwidth, latency, and, with several numbers of devices, their bandwidth at the largest size.
 
     Args:
       path: file to write.
@@ -19,13 +21,39 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         half = row.get("out_of_place") or row["in_place"]
         name = f"{row['operation']}, {row['dtype']}, {row['devices']} devices"
         lines.setdefault(name, []).append((row["bytes"], half["busbw"] / 1e9, half["p50"] * 1e6))
-    figure = new_figure("Collectives: bus bandwidth and latency", (1.0, 1.0), (9.0, 6.5))
-    bandwidth, latency = figure.axes
+    fixed = scaling(rows)
+    heights = (1.0, 1.0, 1.0) if fixed else (1.0, 1.0)
+    figure = new_figure("Collectives: bus bandwidth and latency", heights, (9.0, 3.3 * len(heights)), shared=False)
+    bandwidth, latency = figure.axes[:2]
     for name, points in lines.items():
         sizes, busbw, micros = zip(*points, strict=True)
         bandwidth.plot(sizes, busbw, marker=".", label=name)
         latency.plot(sizes, micros, marker=".", label=name)
-    bandwidth.set(ylabel="bus bandwidth (GB/s)", xscale="log", ylim=(0, None))
-    latency.set(xlabel="size (bytes)", ylabel="median time (µs)", yscale="log")
+    bandwidth.set(xlabel="size (bytes)", ylabel="bus bandwidth (GB/s)", xscale="log", ylim=(0, None))
+    latency.set(xlabel="size (bytes)", ylabel="median time (µs)", xscale="log", yscale="log")
     legend_beside(bandwidth)
+    for index, ((operation, dtype, size), points) in enumerate(fixed.items()):
+        devices, busbw = zip(*sorted(points.items()), strict=True)
+        label = f"{operation}, {dtype}, {size:,} bytes"
+        figure.axes[2].plot(devices, busbw, marker=_MARKERS[index % len(_MARKERS)], color="black", label=label)
+    if fixed:
+        figure.axes[2].set(xlabel="devices", ylabel="bus bandwidth (GB/s)", ylim=(0, None))
+        integer_steps(figure.axes[2])
+        legend_beside(figure.axes[2])
     save_figure(figure, path)
+
+
+def scaling(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], dict[int, float]]:
+    """Return bandwidths by number of devices, each at the largest size that all numbers of devices have."""
+    found: dict[tuple[str, str, int], dict[int, float]] = {}
+    counts: dict[tuple[str, str], set[int]] = {}
+    for row in rows:
+        half = row.get("out_of_place") or row["in_place"]
+        found.setdefault((row["operation"], row["dtype"], row["bytes"]), {})[row["devices"]] = half["busbw"] / 1e9
+        counts.setdefault((row["operation"], row["dtype"]), set()).add(row["devices"])
+    largest: dict[tuple[str, str], int] = {}
+    for (operation, dtype, size), points in found.items():
+        every = counts[operation, dtype]
+        if len(every) > 1 and points.keys() == every:
+            largest[operation, dtype] = max(size, largest.get((operation, dtype), 0))
+    return {(*key, size): found[*key, size] for key, size in largest.items()}

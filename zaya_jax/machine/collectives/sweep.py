@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.config import ParallelConfig
+from zaya_jax.config import Config, ParallelConfig
 from zaya_jax.errors import InputError
 from zaya_jax.machine.collectives import text
 from zaya_jax.machine.collectives.fit import Fit, fit_times
+from zaya_jax.machine.collectives.messages import Message, model_messages
 from zaya_jax.machine.collectives.operations import COLLECTIVES, Axes, label
+from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.plot import draw
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
@@ -30,7 +32,7 @@ class Sweep(NamedTuple):
     Attributes:
       operations: names in `COLLECTIVES`.
       dtypes: names of dtypes.
-      sizes: bytes, ascending.
+      sizes: bytes, ascending; unused for the messages of a configuration.
       devices: numbers of devices, each the first so many of this process; empty for all devices of the job.
       layout: the mesh; with `devices` it has the axis data alone.
       axes: axes to run over; empty for all with more than one device.
@@ -48,38 +50,116 @@ class Sweep(NamedTuple):
     repeats: int
 
 
-def measure_collectives(sweep: Sweep, rows: Path | None = None, png: Path | None = None) -> dict[str, Any]:
+def measure_collectives(
+    sweep: Sweep, config: Config | None = None, rows: Path | None = None, png: Path | None = None
+) -> dict[str, Any]:  # fmt: skip
     """Measure every case, and print the tables.
 
     Args:
       sweep: what to measure.
+      config: configuration whose training step says which sizes to measure over which axes, instead of the sizes,
+        devices, layout and axes of `sweep`; None for those.
       rows: file to which each row is appended as a line of JSON, with versions and hardware.
       png: file for a plot of bandwidth and latency.
 
     Returns:
-      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype and number of
-      devices. `failed`: a sentence, if an element was wrong.
+      The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
+      and axes, `messages` one for each message of the step of `config`. `failed`: a sentence, if an element was wrong.
 
     Raises:
       InputError: there are too few devices for a collective.
     """
-    meshes = _meshes(sweep)
-    result = describe_run("collectives", f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes, {sweep.mode}", "", ())
+    messages: list[Message] = []
+    if config is None:
+        sizes, groups = f"{sweep.sizes[0]:,} to {sweep.sizes[-1]:,} bytes", _groups(sweep)
+    else:
+        _check_devices([make_mesh()], ())
+        mesh, messages = model_messages(config)
+        sizes, groups = "the messages of a training step", _message_groups(sweep, mesh, messages)
+    benchmark = "collectives" if config is None else "messages of a training step"
+    result = describe_run(benchmark, f"{sizes}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
     result["hardware"] |= {"device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
                            "processes": jax.process_count()}  # fmt: skip
     head, result["results"], result["fits"] = dict(result), [], []
-    for mesh in meshes:
-        axes = sweep.axes or nontrivial_axes(mesh, AXES)
-        for operation in sweep.operations:
-            for dtype in sweep.dtypes:
-                measured = _measure(sweep, mesh, axes, operation, dtype, head, rows)
-                result["results"] += measured
-                result["fits"].append(_fit(measured))
+    for group in groups:
+        measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
+        result["results"] += measured
+        result["fits"].append(_fit(measured))
+        _compare(group, measured, sweep.repeats)
+    if messages:
+        result["messages"] = _messages(messages, result["results"])
     if png and is_primary():
         draw(png, result["results"])
     if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):
         result["failed"] = f"Wrong results: {', '.join(wrong)}."
     return result
+
+
+class _Group(NamedTuple):
+    """Cases of one table: sizes of one operation, in one dtype, over the same axes of a mesh."""
+
+    operation: str
+    dtype: str
+    mesh: AnyMesh
+    axes: Axes
+    sizes: tuple[int, ...]
+
+
+def _groups(sweep: Sweep) -> list[_Group]:
+    return [
+        _Group(operation, dtype, mesh, sweep.axes or nontrivial_axes(mesh, AXES), sweep.sizes)
+        for mesh in _meshes(sweep) for operation in sweep.operations for dtype in sweep.dtypes
+    ]  # fmt: skip
+
+
+def _message_groups(sweep: Sweep, mesh: AnyMesh, messages: Sequence[Message]) -> list[_Group]:
+    sizes: dict[tuple[str, Axes], list[int]] = {}
+    for message in messages:
+        if message.operation in sweep.operations:
+            sizes.setdefault((message.operation, message.axes), []).append(message.bytes)
+    return [_Group(operation, dtype, mesh, axes, tuple(sorted(counts)))
+            for (operation, axes), counts in sorted(sizes.items()) for dtype in sweep.dtypes]  # fmt: skip
+
+
+def _messages(messages: Sequence[Message], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Describe each message with its measured time, and print a table with the time of a step's messages."""
+    seconds: dict[tuple[str, Axes, int], float] = {}
+    for row in results:
+        half = row.get("out_of_place") or row["in_place"]
+        seconds.setdefault((row["operation"], row["axes"], row["bytes"]), half["p50"])
+    rows = []
+    _print(f"{'message':<16}{'axes':<22}{'bytes':>14}{'a step':>8}{'µs each':>12}{'ms a step':>12}")
+    for message in messages:
+        collective = COLLECTIVES[message.operation]
+        name = label(collective)
+        near = [key for key in seconds if key[:2] == (name, message.axes)]
+        if not near:
+            continue  # an operation that was left out
+        # Sizes are rounded to whole elements in each chunk.
+        each = seconds[min(near, key=lambda key: abs(key[2] - message.bytes))]
+        rows.append(message._asdict() | {"seconds": each})
+        _print(f"{name:<16}{' '.join(message.axes):<22}{message.bytes:>14,}{message.times:>8,}{1e6 * each:>12,.1f}"
+               f"{1e3 * message.times * each:>12,.2f}")  # fmt: skip
+    total = sum(row["times"] * row["seconds"] for row in rows)
+    _print(f"A step's messages take {1e3 * total:,.2f} ms one after the other, before any overlap.", "")
+    return rows
+
+
+def _compare(group: _Group, measured: Sequence[dict[str, Any]], repeats: int) -> None:
+    """Set nccl-tests beside the rows that it can measure: all devices of one process, out of place."""
+    if jax.process_count() > 1 or measured[0]["groups"] > 1 or "out_of_place" not in measured[0]:
+        return
+    peers = peer_bandwidths(group.operation, measured, repeats)
+    if isinstance(peers, str):
+        _print(peers, "")
+    if not isinstance(peers, dict):
+        return
+    for row in measured:
+        if peer := peers.get(row["bytes"]):
+            row["peer_busbw"] = peer
+            ours = row["out_of_place"]["busbw"]
+            _print(f"{row['bytes']:>12,} bytes: {ours / 1e9:,.2f} GB/s here, {peer / 1e9:,.2f} GB/s in nccl-tests "
+                   f"({ours / peer:.2f}×)")  # fmt: skip
 
 
 def _meshes(sweep: Sweep) -> list[AnyMesh]:
@@ -92,12 +172,16 @@ def _meshes(sweep: Sweep) -> list[AnyMesh]:
         raise InputError(f"--devices is {most}, but this process has {jax.device_count()}.")
     else:
         meshes = [make_mesh(devices=jax.devices()[:count]) for count in sweep.devices]
+    _check_devices(meshes, sweep.axes)
+    return meshes
+
+
+def _check_devices(meshes: Sequence[AnyMesh], axes: Axes) -> None:
     for mesh in meshes:
-        if any(mesh.shape[axis] == 1 for axis in sweep.axes) or mesh.size == 1:
-            what = f"--axis {','.join(sweep.axes)} has" if sweep.axes else "There is"
+        if any(mesh.shape[axis] == 1 for axis in axes) or mesh.size == 1:
+            what = f"--axis {','.join(axes)} has" if axes else "There is"
             raise InputError(f"{what} one device, but a collective needs at least two. JAX_NUM_CPU_DEVICES=8 simulates "
                              "eight on a CPU.")  # fmt: skip
-    return meshes
 
 
 def _mesh(layout: ParallelConfig) -> AnyMesh:
@@ -109,21 +193,22 @@ def _mesh(layout: ParallelConfig) -> AnyMesh:
     return make_mesh(layout)
 
 
-def _measure(sweep: Sweep, mesh: AnyMesh, axes: Axes, operation: str, dtype: str, head: dict[str, Any],
-             rows: Path | None) -> list[dict[str, Any]]:  # fmt: skip
-    collective = COLLECTIVES[operation]
-    probe, item = Case(collective, mesh, axes, 1, dtype), jnp.dtype(dtype).itemsize
-    elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in sweep.sizes)
+def _measure(
+    group: _Group, mode: Mode, repeats: int, head: dict[str, Any], rows: Path | None
+) -> list[dict[str, Any]]:  # fmt: skip
+    collective = COLLECTIVES[group.operation]
+    probe, item = Case(collective, group.mesh, group.axes, 1, group.dtype), jnp.dtype(group.dtype).itemsize
+    elements = dict.fromkeys(collective.elements(size, item, probe.ranks) for size in group.sizes)
     cases = [probe._replace(elements=count) for count in elements]
-    _print(*text.header(label(collective), cases, sweep.mode, sweep.repeats))
+    _print(*text.header(label(collective), cases, mode, repeats))
     measured, columns = [], []
     for case in cases:
-        timings = time_case(case, sweep.mode, sweep.repeats)
+        timings = time_case(case, mode, repeats)
         halves = {name: text.column(case, statistics.fmean(timing.seconds), timing.wrong)
                   for name, timing in timings.items()}  # fmt: skip
         columns += halves.values()
         _print(text.row(case, halves.get("out_of_place"), halves["in_place"]))
-        measured.append(_row(case, sweep.mode, timings))
+        measured.append(_row(case, mode, timings))
         if rows and is_primary():
             with rows.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(head | measured[-1]) + "\n")

@@ -15,7 +15,7 @@ import numpy as np
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import WARM_UP, Mode
 
-_TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
+TYPES = {"float32": "float", "float16": "half", "bfloat16": "bfloat16", "int8": "int8", "int32": "int32"}
 _COLUMNS = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6}  {:>7}  {:>6}  {:>6}  {:>6} "
 _NUMBER = r"\s+([\d.]+(?:e[+-]\d+)?)"
 _HALF = _NUMBER * 3 + r"\s+(\d+(?:\.\d+)?(?:e\+\d+)?|N/A)"
@@ -76,7 +76,7 @@ def header(name: str, cases: Sequence[Case], mode: Mode, repeats: int) -> list[s
 def row(case: Case, out_of_place: Column | None, in_place: Column) -> str:
     """Return the line of a case; without a time out of place, its columns are blank."""
     operation = case.collective
-    start = (f"{case.size:12}  {operation.passed(case.elements, case.ranks):12}  {_TYPES[case.dtype]:>8}  "
+    start = (f"{case.size:12}  {operation.passed(case.elements, case.ranks):12}  {TYPES[case.dtype]:>8}  "
              f"{operation.reduction:>6}  {operation.root:6}")  # fmt: skip
     return start + (_half(out_of_place) if out_of_place else " " * 32) + _half(in_place)
 

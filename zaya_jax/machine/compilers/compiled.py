@@ -100,7 +100,7 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
         path = folder / "config.yaml"
         path.write_text(to_yaml(config), encoding="utf-8")
         subject = f"The step of {config.phase_key(phase)} cannot be compiled for {devices} {gpu}"
-        run_worker("worker", (str(path), str(phase), gpu, str(devices)), gpu, folder, subject)
+        run_worker("worker", (str(path), str(phase), gpu, str(devices)), gpu, folder, subject, config.measurements)
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         entry = entry_place(parse((folder / STEP).read_text(encoding="utf-8")))
         kernels = read_resources("train_step", toolchain, GPUS[gpu].architecture, folder / DUMP, folder / CODE_OBJECTS)
@@ -108,7 +108,9 @@ def compile_step(config: Config, phase: int, gpu: str, devices: int) -> Compiled
     return CompiledStep(gpu, devices, facts, entry, kernels, round(time.monotonic() - start, 1), host_bytes)
 
 
-def run_worker(worker: str, arguments: Sequence[str], gpu: str, folder: Path, failure: str) -> None:
+def run_worker(
+    worker: str, arguments: Sequence[str], gpu: str, folder: Path, failure: str, measurements: str | None = None
+) -> None:
     """Run a module of this package that compiles for a GPU, in a process with the compiler's environment.
 
     Args:
@@ -117,13 +119,14 @@ def run_worker(worker: str, arguments: Sequence[str], gpu: str, folder: Path, fa
       gpu: name in `GPUS`.
       folder: folder for what the module and the compiler write.
       failure: start of the message if the compiler fails.
+      measurements: the configuration's key, for the flags.
 
     Raises:
       InputError: the packages of the compiler are missing, or the process fails.
     """
     command = [sys.executable, "-m", f"zaya_jax.machine.compilers.{worker}", *arguments, str(folder)]
     process = subprocess.run(  # noqa: S603 (this program, on files of our own)
-        command, capture_output=True, text=True, check=False, env=environment(gpu, folder)
+        command, capture_output=True, text=True, check=False, env=environment(gpu, folder, measurements)
     )
     if process.returncode:
         raise InputError(f"{failure}: {failure_reason(process.returncode, process.stderr)}")

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import PRESETS
 from zaya_jax.machine.compilers.gpus import GPUS
 from zaya_jax.machine.compilers.stand_ins import check_tools
@@ -59,10 +60,13 @@ def silence_plugins() -> None:
     logging.getLogger("jax._src.xla_bridge").addFilter(lambda record: "Jax plugin" not in record.getMessage())
 
 
-def environment(name: str, folder: Path, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(
+    name: str, folder: Path, measurements: str | None = None, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return the environment of a process that compiles for a GPU of `GPUS` and writes into `folder`.
 
-    The flags are those of the GPU's preset; flags that are set for this machine are left out.
+    The flags are those of the GPU's preset, with the folder `measurements` if it is not None; flags that are set for
+    this machine are left out.
     """
     toolchain = find_toolchain(name)
     clean = {key: value for key, value in base.items() if key not in _NOT_INHERITED}
@@ -79,7 +83,8 @@ def environment(name: str, folder: Path, base: Mapping[str, str] = os.environ) -
         "TF_XLA_HSACO_CACHE_DIR": str(folder / CODE_OBJECTS),
         "XLA_FLAGS": flags,
     }
-    apply_preset(PRESETS[name], clean)
+    preset = PRESETS[name]
+    apply_preset(preset if measurements is None else measured_preset(preset, measurements), clean)
     return clean
 
 

@@ -1,0 +1,46 @@
+"""Run nccl-tests or rccl-tests on the same cases, where they are installed, and compare bus bandwidths."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zaya_jax.machine.collectives import text
+from zaya_jax.machine.collectives.timing import WARM_UP
+
+_PROGRAMS = {"all_reduce": "all_reduce_perf", "reduce_scatter": "reduce_scatter_perf", "all_gather": "all_gather_perf",
+             "broadcast": "broadcast_perf", "all_to_all": "alltoall_perf", "permute": "sendrecv_perf"}  # fmt: skip
+_SECONDS = 600  # that the program may take
+
+
+def peer_bandwidths(operation: str, rows: Sequence[Mapping[str, Any]], repeats: int) -> dict[int, float] | str | None:
+    """Measure the sizes of one operation over all devices of this process with the program of nccl-tests.
+
+    Args:
+      operation: name in `COLLECTIVES`.
+      rows: its measured cases, of `sweep.measure_collectives`, in one dtype, by ascending size.
+      repeats: number of timed calls.
+
+    Returns:
+      Bus bandwidth out of place in bytes/s, by size in bytes; why the program failed, a sentence; None if it is not
+      installed.
+    """
+    program = shutil.which(_PROGRAMS[operation])
+    if program is None:
+        return None
+    sizes = [row["bytes"] for row in rows]
+    factor = max(2, round(sizes[1] / sizes[0])) if len(sizes) > 1 else 2
+    arguments = {"-b": sizes[0], "-e": sizes[-1], "-f": factor, "-g": rows[0]["devices"], "-n": repeats, "-w": WARM_UP,
+                 "-d": text.TYPES[rows[0]["dtype"]]}  # fmt: skip
+    try:
+        done = subprocess.run(  # noqa: S603 (a program of the person's own PATH)
+            [program, *(str(word) for pair in arguments.items() for word in pair)],
+            capture_output=True, text=True, timeout=_SECONDS, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{program} failed: {error}."
+    measured = {int(row["size"]): float(row["busbw"]) * 1e9 for row in text.parse_rows(done.stdout) if "busbw" in row}
+    if done.returncode or not measured:
+        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        return f"{program} failed with status {done.returncode}: {said}"
+    return measured
