@@ -10,7 +10,8 @@ from zaya_jax.hardware.assumptions import DATA_SHEET
 from zaya_jax.hardware.data_sheets import HARDWARE, Hardware, find_hardware
 from zaya_jax.hardware.presets import Preset
 
-_VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives"}
+_VERBS = {"matrix products": "gemm", "memory bandwidth": "memory", "collectives": "collectives",
+          "preflight": "preflight"}  # fmt: skip
 _THRESHOLDS = {"--xla_gpu_all_gather_combine_threshold_bytes": "all_gather",
                "--xla_gpu_reduce_scatter_combine_threshold_bytes": "reduce_scatter"}  # fmt: skip
 _KERNELS = ("experts", "attention")  # families of `gemm` that our kernels compute
@@ -85,6 +86,23 @@ def measured_preset(preset: Preset, folder: str) -> Preset:
         bytes_by_flag[flag] = str(max(1, round(fit["knee_bytes"] / share)))
     settings = (setting._replace(value=bytes_by_flag.get(setting.name, setting.value)) for setting in preset.settings)
     return preset._replace(settings=tuple(settings))
+
+
+def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str, Any] | None:
+    """Return a result of `verb` from the `file` that `--baseline` names, else from the folder `measurements`, if any.
+
+    Raises:
+      InputError: the file is no such result, or the folder is damaged.
+    """
+    if file is None:
+        return None if folder is None else _results(Path(folder), "measurements").get(verb)
+    try:
+        result = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--baseline {file} cannot be read as JSON: {error}.") from error
+    if not isinstance(result, dict) or _VERBS.get(result.get("benchmark", "")) != verb:
+        raise InputError(f"--baseline {file} is no result of python -m zaya_jax.machine {verb} --output.")
+    return result
 
 
 def _results(folder: Path, source: str) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.machine.command import add_flags, add_verb, parse_bytes
+from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
@@ -42,9 +42,7 @@ def add(verbs: Any, program: str) -> None:
     add_flag("--mode", choices=("dispatch", "graph"), default="dispatch", help="dispatch: time calls of one operation; "
              "graph: operations within one program, without the time to start each (default: dispatch)")  # fmt: skip
     add_flag("--jsonl", metavar="FILE", help="append each row, with versions and hardware, to FILE as a line of JSON")
-    add_flag("--coordinator", metavar="HOST:PORT", help="address of process 0 (default: set by the launcher)")
-    add_flag("--processes", type=int, metavar="N", help="number of processes in the job (default: set by the launcher)")
-    add_flag("--process", type=int, metavar="I", help="index of this process, from 0 (default: set by the launcher)")
+    add_job(verb)
     add_flags(verb, repeats=20, png="bus bandwidth and latency against the size")
     verb.set_defaults(run=_run)
 

@@ -1,0 +1,46 @@
+"""The verb `preflight` of `python -m zaya_jax.machine`."""
+
+import argparse
+from typing import Any
+
+from zaya_jax.config import load_config
+from zaya_jax.errors import InputError
+from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.measurements import recorded_result
+from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb
+
+VERB = "preflight"
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(
+        verbs, program, VERB, "check the devices of a job before it trains, and name slow ones",
+        "Checks the kernels that the configuration selects, the speed of each device, and the results and bandwidth of "
+        "collectives, in about two minutes. Start it like training for a job of several processes. The exit status is "
+        "1 if a check fails.", "configs/zaya1_8b.yaml --output preflight.json",
+    )  # fmt: skip
+    add_config(verb)
+    verb.add_argument("--baseline", metavar="FILE", help="result of an earlier preflight to compare with (default: "
+                      "that in the folder `measurements` of the configuration, if there is one)")  # fmt: skip
+    verb.add_argument("--tolerance", type=float, default=15.0, metavar="PERCENT", help="how much slower than the other "
+                      "devices, or than the baseline, a device or collective may be (default: 15)")  # fmt: skip
+    add_job(verb)
+    add_flags(verb)
+    verb.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    if not 0 < parsed.tolerance < 100:
+        raise InputError(f"--tolerance is {parsed.tolerance:g}, but must be above 0 and below 100.")
+    config = load_config(parsed.config, parsed.overrides)
+    baseline = recorded_result(VERB, parsed.baseline, config.measurements)
+    preset = select_preset(config.preset)
+    apply_preset(preset)
+    from zaya_jax.parallel.multihost import join
+
+    join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    from zaya_jax.machine.preflight.run import preflight
+
+    return preflight(config, baseline, parsed.tolerance / 100)

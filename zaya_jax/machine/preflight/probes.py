@@ -1,0 +1,102 @@
+"""Measure how fast each device multiplies and copies, and how fast some of the devices communicate."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.machine.collectives.operations import COLLECTIVES
+from zaya_jax.machine.collectives.programs import Case, Programs
+from zaya_jax.machine.collectives.text import column
+from zaya_jax.parallel.mesh import AXES, make_mesh, nontrivial_axes
+from zaya_jax.parallel.multihost import all_gather
+
+PATIENCE = 600  # seconds that another process may take, which compiles
+_PASSES, _WARM_UP = 15, 3
+
+
+class Sizes(NamedTuple):
+    """Sizes of the probes.
+
+    Attributes:
+      matrix: rows and columns of the square matrices.
+      dtype: of the matrices.
+      array: bytes of the copied array.
+      message: bytes of a collective.
+    """
+
+    matrix: int
+    dtype: str
+    array: int
+    message: int
+
+
+CPU = Sizes(512, "float32", 2**24, 2**20)
+GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
+
+
+def device_speeds(name: str, sizes: Sizes) -> dict[int, float]:
+    """Measure the devices of each process one after the other.
+
+    Args:
+      name: 'matmul', in FLOP/s, or 'memory', bytes/s that a copy reads and writes.
+      sizes: of the operands.
+
+    Returns:
+      The speed of each device of the job, by id.
+
+    Raises:
+      TimeoutError: another process did not answer.
+    """
+    own = [(device.id, _PROBES[name](device, sizes)) for device in jax.local_devices()]
+    return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
+
+
+def _matmul(device: Any, sizes: Sizes) -> float:
+    with jax.default_device(device):
+        matrix = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
+    return 2 * sizes.matrix**3 / _shortest(jax.jit(jnp.matmul), matrix, matrix)
+
+
+def _memory(device: Any, sizes: Sizes) -> float:
+    with jax.default_device(device):
+        array = jnp.zeros(sizes.array // 4, jnp.float32)
+    return 2 * sizes.array / _shortest(jax.jit(jnp.negative), array)  # of a plain copy, XLA would return the input
+
+
+_PROBES = {"matmul": _matmul, "memory": _memory}
+
+
+def bandwidth(operation: str, devices: Sequence[Any], sizes: Sizes) -> float:
+    """Measure a collective over `devices`, which may belong to some of the processes; all processes must call this.
+
+    Args:
+      operation: name in `COLLECTIVES`.
+      devices: at least two devices.
+      sizes: gives the size.
+
+    Returns:
+      The bus bandwidth of the shortest call, in bytes/s; the slowest process counts.
+    """
+    mesh = make_mesh(devices=devices)
+    probe = Case(COLLECTIVES[operation], mesh, nontrivial_axes(mesh, AXES), 1, "float32")
+    case = probe._replace(elements=probe.collective.elements(sizes.message, 4, len(devices)))
+    own = None
+    if any(device.process_index == jax.process_index() for device in devices):
+        programs = Programs(case)
+        own = _shortest(programs.run, programs.fill())
+    seconds = [process for process in all_gather("preflight", own, PATIENCE) if process is not None]
+    return column(case, max(seconds), 0).busbw
+
+
+def _shortest(call: Callable[..., Any], *arrays: jax.Array) -> float:
+    """Return the seconds of the shortest call: what else runs on a host only makes calls longer."""
+    return min([_seconds(call, *arrays) for _ in range(_WARM_UP + _PASSES)][_WARM_UP:])
+
+
+def _seconds(call: Callable[..., Any], *arrays: jax.Array) -> float:
+    start = time.perf_counter()
+    jax.block_until_ready(call(*arrays))
+    return time.perf_counter() - start

@@ -1,0 +1,155 @@
+"""Run all checks, print a line for each, and compare with a recorded baseline."""
+
+import socket
+import statistics
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax
+
+from zaya_jax.config import Config
+from zaya_jax.errors import InputError
+from zaya_jax.machine.collectives.check import check_collectives
+from zaya_jax.machine.collectives.operations import COLLECTIVES, label
+from zaya_jax.machine.preflight import probes
+from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
+from zaya_jax.machine.result import describe_run
+from zaya_jax.parallel.multihost import all_gather, is_primary
+from zaya_jax.train.kernels import validated_kernels
+
+Status = Literal["PASS", "WARN", "FAIL"]
+_MEASURED = ("all_reduce", "all_gather")
+_UNITS = {"FLOP/s": (1e12, "TFLOP/s"), "bytes/s": (1e9, "GB/s")}
+
+
+class Check(NamedTuple):
+    """The result of a check.
+
+    Attributes:
+      check: its name.
+      status: 'FAIL' if the job should not start.
+      value: what was measured; None for a check that measures nothing.
+      unit: of `value`.
+      message: what was found, a sentence; '' if there is nothing to say.
+    """
+
+    check: str
+    status: Status
+    value: float | None
+    unit: str
+    message: str
+
+
+def preflight(config: Config, baseline: Mapping[str, Any] | None, tolerance: float) -> dict[str, Any]:
+    """Check the devices of this job.
+
+    Args:
+      config: its model and dtype select the kernels.
+      baseline: result of an earlier preflight of the same devices; None for none.
+      tolerance: relative difference from which on something is slow.
+
+    Returns:
+      The result, for JSON: `checks`, a row for each. `failed`: a sentence, if one failed.
+
+    Raises:
+      InputError: the baseline is of other devices.
+    """
+    kind, count = jax.devices()[0].device_kind, jax.device_count()
+    result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
+    result["hardware"] |= {"device": f"{count} × {kind}", "processes": jax.process_count()}
+    recorded = {} if baseline is None else _recorded(baseline, result["hardware"]["device"])
+    sizes = probes.CPU if jax.default_backend() == "cpu" else probes.GPU
+    names, checks = _device_names(), list[Check]()
+
+    def report(check: Check) -> None:
+        checks.append(_against(recorded, check, tolerance))
+        _print(_line(checks[-1]))
+
+    report(_kernels(config))
+    for name, unit in (("matmul", "FLOP/s"), ("memory", "bytes/s")):
+        report(_slowest(name, unit, sizes, names, tolerance))
+    found = check_collectives()
+    report(Check("collectives", "FAIL" if "failed" in found else "PASS", None, "",
+                 found.get("failed") or found.get("skipped", "")))  # fmt: skip
+    for operation in _MEASURED if count > 1 else ():
+        report(_collective(operation, sizes, names, tolerance))
+    result["checks"] = [check._asdict() for check in checks]
+    if failed := [check.check for check in checks if check.status == "FAIL"]:
+        result["failed"] = f"Checks that fail: {', '.join(failed)}."
+    _print(result.get("failed", "All checks pass."))
+    return result
+
+
+def _kernels(config: Config) -> Check:
+    """Report the kernels that the configuration selects; those with wrong results are replaced, which costs time."""
+    selection = validated_kernels(config)
+    if not selection.reasons:
+        return Check("kernels", "PASS", float(len(selection.kernels)), "kernels", "")
+    return Check("kernels", "WARN", float(len(selection.kernels)), "kernels", " ".join(selection.reasons.values()))
+
+
+def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
+    """Compare the devices with their median."""
+    speeds, slow = dict.fromkeys(names, 0.0), dict[int, float]()
+    for _ in range(ROUNDS):
+        again = probes.device_speeds(name, sizes)
+        speeds = {device: max(speed, again[device]) for device, speed in speeds.items()}
+        typical = statistics.median(speeds.values())
+        slow = {device: speed / typical for device, speed in speeds.items() if speed < (1 - tolerance) * typical}
+        if not slow:
+            break
+    said = [f"{names[device]} reaches {share:.0%} of the median." for device, share in slow.items()]
+    return Check(name, "FAIL" if slow else "PASS", min(speeds.values()), unit, " ".join(said))
+
+
+def _collective(operation: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    whole = max(probes.bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
+    slow = find_slow(devices, lambda group: probes.bandwidth(operation, group, sizes), tolerance)
+    said = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
+    return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", said)
+
+
+def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
+    """Compare a check with the baseline."""
+    before = recorded.get(check.check)
+    if before is None or not check.value or check.value >= (1 - tolerance) * before:
+        return check
+    said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
+    return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
+
+
+def _recorded(baseline: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Return the values of the baseline by check."""
+    try:
+        if (before := baseline["hardware"]["device"]) != device:
+            raise InputError(f"The baseline is of {before}, but this job has {device}: leave --baseline out, and "
+                             "record another with --output.")  # fmt: skip
+        return {row["check"]: row["value"] for row in baseline["checks"]}
+    except (KeyError, TypeError) as error:
+        raise InputError(f"The baseline has no {error}: record another with --output.") from error
+
+
+def _device_names() -> dict[int, str]:
+    """Name each device of the job, with its process and host."""
+    hosts = all_gather("preflight", socket.gethostname(), probes.PATIENCE)
+    several = jax.process_count() > 1
+    return {
+        device.id: f"device {device.id}" + (f" (process {process}, host {hosts[process]})" if several else "")
+        for device in jax.devices() for process in [device.process_index]
+    }  # fmt: skip
+
+
+def _quantity(value: float, unit: str) -> str:
+    scale, shown = _UNITS.get(unit, (1, unit))
+    return f"{value / scale:,.3g} {shown}"
+
+
+def _line(check: Check) -> str:
+    value = "" if check.value is None else _quantity(check.value, check.unit)
+    return f"{check.status:<5}{check.check:<30}{value:>16}  {check.message}".rstrip()
+
+
+def _print(*lines: str) -> None:
+    if is_primary():
+        print("\n".join(lines), flush=True)
