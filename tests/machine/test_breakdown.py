@@ -17,6 +17,7 @@ from tests.train_helpers import write_run
 from zaya_jax.config import load_config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
+from zaya_jax.generate.decode import BLOCK
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.breakdown.measure import check_largest_batch
 from zaya_jax.machine.breakdown.timeline import Interval, attribute
@@ -106,7 +107,26 @@ def test_a_configuration_is_traced_here_and_set_beside_the_estimate(tmp_path, ca
     assert re.search(r"The dry run estimates [\d,.]+ ms, \+[\d,]+% against the measurement.", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("work", "steps"), [("prefill", 2), ("decode", 2 * BLOCK)])
+def test_a_prompt_and_a_decode_step_are_broken_down(work, steps, tmp_path):
+    config, output, png = write_run(tmp_path), tmp_path / "step.json", tmp_path / "step.png"
+    arguments = ["step", str(config), "model.max_positions=512", "--work", work, "--batch", "2", "--prompt", "70"]
+    assert main([*arguments, "--steps", "2", "--output", str(output), "--png", str(png)]) == 0
+    result = json.loads(output.read_text())
+    assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
+    assert "2 × 128 tokens" in result["size"]  # rounded up to a whole chunk
+    assert {"attention", "cca_mix", "experts", "router", "loss"} <= set(result["parts"]) <= {*PARTS, OTHER}
+    measured = sum(row["measured"] for row in result["parts"].values())
+    assert measured + result["unattributed"] == pytest.approx(result["seconds"], abs=1e-4)
+    assert png.read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
+    (["configs/tiny.yaml", "--batch", "2"], "--batch is 2, but must be at least 1, and needs --work prefill or"),
+    (["configs/tiny.yaml", "--work", "decode", "--prompt", "0"], "--prompt is 0, but must be at least 1"),
+    (["configs/tiny.yaml", "--work", "decode", "--prompt", "4096"], "exceed model.max_positions=2048."),
+    (["configs/tiny.yaml", "--work", "prefill", "--hardware", "h200"], "--hardware is for --work train"),
+    (["{run}", "--work", "prefill"], "is a run, whose trace is of training: give a configuration file"),
     (["{empty}"], "config.yaml"),
     (["{run}", "seed=1"], "is a run, whose configuration is fixed: leave out seed=1."),
     (["configs/tiny.yaml", "lora.rank=2", "lora.alpha=2", "init_from=hf:x"], "lora must be null"),

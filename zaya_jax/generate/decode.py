@@ -134,6 +134,68 @@ def continuations(
             return
 
 
+class GenerationPrograms(NamedTuple):
+    """The programs that `continuations` runs for prompts of one length, compiled, with arguments for them.
+
+    Attributes:
+      prefill: (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits).
+      decode: (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities).
+      empty_cache: () → a cache.
+      chunks: tokens and segments of each call of `prefill`.
+      model: first argument of both.
+      block: arguments of `decode` after the state, for a block of `BLOCK` steps that no token stops.
+    """
+
+    prefill: Any
+    decode: Any
+    empty_cache: Callable[[], Cache]
+    chunks: list[tuple[np.ndarray, np.ndarray]]
+    model: Zaya
+    block: tuple[Any, ...]
+
+    def prompt(self, cache: Cache) -> tuple[Cache, jax.Array]:
+        """Process the prompts into an empty cache, which is donated; returns the cache and the last logits."""
+        logits = jnp.zeros(0)
+        for tokens, segments in self.chunks:
+            cache, logits = self.prefill(self.model, cache, tokens, segments)
+        return cache, logits
+
+    def start(self, cache: Cache, logits: jax.Array) -> DecodeState:
+        """Return the state after the prompts."""
+        rows = len(self.chunks[0][0])
+        return DecodeState(cache, logits, None, jnp.zeros(rows, bool), jnp.zeros((), jnp.int32))
+
+
+def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> GenerationPrograms:
+    """Compile greedy generation on the first device.
+
+    Args:
+      model: in the dtypes of generation.
+      batch: number of prompts, of token 0.
+      prompt: tokens of each; rounded up to whole chunks.
+      blocks: number of blocks of `BLOCK` steps that the cache must hold.
+
+    Raises:
+      InputError: prompt and blocks exceed `config.max_positions`.
+    """
+    config, chunk = model.config, min(CHUNK, _length_class(prompt))
+    padded, new = -(-prompt // chunk) * chunk, blocks * BLOCK
+    _check([[0] * padded], [0], [], new, Sampling(), config)
+    placement, model = decode_placement(model, FIRST_DEVICE), unrolled(model)
+    capacity = min(_cache_class(padded + new), config.max_positions)
+    empty = functools.partial(_empty_cache, config, batch, capacity, model.dtype.name, placement)
+    pieces = [(np.zeros((batch, chunk), np.int32), np.ones((batch, chunk), np.int32))] * (padded // chunk)
+    prefill = _prefill.lower(model, empty(), *pieces[0], placement=placement).compile()
+    keys_b = jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32))
+    sampling = Sampling()
+    block = (keys_b, jax.tree.map(np.float32, sampling), np.array([-1], np.int32), np.int32(BLOCK))
+    state = jax.eval_shape(lambda cache: DecodeState(
+        cache, jnp.zeros((batch, config.vocab_size)), None, jnp.zeros(batch, bool), jnp.zeros((), jnp.int32)
+    ), empty())  # fmt: skip
+    decode = _decode.lower(model, state, *block, size=BLOCK, branches=sampling.branches, placement=placement).compile()
+    return GenerationPrograms(prefill, decode, empty, pieces, model, block)
+
+
 def _check(
     rows: list[list[int]], seeds: Sequence[int], stop_tokens: Sequence[int], max_new_tokens: int, sampling: Sampling,
     config: ModelConfig,

@@ -298,6 +298,7 @@ def logits(
 
 def head(model: Zaya, hidden_bsd: jax.Array) -> jax.Array:
     """Apply the tied head to `hidden_bsd`; returns fp32 logits."""
-    out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
-                     preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
+    with part("loss"):
+        out = jnp.einsum("...d,vd->...v", hidden_bsd, model.embedding[...].astype(hidden_bsd.dtype),
+                         preferred_element_type=accumulation_dtype(hidden_bsd.dtype))  # fmt: skip
     return out + model.head_bias[...].astype(out.dtype) if model.config.head_bias else out

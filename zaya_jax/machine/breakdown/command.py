@@ -11,7 +11,7 @@ from zaya_jax.machine.command import add_flags, add_verb
 def add(verbs: Any, program: str) -> None:
     """Add the verb to the parser of `program`."""
     verb = add_verb(
-        verbs, program, "step", "break down the time of a training step by part",
+        verbs, program, "step", "break down the time of a training step, a prefill or a decode step by part",
         "Reads the trace that a run wrote with profile.start=STEP, or traces steps of a configuration on random "
         "tokens. Measured times stand beside predicted ones, if the device has a data sheet. Collectives "
         "that overlap with computation are reported separately.", "configs/tiny.yaml --png step.png",
@@ -19,7 +19,12 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("source", metavar="SOURCE", help="run folder with a trace, or configuration file")
     verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration values to override")
     verb.add_argument("--steps", type=int, default=3, metavar="N",
-                      help="number of steps to trace of a configuration (default: 3)")  # fmt: skip
+                      help="number of steps, prompts or blocks of decode steps to trace (default: 3)")  # fmt: skip
+    verb.add_argument("--work", choices=("train", "prefill", "decode"), default="train", help="trace training, the "
+                      "processing of prompts, or the steps that draw tokens after them (default: train)")  # fmt: skip
+    verb.add_argument("--batch", type=int, metavar="N", help="number of prompts (--work prefill or decode; default: 1)")
+    verb.add_argument("--prompt", type=int, metavar="TOKENS", help="length of each (--work prefill or decode; default: "
+                      "512)")  # fmt: skip
     verb.add_argument("--hardware", metavar="NAME", help="also print the dry run's estimate for this hardware: "
                       f"{', '.join(HARDWARE)}, or a folder with results of gemm, memory and collectives")  # fmt: skip
     add_flags(verb, png="the parts as stacked bars")
@@ -29,6 +34,15 @@ def add(verbs: Any, program: str) -> None:
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.steps < 1:
         raise InputError(f"--steps is {parsed.steps}, but must be at least 1.")
-    from zaya_jax.machine.breakdown.measure import break_down
+    generation = {"--batch": parsed.batch, "--prompt": parsed.prompt}
+    for flag, value in generation.items():
+        if value is not None and (parsed.work == "train" or value < 1):
+            raise InputError(f"{flag} is {value}, but must be at least 1, and needs --work prefill or decode.")
+    if parsed.work != "train" and parsed.hardware is not None:
+        raise InputError("--hardware is for --work train: the dry run estimates training steps.")
+    from zaya_jax.machine.breakdown.measure import break_down, break_down_generation
 
-    return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware, parsed.png)
+    if parsed.work == "train":
+        return break_down(parsed.source, parsed.overrides, parsed.steps, parsed.hardware, parsed.png)
+    return break_down_generation(parsed.source, parsed.overrides, parsed.work, parsed.batch or 1, parsed.prompt or 512,
+                                 parsed.steps, parsed.png)  # fmt: skip

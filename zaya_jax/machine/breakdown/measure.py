@@ -1,4 +1,4 @@
-"""Break down the time of a training step by part, measured and predicted side by side."""
+"""Break down the time of a training step, a prefill or a decode step by part, measured and predicted."""
 
 import statistics
 import tempfile
@@ -13,11 +13,12 @@ from zaya_jax.config.stages import largest_stage, stage_at
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import find_hardware
 from zaya_jax.hardware.measurements import get_hardware
+from zaya_jax.machine.breakdown.generation import Work, trace_generation
 from zaya_jax.machine.breakdown.plot import EXPOSED, UNATTRIBUTED, draw
 from zaya_jax.machine.breakdown.timeline import attribute
 from zaya_jax.machine.breakdown.trace import Trace, read_trace
 from zaya_jax.machine.comparison import no_data_sheet
-from zaya_jax.machine.compilers.predict import PartCost, phase_shares, predict
+from zaya_jax.machine.compilers.predict import PartCost, Shares, phase_shares, predict
 from zaya_jax.machine.dry_run.estimate import estimate_phase, simulated_programs
 from zaya_jax.machine.result import describe_run
 from zaya_jax.machine.step import place_rows, random_tokens, timed
@@ -30,7 +31,7 @@ from zaya_jax.train.program import make_programs
 
 
 def break_down(source: str, overrides: list[str], steps: int, hardware: str | None, png: str | None) -> dict[str, Any]:
-    """Print and return where the time of a step goes.
+    """Print and return where the time of a training step goes.
 
     Args:
       source: folder of a run whose steps were traced, or configuration file, whose steps are then traced here.
@@ -60,14 +61,55 @@ def break_down(source: str, overrides: list[str], steps: int, hardware: str | No
         with tempfile.TemporaryDirectory() as temporary:
             untraced = trace_random_steps(config, steps, Path(temporary))
             trace = read_trace(Path(temporary) / PROFILE)
-    result = describe_run("training step by part", f"{trace.steps} steps of {source}", "", ())
-    result["hardware"]["device"] = trace.device
-    result |= _rows(config, trace)
-    result["untraced_seconds"] = untraced
+    stage = stage_at(config, trace.first_step - 1)
+    shares = phase_shares(
+        config.model, stage.context, {"expert": config.parallel_for(config.phases[stage.phase]).expert}
+    )
+    estimated = None
     if hardware is not None:
-        phase = stage_at(config, trace.first_step - 1).phase
         sheet, programs = get_hardware(hardware, trace.devices), simulated_programs(config, trace.devices)
-        result["estimated_seconds"] = estimate_phase(programs, phase, sheet).step_seconds
+        estimated = estimate_phase(programs, stage.phase, sheet).step_seconds
+    return _report("training step", f"{trace.steps} steps of {source}", trace, shares, untraced, estimated, png)
+
+
+def break_down_generation(
+    source: str, overrides: list[str], work: Work, batch: int, prompt: int, repeats: int, png: str | None
+) -> dict[str, Any]:  # fmt: skip
+    """Print and return where the time of a prompt, or of a decode step, goes, with random parameters.
+
+    Args:
+      source: configuration file.
+      overrides: of the configuration, as section.key=value.
+      work: what to trace.
+      batch: number of prompts that are processed together.
+      prompt: tokens of each; rounded up to whole chunks.
+      repeats: number of prompts, or blocks of decode steps, to trace.
+      png: file for a plot, or None.
+
+    Raises:
+      InputError: prompt and new tokens exceed `model.max_positions`.
+    """
+    if Path(source).is_dir():
+        raise InputError(f"{source} is a run, whose trace is of training: give a configuration file for --work {work}.")
+    config = load_config(source, overrides)
+    with tempfile.TemporaryDirectory() as temporary:
+        generation = trace_generation(config.model, config.train.compute_dtype, work, batch, prompt, repeats,
+                                      Path(temporary))  # fmt: skip
+    what = {"prefill": "prefill", "decode": "decode step"}[work]
+    size = f"{batch} × {generation.length:,} tokens of {source}, {config.train.compute_dtype}"
+    shares = phase_shares(config.model, generation.length, {"expert": 1})
+    return _report(what, size, generation.trace, shares, generation.untraced, None, png, generation.calls)
+
+
+def _report(
+    what: str, size: str, trace: Trace, shares: Shares, untraced: float | None, estimated: float | None,
+    png: str | None, calls: int = 1,
+) -> dict[str, Any]:  # fmt: skip
+    result = describe_run(f"{what} by part", size, "", ())
+    result["hardware"]["device"] = trace.device
+    result |= _rows(trace, shares, calls) | {"what": what, "untraced_seconds": untraced}
+    if estimated is not None:
+        result["estimated_seconds"] = estimated
     print("\n".join(lines(result)))
     if png is not None:
         draw(Path(png), result)
@@ -105,23 +147,20 @@ def trace_random_steps(config: Config, steps: int, folder: Path) -> float:
     return statistics.median(untraced)
 
 
-def _rows(config: Config, trace: Trace) -> dict[str, Any]:
-    """Compare the trace with the prediction from the same program."""
+def _rows(trace: Trace, shares: Shares, calls: int) -> dict[str, Any]:
+    """Compare the trace with the prediction from the same program, which each step runs `calls` times."""
     timeline, seconds = attribute(trace.intervals), trace.seconds / trace.steps
     measured = {part: time / trace.steps for part, time in timeline.parts.items()}
     exposed = timeline.exposed / trace.steps
     hardware, predicted, reason = find_hardware(trace.device), dict[str, PartCost](), no_data_sheet(trace.device)
     if hardware is not None:
-        stage = stage_at(config, trace.first_step - 1)
-        parallel = config.parallel_for(config.phases[stage.phase])
-        shares = phase_shares(config.model, stage.context, {"expert": parallel.expert})
         predicted, reason = predict(trace.entry, hardware, shares).parts, None
     names = [*measured, *(part for part in PARTS if part in predicted and part not in measured)]
     parts = {
         name: {
             "measured": round(measured.get(name, 0.0), 6),
-            "predicted": round(predicted[name].seconds, 6) if name in predicted else None,
-            "roofline": round(predicted[name].roofline, 6) if name in predicted else None,
+            "predicted": round(calls * predicted[name].seconds, 6) if name in predicted else None,
+            "roofline": round(calls * predicted[name].roofline, 6) if name in predicted else None,
         }
         for name in names
     }
@@ -143,7 +182,7 @@ def lines(result: dict[str, Any]) -> list[str]:
     rows = [(name, row["measured"], row["predicted"], row["roofline"]) for name, row in result["parts"].items()]
     if result["overlap"] is not None:
         rows.append((EXPOSED, result["exposed_collectives"], None, None))
-    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), ("step", step, None, None)]
+    rows += [(UNATTRIBUTED, result[UNATTRIBUTED], None, None), (result["what"], step, None, None)]
 
     def cell(value: float | None) -> str:
         return f"{'–' if value is None else f'{1e3 * value:,.2f}':>12}"
@@ -155,7 +194,9 @@ def lines(result: dict[str, Any]) -> list[str]:
         table.append(f"Other operations overlap with {result['overlap']:.0%} of the time of collectives.")
     if result["untraced_seconds"] is not None:
         untraced = result["untraced_seconds"]
-        table.append(f"Without the profiler, a step takes {1e3 * untraced:,.2f} ms ({step / untraced:.2f}× with it).")
+        table.append(
+            f"Without the profiler, a {result['what']} takes {1e3 * untraced:,.2f} ms ({step / untraced:.2f}× with it)."
+        )
     if estimated := result.get("estimated_seconds"):
         measured = result["untraced_seconds"] or step
         table.append(

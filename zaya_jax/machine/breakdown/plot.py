@@ -11,7 +11,7 @@ UNATTRIBUTED = "unattributed"
 
 def draw(path: Path, result: dict[str, Any]) -> None:
     """Plot the result of `measure.break_down` to a PNG file."""
-    figure = new_figure("Time of a training step by part", (1.0,), (8.5, 2.8))
+    figure = new_figure(f"Time of a {result['what']} by part", (1.0,), (8.5, 2.8))
     (panel,) = figure.axes
     bars = ["measured"] if result["not_predicted"] else ["measured", "predicted"]
     starts = dict.fromkeys(bars, 0.0)

@@ -1,4 +1,4 @@
-"""Read a profiler trace of training steps: when each operation of a device ran, and its part of the step."""
+"""Read a profiler trace of one program: when each operation of a device ran, and its part of the step."""
 
 import json
 from collections.abc import Iterator
@@ -41,8 +41,12 @@ class Trace(NamedTuple):
     devices: int
 
 
-def read_trace(folder: Path) -> Trace:
+def read_trace(folder: Path, module: str = "train_step") -> Trace:
     """Read what `train.profiler` wrote into `folder`.
+
+    Args:
+      folder: of the trace.
+      module: part of the program's name; operations of others do not count.
 
     Raises:
       InputError: the folder has no finished trace, or one without operations of the step.
@@ -55,11 +59,11 @@ def read_trace(folder: Path) -> Trace:
         raise InputError(f"{folder} contains no finished trace. Set profile.start to a step that the run has not "
                          "reached, and let it train to the end of the window.") from error  # fmt: skip
     kinds = _kinds(entry)
-    operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file)]
+    operations = [(*event, *kinds.get(event[2], (OTHER, ""))) for event in _events(file, module)]
     intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
                  for start, end, _, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
     if not intervals:
-        raise InputError(f"{file} has no operations of a training step. On NVIDIA GPUs, command buffers hide them: set "
+        raise InputError(f"{file} has no operations of {module}. On NVIDIA GPUs, command buffers hide them: set "
                          "XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
     return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
 
@@ -70,14 +74,14 @@ def _kinds(entry: Place) -> dict[str, tuple[str, str]]:
             for place in walk(entry) for instruction in place.instructions}  # fmt: skip
 
 
-def _events(file: Path) -> Iterator[tuple[float, float, str]]:
+def _events(file: Path, module: str) -> Iterator[tuple[float, float, str]]:
     """Yield (start, end, name of the instruction) of the first device; times in ns."""
     by_device: dict[Any, list[tuple[float, float, str]]] = {}
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
         for line in plane.lines:
             for event in line.events:
                 stats = dict(event.stats)
-                if "hlo_op" in stats and "train_step" in str(stats.get("hlo_module", "train_step")):
+                if "hlo_op" in stats and module in str(stats.get("hlo_module", module)):
                     device = (plane.name, stats.get("device_ordinal", 0))
                     by_device.setdefault(device, []).append((event.start_ns, event.end_ns, str(stats["hlo_op"])))
     yield from by_device[min(by_device)] if by_device else ()
