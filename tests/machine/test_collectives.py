@@ -225,8 +225,9 @@ END
 
 
 def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_have():
+    measured = ((1, 2), (1, 4), (2, 4), (2, 2), (4, 2))  # bytes and devices
     rows = [{"operation": "all_gather", "dtype": "int8", "bytes": size, "devices": devices,
-             "in_place": {"busbw": 1e9 * size}} for size, devices in ((1, 2), (1, 4), (2, 4), (2, 2), (4, 2))]  # fmt: skip
+             "in_place": {"busbw": 1e9 * size}} for size, devices in measured]  # fmt: skip
     assert scaling(rows) == {("all_gather", "int8", 2): {2: 2.0, 4: 2.0}}
     assert scaling(rows[:1]) == {}
 

@@ -1,6 +1,8 @@
 """What `describe` says of the network, from the files of a made-up machine."""
 
-from zaya_jax.machine.network_devices import describe_network
+import socket
+
+from zaya_jax.machine.network_devices import Traffic, describe_network
 
 
 def write(root, files):
@@ -37,3 +39,29 @@ def test_interfaces_ports_and_plugins_are_listed(tmp_path):
 
 def test_a_machine_without_any_has_empty_lists(tmp_path):
     assert describe_network(tmp_path, {}) == {"interfaces": {}, "rdma": {}, "plugins": {}}
+
+
+def test_what_carries_traffic_is_counted(tmp_path):
+    net, port = "sys/class/net/eth0/statistics", "sys/class/infiniband/ionic_0/ports/1/counters"
+    idle = {"sys/class/net/eth1/statistics/tx_bytes": "9", "sys/class/net/eth1/statistics/rx_bytes": "9"}
+    write(tmp_path, idle | {f"{net}/tx_bytes": "5", f"{net}/rx_bytes": "7\n",
+                            f"{port}/port_xmit_data": "100", f"{port}/port_rcv_data": "100"})  # fmt: skip
+    traffic = Traffic(tmp_path)
+    assert (traffic.bytes(), traffic.line("nothing ran")) == ({}, "")
+    write(tmp_path, {f"{net}/rx_bytes": "1007", f"{port}/port_xmit_data": "1000100"})
+    assert traffic.bytes() == {"ionic_0/1": 4_000_000, "eth0": 1000}  # words of four bytes
+    assert traffic.line("gathering") == "The network carried, while gathering: ionic_0/1 4.0 MB, eth0 0.0 MB."
+
+
+def test_traffic_of_this_machine_is_seen():
+    """A megabyte over the loopback interface."""
+    traffic = Traffic()
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as client:
+        receiver, _ = server.accept()
+        with receiver:
+            client.sendall(bytes(1_000_000))
+            received = 0
+            while received < 1_000_000:
+                received += len(receiver.recv(65536))
+    assert traffic.bytes().get("lo", 0) >= 1_000_000

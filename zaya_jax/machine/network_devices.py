@@ -1,4 +1,4 @@
-"""The network of this machine: interfaces, RDMA devices, and the plugins that carry collectives between nodes."""
+"""The network of this machine: interfaces, RDMA devices, plugins for collectives, and what carries traffic."""
 
 import glob
 import os
@@ -43,6 +43,45 @@ def describe_network(root: Path = Path("/"), environment: Mapping[str, str] = os
         if files or name in mapped:
             plugins[name] = {"files": files, "loaded": name in mapped}
     return {"interfaces": interfaces, "rdma": ports, "plugins": plugins}
+
+
+class Traffic:
+    """Counts the bytes that each interface and RDMA port of this host sends and receives from now on.
+
+    It tells which of them carry collectives, or the storage of a folder. Other programs' traffic counts, too.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        """Start to count; `root` is that of the file system with `sys`."""
+        self._root, self._before = root, _counters(root)
+
+    def bytes(self) -> dict[str, int]:
+        """Return the bytes so far, by interface, or DEVICE/PORT of RDMA; without those that carried nothing."""
+        moved = {name: count - self._before.get(name, 0) for name, count in _counters(self._root).items()}
+        return {name: count for name, count in sorted(moved.items(), key=lambda item: -item[1]) if count > 0}
+
+    def line(self, what: str) -> str:
+        """Return a sentence on what carried `what`; '' if nothing did."""
+        carried = ", ".join(f"{name} {count / 1e6:,.1f} MB" for name, count in self.bytes().items())
+        return f"The network carried, while {what}: {carried}." if carried else ""
+
+
+def _counters(root: Path) -> dict[str, int]:
+    """Read bytes sent and received; RDMA ports count words of four bytes, and do not appear at their interface."""
+    counts = dict[str, int]()
+    for folder in root.glob("sys/class/net/*/statistics"):
+        counts[folder.parent.name] = sum(_count(folder / name) for name in ("tx_bytes", "rx_bytes"))
+    for folder in root.glob("sys/class/infiniband/*/ports/*/counters"):
+        port = folder.parent
+        counts[f"{port.parent.parent.name}/{port.name}"] = 4 * sum(
+            _count(folder / name) for name in ("port_xmit_data", "port_rcv_data")
+        )
+    return counts
+
+
+def _count(file: Path) -> int:
+    text = _text(file) or ""
+    return int(text) if text.isdecimal() else 0
 
 
 def _speed(folder: Path) -> int | None:

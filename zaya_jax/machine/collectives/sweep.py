@@ -21,6 +21,7 @@ from zaya_jax.machine.collectives.peer import peer_bandwidths
 from zaya_jax.machine.collectives.plot import draw
 from zaya_jax.machine.collectives.programs import Case
 from zaya_jax.machine.collectives.timing import Mode, Timing, time_case
+from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.result import describe_run
 from zaya_jax.parallel.mesh import AXES, AnyMesh, make_mesh, nontrivial_axes
 from zaya_jax.parallel.multihost import is_primary
@@ -64,7 +65,8 @@ def measure_collectives(
 
     Returns:
       The result, for JSON: `results` has a row for each case, `fits` one for each operation, dtype, number of devices
-      and axes, `messages` one for each message of the step of `config`. `failed`: a sentence, if an element was wrong.
+      and axes, `messages` one for each message of the step of `config`; `traffic` has bytes by network interface of
+      this host. `failed`: a sentence, if an element was wrong.
 
     Raises:
       InputError: there are too few devices for a collective.
@@ -80,7 +82,7 @@ def measure_collectives(
     result = describe_run(benchmark, f"{sizes}, {sweep.mode}", "nccl-tests or rccl-tests, if installed", ())
     result["hardware"] |= {"device": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
                            "processes": jax.process_count()}  # fmt: skip
-    head, result["results"], result["fits"] = dict(result), [], []
+    head, result["results"], result["fits"], traffic = dict(result), [], [], Traffic()
     for group in groups:
         measured = _measure(group, sweep.mode, sweep.repeats, head, rows)
         result["results"] += measured
@@ -88,6 +90,9 @@ def measure_collectives(
         _compare(group, measured, sweep.repeats)
     if messages:
         result["messages"] = _messages(messages, result["results"])
+    result["traffic"] = traffic.bytes()
+    if line := traffic.line("collectives ran on the first host"):
+        _print(line)
     if png and is_primary():
         draw(png, result["results"])
     if wrong := sorted({row["operation"] for row in result["results"] if row["wrong"]}):

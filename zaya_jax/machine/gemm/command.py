@@ -33,6 +33,8 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--routing", metavar="RUN", help="also measure experts with the token counts of this run")
     verb.add_argument("--flush", default="512M", metavar="SIZE", help="bytes that are overwritten before a cold call, "
                       "at least the size of the last-level cache (default: 512M)")  # fmt: skip
+    verb.add_argument("--compile-for", metavar="GPU", help="compile the products for mi300x, mi355x, h100 or h200, "
+                      "which need not be here, and predict their speeds instead of measuring")  # fmt: skip
     add_flags(verb, repeats=5, png="the speeds")
     verb.set_defaults(run=_run)
 
@@ -55,4 +57,10 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
 
     request = Request(parsed.families, dtype, range(first, last + 1, step),
                       parsed.lengths, tokens, parsed.routing, flush, parsed.repeats)  # fmt: skip
-    return measure_gemm(config, request, parsed.png)
+    if parsed.compile_for is None:
+        return measure_gemm(config, request, parsed.png)
+    if parsed.png is not None:
+        raise InputError("--png plots measured speeds: leave it out with --compile-for.")
+    from zaya_jax.machine.gemm.compiled import compile_gemm
+
+    return compile_gemm(config, request, parsed.compile_for)

@@ -15,6 +15,7 @@ from zaya_jax.config.stages import largest_stage
 from zaya_jax.data.io_estimate import PAGE_BYTES, io_estimate
 from zaya_jax.data.shards import token_dtype
 from zaya_jax.errors import InputError
+from zaya_jax.machine.network_devices import Traffic
 from zaya_jax.machine.result import describe_run, rounded
 from zaya_jax.machine.storage.reads import ReadTiming, time_reads, write_file
 from zaya_jax.machine.storage.saves import SaveTiming, time_saves
@@ -37,7 +38,8 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
       repeats: number of passes.
 
     Returns:
-      The result, for JSON: `reads` and `saves`, and per phase the shortest step that the storage can feed.
+      The result, for JSON: `reads` and `saves`, bytes by network interface as `traffic`, and per phase the shortest
+      step that the storage can feed.
 
     Raises:
       InputError: a folder cannot be written, or has too little free space.
@@ -50,7 +52,7 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
                              f"{_SPARE * size:,}. Choose a smaller --size.")  # fmt: skip
     result = describe_run("storage", f"{size:,} bytes", "", ("orbax-checkpoint",))
     with _scratch(data) as reading, _scratch(run) as saving:
-        path = Path(reading) / "pages"
+        path, traffic = Path(reading) / "pages", Traffic()
         write_file(path, size)
         timings = [
             time_reads(path, pattern, cache, count, OPERATIONS, repeats)
@@ -61,6 +63,9 @@ def measure_storage(config: Config, size: int, threads: Sequence[int], repeats: 
         path.unlink()
         result["reads"] = [_show_reads(timing, data) for timing in timings]
         result["saves"] = _show_saves(time_saves(Path(saving), size, repeats), size, run)
+    result["traffic"] = traffic.bytes()
+    if line := traffic.line("storage was measured"):
+        print(line)
     cold = max((row for row in result["reads"] if (row["pattern"], row["cache"]) == ("random", "cold")),
                key=lambda row: row["operations_per_second"])  # fmt: skip
     result["phases"] = _show_phases(config, cold["operations_per_second"], cold["cached"])
