@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 from zaya_jax.config import Config, load_config, to_yaml
 from zaya_jax.errors import ExitCode, InputError, Preempted, RunStopped, is_disk_full, last_words
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.hardware.presets import Preset
 from zaya_jax.run.checkpoints import CHECKPOINTS, named_steps
@@ -167,6 +167,7 @@ def _prepare_jax(config: Config, platform: str | None = None) -> Preset:
     if "jax" not in sys.modules:  # once jax is imported, XLA may have read its flags already
         if platform is None:
             apply_preset(preset if config.measurements is None else measured_preset(preset, config.measurements))
+            keep_compilations()
         else:
             os.environ["JAX_PLATFORMS"] = platform
     import jax

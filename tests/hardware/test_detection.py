@@ -7,7 +7,7 @@ import pytest
 
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import HARDWARE, peak_flops
-from zaya_jax.hardware.detection import cpu_name, detect_gpu_plugin, select_preset
+from zaya_jax.hardware.detection import cpu_digest, cpu_name, detect_gpu_plugin, select_preset
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.hardware.presets import PRESETS, PresetName
 
@@ -104,3 +104,15 @@ def test_a_processor_has_a_name(tmp_path):
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc" / "cpuinfo").write_text("processor\t: 0\nmodel name\t: A Processor\nmodel name\t: Another\n")
     assert cpu_name(tmp_path) == "A Processor"
+
+
+def test_a_digest_is_of_the_kind_of_processor_alone(tmp_path):
+    (tmp_path / "proc").mkdir()
+
+    def digest(text):
+        (tmp_path / "proc/cpuinfo").write_text(text)
+        return cpu_digest(tmp_path)
+
+    one = "model name\t: A\ncpu MHz\t\t: 2000.1\nflags\t\t: avx avx2\n"
+    assert digest(one) == digest(one + one.replace("2000.1", "3100.9"))  # two cores, at another frequency
+    assert len({digest(one), digest(one.replace("avx2", "avx512f")), digest(one.replace(": A", ": B"))}) == 3

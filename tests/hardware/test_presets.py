@@ -10,8 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.compile_helpers import CHEAP
+from tests.train_helpers import write_run
 from zaya_jax.config import load_config
-from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset, step_options
+from zaya_jax.hardware.detection import cpu_digest
+from zaya_jax.hardware.environment import APPLIED, apply_preset, describe_preset, keep_compilations, step_options
 from zaya_jax.hardware.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent.parent
@@ -74,6 +77,34 @@ def test_the_line_is_of_what_the_environment_has_now():
     apply_preset(PRESETS["h200"], environment)
     del environment["CUDA_DEVICE_MAX_CONNECTIONS"]
     assert str(describe_preset(environment)).endswith("; not set: CUDA_DEVICE_MAX_CONNECTIONS")
+
+
+def test_compilations_are_kept_in_the_cache_of_the_person(tmp_path):
+    expected = str(tmp_path / "zaya_jax" / f"compiled-{cpu_digest()}")
+    for variables in ({"XDG_CACHE_HOME": str(tmp_path)}, {"HOME": str(tmp_path.parent), "XDG_CACHE_HOME": ""}):
+        environment = dict(variables)
+        keep_compilations(environment)
+        folder = environment.pop("JAX_COMPILATION_CACHE_DIR")
+        assert environment == variables
+        assert (folder == expected) == (variables["XDG_CACHE_HOME"] != "")
+        assert Path(folder).parent.name == "zaya_jax"
+    for folder in ("mine", ""):
+        environment = {"HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": folder}
+        keep_compilations(environment)
+        assert environment["JAX_COMPILATION_CACHE_DIR"] == folder
+    environment = {}  # a process without a home
+    keep_compilations(environment)
+    assert environment == {}
+
+
+def test_training_keeps_its_compilations(tmp_path):
+    config = write_run(tmp_path)
+    kept = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    subprocess.run(
+        [sys.executable, "-m", "zaya_jax.main", "--config", str(config)], cwd=ROOT, check=True, capture_output=True,
+        env=kept | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "XLA_FLAGS": CHEAP},
+    )  # fmt: skip
+    assert list((tmp_path / "cache" / "zaya_jax").glob("compiled-*/jit_train_step-*"))
 
 
 def test_jax_knows_every_flag():

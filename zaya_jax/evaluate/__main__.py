@@ -9,6 +9,7 @@ from pathlib import Path
 from zaya_jax.config.checks import require
 from zaya_jax.errors import ExitCode, InputError, RunStopped, as_sentence, is_disk_full, last_words
 from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import keep_compilations
 
 _EXAMPLES = """examples:
   python -m zaya_jax.evaluate runs/tiny
@@ -25,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         _check(options, parser.get_default)
+        keep_compilations()
         from zaya_jax.parallel.multihost import join
 
         preset = select_preset(None)

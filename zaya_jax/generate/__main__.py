@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.errors import InputError, last_words
+from zaya_jax.hardware.environment import keep_compilations
 
 _EXAMPLES = """examples:
   python -m zaya_jax.generate runs/tiny --prompt "def main"
@@ -73,6 +74,7 @@ def _run(options: argparse.Namespace) -> int:
     prompts = _prompts(options)
     if options.samples < 1:
         raise InputError(f"--samples is {options.samples}, but must be at least 1.")
+    keep_compilations()
     from zaya_jax.config import ParallelConfig
     from zaya_jax.generate.source import open_text_model
     from zaya_jax.model.zaya import unrolled

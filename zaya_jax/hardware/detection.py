@@ -1,5 +1,6 @@
 """Detect the processor and accelerator from system files, without loading driver libraries."""
 
+import hashlib
 import os
 import platform
 import re
@@ -37,6 +38,12 @@ def cpu_name(root: Path = _ROOT) -> str:
     """Return the processor's name as the system reports it."""
     names = re.findall(r"^model name\s*: (.+)$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def cpu_digest(root: Path = _ROOT) -> str:
+    """Return a digest of the processor's name and instruction sets, on which compiled programs depend."""
+    lines = re.findall(r"^(?:model name|flags|Features)\s*:.*$", _read(root / "proc" / "cpuinfo"), re.MULTILINE)
+    return hashlib.sha256("\n".join([platform.machine(), *sorted(set(lines))]).encode()).hexdigest()[:12]
 
 
 def _amd_targets(root: Path) -> Iterator[str]:

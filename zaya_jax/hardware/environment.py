@@ -3,7 +3,9 @@
 import os
 import re
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 
+from zaya_jax.hardware.detection import cpu_digest
 from zaya_jax.hardware.presets import PRESETS, Preset, Setting
 
 APPLIED = "ZAYA_PRESET"  # environment variable with the name of the applied preset
@@ -22,6 +24,19 @@ def apply_preset(preset: Preset, environment: MutableMapping[str, str] = os.envi
             flags = f"{flags} {setting.text}".strip()
             environment["XLA_FLAGS"] = flags
     environment[APPLIED] = preset.name
+
+
+def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let jax keep compiled programs, and XLA the results of its autotuning, for later starts on such a machine.
+
+    They are in `~/.cache/zaya_jax`, or below `XDG_CACHE_HOME`, in a folder for this kind of processor. An existing
+    `JAX_COMPILATION_CACHE_DIR` is used instead; if it is empty, or the folder cannot be written, nothing is kept.
+    """
+    home = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "/nonexistent", ".cache"))
+    folder = home / "zaya_jax" / f"compiled-{cpu_digest()}"
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if os.access(existing, os.W_OK) and existing != Path("/"):
+        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
 
 
 def step_options(

@@ -6,7 +6,7 @@ from typing import Any
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
-from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
 from zaya_jax.machine.command import add_config, add_flags, add_job, add_verb
 
@@ -38,6 +38,7 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     baseline = recorded_result(VERB, parsed.baseline, config.measurements)
     preset = select_preset(config.preset)
     apply_preset(preset)
+    keep_compilations()
     from zaya_jax.parallel.multihost import join
 
     join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
