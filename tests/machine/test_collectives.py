@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.devices_helpers import on_devices
+from tests.parallel.processes_helpers import finish_job, start_job
 from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.collectives.check import check_collectives
@@ -166,6 +167,23 @@ def test_the_command_writes_tables_rows_fits_and_a_plot(tmp_path):
     assert [fit["operation"] for fit in result["fits"]] == ["all_reduce", "all_to_all"]
     assert all(row["in_place"]["min"] <= row["in_place"]["p50"] <= row["in_place"]["p99"] for row in result["results"])
     assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_measure_every_collective_together(processes, tmp_path):
+    code = "import zaya_jax.main\nfrom zaya_jax.machine import __main__ as machine\nzaya_jax.main.main = machine.main"
+    arguments = ["collectives", "--max-bytes", "512", "--factor", "64", "--repeats", "1"]
+    commands = [[*arguments, "--output", str(tmp_path / f"result{index}")] for index in range(processes)]
+    ends = finish_job(tmp_path, start_job(tmp_path, commands, 4, code=code))
+    assert [status for status, _ in ends] == [0] * processes, ends
+    result = json.loads((tmp_path / "result0").read_text())
+    by_sum = {"broadcast": "bcast_via_allreduce", "reduce_scatter": "reduce_scatter_via_allreduce"}
+    assert {row["operation"] for row in result["results"]} == {by_sum.get(name, name) for name in COLLECTIVES}
+    assert {(row["devices"], row["wrong"]) for row in result["results"]} == {(4, 0)}
+    rows = list(parse_rows(ends[0][1]))
+    assert len(rows) == len(result["results"])
+    assert {(row["wrong"], row["wrong_in_place"]) for row in rows} == {("0", "0")}
+    assert not list(parse_rows(ends[1][1]))  # process 0 speaks
 
 
 def messages(folder):
