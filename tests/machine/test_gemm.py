@@ -28,7 +28,7 @@ def made(family):
     return [problem for problem in make_problems(TINY, REQUEST, kernels) if problem.family == family]
 
 
-@pytest.mark.parametrize("family", ["square", "model"])
+@pytest.mark.parametrize("family", ["square", "stride", "model"])
 def test_the_flops_of_dense_products_are_those_of_the_program(family):
     for problem in made(family):
         cost = jax.jit(problem.run).lower(*problem.arrays).cost_analysis()

@@ -18,7 +18,7 @@ def test_every_product_compiles_and_has_a_prediction(gpu, tmp_path, capsys):
     need_stand_ins(gpu)
     assert main([*COMMAND.split(), gpu, "--output", str(tmp_path / "gemm.json")]) == 0
     rows = json.loads((tmp_path / "gemm.json").read_text())["results"]
-    assert {row["family"] for row in rows} == {"square", "model", "experts", "newton_schulz", "attention"}
+    assert {row["family"] for row in rows} == {"square", "stride", "model", "experts", "newton_schulz", "attention"}
     assert all(row["launches"] >= 1 and row["predicted_flops_per_second"] > 0 for row in rows)
     large = next(row for row in rows if row["name"] == "1024")
     fastest = ASSUMPTIONS.matmul * HARDWARE[gpu].peak

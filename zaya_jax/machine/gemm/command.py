@@ -9,7 +9,7 @@ from zaya_jax.errors import InputError
 from zaya_jax.machine.command import add_config, add_flags, add_verb, parse_bytes
 
 _DTYPES = ("bfloat16", "float32")
-_FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
+_FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
 
 
 def add(verbs: Any, program: str) -> None:

@@ -19,12 +19,15 @@ from zaya_jax.model.zaya import abstract_model
 from zaya_jax.ops.grouped_matmul import grouped_matmul
 from zaya_jax.ops.registry import KernelSelection
 
+OFFSETS = (-128, -64, -32, -16, 0, 16, 32, 64, 128)  # from the hidden size
+_STRIDE_ROWS = 4096
+
 
 class Problem(NamedTuple):
     """One measured function.
 
     Attributes:
-      family: 'square', 'model', 'experts', 'newton_schulz' or 'attention'.
+      family: 'square', 'stride', 'model', 'experts', 'newton_schulz' or 'attention'.
       name: of the problem in its family.
       sizes: what the plots have on their axes, by name.
       run: function of the arrays.
@@ -45,6 +48,21 @@ class Problem(NamedTuple):
 def squares(sizes: Sequence[int], dtype: str) -> list[Problem]:
     """Return products of square matrices; over sizes, speed rises and falls with whole tiles."""
     return [_matmul("square", str(n), {"size": n}, ("mk,kn->mn", (n, n), (n, n)), 2.0 * n**3, dtype) for n in sizes]
+
+
+def strides(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:
+    """Return products that contract widths around the hidden size.
+
+    Rows whose length is a multiple of 4 KiB can compete for the same part of the memory or of a cache; products of
+    other widths are then faster.
+    """
+    d, rows = model.hidden_size, min(tokens, _STRIDE_ROWS)
+    widths = [d + offset for offset in OFFSETS if d + offset > 0]
+    return [
+        _matmul("stride", f"{k} = {d} {k - d:+}", {"depth": k, "offset": k - d},
+                ("mk,kn->mn", (rows, k), (k, d)), 2.0 * rows * k * d, dtype)
+        for k in widths
+    ]  # fmt: skip
 
 
 def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]:

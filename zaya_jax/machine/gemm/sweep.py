@@ -18,7 +18,7 @@ from zaya_jax.model.experts import rows_per_token
 from zaya_jax.ops.registry import KernelSelection, select_kernels
 from zaya_jax.ops.target import current_target
 
-FAMILIES = ("square", "model", "experts", "newton_schulz", "attention")
+FAMILIES = ("square", "stride", "model", "experts", "newton_schulz", "attention")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +95,7 @@ def make_problems(config: Config, request: Request, kernels: KernelSelection) ->
         histograms |= read_histograms(request.routing, model.num_experts, routed)
     made = {
         "square": lambda: problems.squares(request.squares, dtype),
+        "stride": lambda: problems.strides(model, request.tokens, dtype),
         "model": lambda: problems.model_products(model, request.tokens, dtype),
         "experts": lambda: problems.expert_products(model, histograms, kernels, dtype),
         "newton_schulz": lambda: problems.newton_schulz(model, config.optimizer.muon, kernels),
