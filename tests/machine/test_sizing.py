@@ -9,12 +9,12 @@ from zaya_jax.config import load_config
 from zaya_jax.hardware.data_sheets import HARDWARE
 from zaya_jax.machine.__main__ import main
 from zaya_jax.machine.sizing import rules
-from zaya_jax.machine.sizing.rules import RULES, Product, Sizes, products, wave_efficiency
+from zaya_jax.machine.sizing.rules import RULES, Measured, Product, Sizes, products, wave_efficiency
 
 MODEL = load_config("configs/zaya1_8b.yaml").model
 # The 8B with micro-batches of four sequences of 4,096 tokens on eight MI300X.
 GOOD = Sizes(MODEL, 16384, {"data": 8, "fsdp": 1, "expert": 1, "context": 1}, {"data": 8}, HARDWARE["mi300x"],
-             fits_twice=False, fits_unsharded=None, message=0, knee=None)  # fmt: skip
+             fits_twice=False, fits_unsharded=None, message=0, measured=Measured())  # fmt: skip
 
 
 def sized(**model):
@@ -46,8 +46,18 @@ CASES = [
     (rules.unsharded, GOOD._replace(fits_unsharded=True), "WARN", None),
     (rules.buffers, GOOD, "PASS", None),
     (rules.buffers, GOOD._replace(message=10**6), "OPEN", None),
-    (rules.buffers, GOOD._replace(message=10**6, knee=9e6), "WARN", 0.5),  # n½ is a ninth of the knee
-    (rules.buffers, GOOD._replace(message=9 * 10**6, knee=9e6), "PASS", 0.1),
+    (rules.buffers, GOOD._replace(message=10**6, measured=Measured(knee=9e6)), "WARN", 0.5),  # n½: knee / 9
+    (rules.expert_speed, GOOD, "OPEN", None),
+    (rules.expert_speed, GOOD._replace(measured=Measured(experts=0.85)), "PASS", 0.15),
+    (rules.expert_speed, GOOD._replace(measured=Measured(experts=0.6)), "WARN", 0.4),
+    (rules.expert_speed, GOOD._replace(measured=Measured(experts=0.4)), "FAIL", 0.6),
+    (rules.whole_instructions, GOOD, "PASS", None),
+    (rules.whole_instructions, sized(router_size=40), "FAIL", None),
+    (rules.strides, GOOD, "OPEN", None),  # 2,048 · 2 bytes
+    (rules.strides, sized(hidden_size=2112), "PASS", None),
+    (rules.strides, GOOD._replace(measured=Measured(stride=0.99)), "PASS", 0.01),
+    (rules.strides, GOOD._replace(measured=Measured(stride=0.7)), "WARN", 0.3),
+    (rules.buffers, GOOD._replace(message=9 * 10**6, measured=Measured(knee=9e6)), "PASS", 0.1),
 ]  # fmt: skip
 
 
@@ -87,9 +97,17 @@ def test_products_are_those_of_the_model():
 
 
 def test_the_command_checks_every_phase(tmp_path, capsys):
-    measured, output = tmp_path / "measured.json", tmp_path / "sizing.json"
+    measured, output = tmp_path / "measured", tmp_path / "sizing.json"
+    measured.mkdir()
     fit = {"operation": "all_gather", "devices": 8, "knee_bytes": 9e6}
-    measured.write_text(json.dumps({"fits": [fit, fit | {"devices": 2, "knee_bytes": 1.0}]}))
+    collectives = {"benchmark": "collectives", "fits": [fit, fit | {"devices": 2, "knee_bytes": 1.0}]}
+    speeds = {-64: 10.0, 0: 8.0, 64: 10.0, 128: 11.0}
+    strides = [{"family": "stride", "offset": offset, "warm_flops_per_second": v} for offset, v in speeds.items()]
+    experts = [{"family": "experts", "name": f"{name}, even, forward", "warm_flops_per_second": speed}
+               for name, speed in (("gate and up", 18.0), ("down", 17.0))]  # fmt: skip
+    gemm = {"benchmark": "matrix products", "maximum": 20.0, "results": [*strides, *experts]}
+    for name, made in (("a", collectives), ("b", gemm)):
+        (measured / f"{name}.json").write_text(json.dumps(made))
     arguments = ["sizing", "configs/zaya1_8b.yaml", "parallel.fsdp=8", "--devices", "8", "--measured", str(measured)]
     status = main([*arguments, "--output", str(output)])
     result = json.loads(output.read_text())
@@ -99,6 +117,8 @@ def test_the_command_checks_every_phase(tmp_path, capsys):
     # The matrices of a layer in bf16: 2 · 16 · 3 · 2,048² of the experts, and a little more.
     message = found["pretrain_1"]["size of messages"]
     assert (message["status"], message["value"]) == ("PASS", "414 MB, saturated at 9 MB")
+    assert found["pretrain_1"]["speed of the experts"]["loss"] == pytest.approx(0.15)
+    assert found["pretrain_1"]["length of rows"]["loss"] == pytest.approx(0.2)
     assert found["pretrain_1"]["data parallelism first"]["value"] == "fsdp 8"
     assert status == int("failed" in result)
     assert "Phase sft" in capsys.readouterr().out
@@ -108,7 +128,7 @@ def test_the_command_checks_every_phase(tmp_path, capsys):
     ("no.yaml", "no.yaml"),
     ("configs/tiny.yaml --devices 0", "--devices is 0, but must be at least 1."),
     ("configs/tiny.yaml --hardware a100", "--hardware is 'a100', but must be one of mi300x"),
-    ("configs/tiny.yaml --measured configs/tiny.yaml", "configs/tiny.yaml is no result of machine collectives"),
+    ("configs/tiny.yaml --measured configs/tiny.yaml", "--measured is 'configs/tiny.yaml', but must be a folder"),
 ])  # fmt: skip
 def test_bad_input_is_named(arguments, message, capsys):
     assert main(["sizing", *arguments.split()]) == 2

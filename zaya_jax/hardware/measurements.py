@@ -44,7 +44,7 @@ def read_measurements(folder: Path, devices: int) -> Hardware:
     Raises:
       InputError: a file is missing or damaged.
     """
-    results = _results(folder, "--hardware")
+    results = read_results(folder, "--hardware")
     needed = ("gemm", "memory", *(["collectives"] if devices > 1 else []))
     if missing := [verb for verb in needed if verb not in results]:
         raise InputError(f"--hardware {folder} has no result of python -m zaya_jax.machine {missing[0]} --output "
@@ -68,7 +68,7 @@ def measured_preset(preset: Preset, folder: str) -> Preset:
     """
     if not any(setting.name in _THRESHOLDS for setting in preset.settings):
         return preset
-    result = _results(Path(folder), "measurements").get("collectives")
+    result = read_results(Path(folder), "measurements").get("collectives")
     kind = "" if result is None else str(result.get("hardware", {}).get("device"))
     if result is not None and not any(name in kind for name in HARDWARE[preset.name].kinds):
         raise InputError(f"measurements={folder} has collectives of {kind}, but the preset is {preset.name}: measure "
@@ -95,7 +95,7 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
       InputError: the file is no such result, or the folder is damaged.
     """
     if file is None:
-        return None if folder is None else _results(Path(folder), "measurements").get(verb)
+        return None if folder is None else read_results(Path(folder), "measurements").get(verb)
     try:
         result = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -105,8 +105,19 @@ def recorded_result(verb: str, file: str | None, folder: str | None) -> dict[str
     return result
 
 
-def _results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
-    """Return the results in `folder` by verb; messages name it as the value of `source`."""
+def read_results(folder: Path, source: str) -> dict[str, dict[str, Any]]:
+    """Return the results of `python -m zaya_jax.machine` in a folder.
+
+    Args:
+      folder: with JSON files; others than such results are left out.
+      source: flag or key that names the folder, for messages.
+
+    Returns:
+      The results of gemm, memory, collectives and preflight, by verb.
+
+    Raises:
+      InputError: there is no such folder, a file is damaged, or two are of the same verb.
+    """
     if not folder.is_dir():
         raise InputError(f"{source} is {str(folder)!r}, but must be a folder with results of python -m "
                          "zaya_jax.machine.")  # fmt: skip

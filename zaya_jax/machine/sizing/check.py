@@ -1,9 +1,10 @@
 """Apply the sizing rules to each phase of a configuration."""
 
 import dataclasses
-import json
 import math
+import statistics
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,22 @@ from zaya_jax.config import Config
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.hardware.measurements import read_results
 from zaya_jax.machine.dry_run.estimate import PhaseEstimate, estimate_phase, simulated_programs
 from zaya_jax.machine.dry_run.memory import local_shapes
 from zaya_jax.machine.dry_run.traffic import group_devices
-from zaya_jax.machine.sizing.rules import RULES, Finding, Sizes
+from zaya_jax.machine.sizing.rules import RULES, Finding, Measured, Sizes
 from zaya_jax.parallel.mesh import nontrivial_axes
 
 
-def check_sizing(config: Config, devices: int, hardware: Hardware, knee: float | None) -> dict[str, list[Finding]]:
+def check_sizing(config: Config, devices: int, hardware: Hardware, measured: Measured) -> dict[str, list[Finding]]:
     """Return the findings of every rule, by phase.
 
     Args:
       config: configuration of the run.
       devices: number of devices.
       hardware: data sheet.
-      knee: bytes that saturate the network; None if not measured.
+      measured: on this hardware.
 
     Raises:
       InputError: the layout does not suit the number of devices.
@@ -33,11 +35,11 @@ def check_sizing(config: Config, devices: int, hardware: Hardware, knee: float |
     return {
         phase.name: [rule(sizes) for rule in RULES]
         for index, phase in enumerate(config.phases)
-        for sizes in [_sizes(config, index, devices, hardware, knee)]
+        for sizes in [_sizes(config, index, devices, hardware, measured)]
     }
 
 
-def _sizes(config: Config, phase: int, devices: int, hardware: Hardware, knee: float | None) -> Sizes:
+def _sizes(config: Config, phase: int, devices: int, hardware: Hardware, measured: Measured) -> Sizes:
     programs = simulated_programs(config, devices)
     estimate, program = estimate_phase(programs, phase, hardware), programs[phase]
     shape, mesh = largest_stage(config, phase), program.placement.mesh
@@ -58,7 +60,7 @@ def _sizes(config: Config, phase: int, devices: int, hardware: Hardware, knee: f
         config.model, estimate.sequences * shape.context // mesh.shape["context"], dict(mesh.shape), in_node, hardware,
         _fits(config, phase, twice, devices, hardware) if estimate.micro_batches > 1 else None,
         _fits(config, phase, unsharded, devices, hardware) if mesh.shape["fsdp"] > 1 else None,
-        by_layer * mesh.shape["fsdp"] if mesh.shape["fsdp"] > 1 else 0, knee,
+        by_layer * mesh.shape["fsdp"] if mesh.shape["fsdp"] > 1 else 0, measured,
     )  # fmt: skip
 
 
@@ -73,22 +75,34 @@ def _fits(config: Config, phase: int, changed: Any, devices: int, hardware: Hard
     return estimate.memory.total <= hardware.allocatable
 
 
-def measured_knee(path: str) -> float:
-    """Return the saturation point of all-gathers over the most devices, from a file of `machine collectives`.
+def read_measured(folder: str) -> Measured:
+    """Read what results of `machine collectives` and `machine gemm` in a folder say.
 
     Raises:
-      InputError: the file is no such file.
+      InputError: there is no such folder, or a result in it is damaged.
     """
+    results = read_results(Path(folder), "--measured")
     try:
-        fits = json.loads(Path(path).read_text(encoding="utf-8"))["fits"]
-        gathers = [fit for fit in fits if fit["operation"] == "all_gather" and "knee_bytes" in fit]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"--measured {path} is no result of machine collectives --output: {error}.") from error
-    if not gathers:
-        raise InputError(
-            f"--measured {path} has no fit of all_gather. Measure more sizes, with --operations all_gather."
-        )
-    return float(max(gathers, key=lambda fit: fit["devices"])["knee_bytes"])
+        return _measured(results)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise InputError(f"--measured {folder} has a result without the rows or fields that are needed ({error!r}): "
+                         "measure again.") from error  # fmt: skip
+
+
+def _measured(results: Mapping[str, Any]) -> Measured:
+    fits = [fit for fit in results.get("collectives", {}).get("fits", ())
+            if fit["operation"] == "all_gather" and "knee_bytes" in fit]  # fmt: skip
+    gemm = results.get("gemm", {})
+    rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row]
+    experts = [row["warm_flops_per_second"] / gemm["maximum"] for row in rows
+               if row["family"] == "experts" and row["name"].endswith("even, forward")]  # fmt: skip
+    offsets = {row["offset"]: row["warm_flops_per_second"] for row in rows if row["family"] == "stride"}
+    others = [speed for offset, speed in offsets.items() if offset]
+    return Measured(
+        float(max(fits, key=lambda fit: fit["devices"])["knee_bytes"]) if fits else None,
+        min(experts, default=None),
+        offsets[0] / statistics.median(others) if 0 in offsets and others else None,
+    )
 
 
 def lines(findings: dict[str, list[Finding]]) -> list[str]:

@@ -23,7 +23,8 @@ def add(verbs: Any, program: str) -> None:
     verb.add_argument("--hardware", default="mi300x", metavar="NAME",
                       help=f"hardware (default: mi300x): {', '.join(HARDWARE)}, or a folder with results of gemm, "
                       "memory and collectives")  # fmt: skip
-    verb.add_argument("--measured", metavar="FILE", help="result of machine collectives --output on this hardware")
+    verb.add_argument("--measured", metavar="FOLDER", help="folder with results of collectives and gemm on this "
+                      "hardware (default: --hardware, if it is a folder)")  # fmt: skip
     add_flags(verb)
     verb.set_defaults(run=_run)
 
@@ -32,10 +33,12 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.devices < 1:
         raise InputError(f"--devices is {parsed.devices}, but must be at least 1.")
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
-    from zaya_jax.machine.sizing.check import check_sizing, lines, measured_knee
+    from zaya_jax.machine.sizing.check import check_sizing, lines, read_measured
+    from zaya_jax.machine.sizing.rules import Measured
 
-    knee = None if parsed.measured is None else measured_knee(parsed.measured)
-    findings = check_sizing(config, parsed.devices, hardware, knee)
+    folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
+    measured = Measured() if folder is None else read_measured(folder)
+    findings = check_sizing(config, parsed.devices, hardware, measured)
     print("\n".join(lines(findings)))
     result: dict[str, Any] = {"config": parsed.config, "overrides": parsed.overrides, "devices": parsed.devices,
                               "hardware": parsed.hardware}  # fmt: skip

@@ -13,6 +13,8 @@ Status = Literal["PASS", "WARN", "FAIL", "OPEN"]
 TILE = 128  # rows and columns of a product's tile
 SATURATING_FLOPS = 200e9  # of a product that reaches the peak of a MI300X
 WEAK_DEPTH = 1024  # contracted sizes up to this one are slow and uneven on a MI300X
+_INSTRUCTION = 32  # contracted elements that every bf16 matrix instruction divides
+_MFMA = "AMD, CDNA 3 instruction set, V_MFMA"
 _ANTHONY = "Anthony et al., arXiv 2401.14489"
 _ZAYA = "arXiv 2511.17127, §III"
 
@@ -42,6 +44,21 @@ class Product(NamedTuple):
         return 2.0 * self.groups * self.rows * self.columns * self.depth
 
 
+class Measured(NamedTuple):
+    """What was measured on the hardware; each is None if it was not.
+
+    Attributes:
+      knee: bytes that saturate the network, by `machine collectives`.
+      experts: speed of the experts' products with evenly spread tokens, over that of the fastest square, by `machine
+        gemm`.
+      stride: speed of products that contract the hidden size, over the median of their neighbours', by the same.
+    """
+
+    knee: float | None = None
+    experts: float | None = None
+    stride: float | None = None
+
+
 class Sizes(NamedTuple):
     """The sizes of a phase.
 
@@ -54,7 +71,7 @@ class Sizes(NamedTuple):
       fits_twice: whether twice the micro-batch fits, by the dry run's estimate; None if the batch has no more.
       fits_unsharded: whether the phase fits with `fsdp: 1`, by the same estimate; None if it has no FSDP.
       message: bytes of the smallest large all-gather of parameters; 0 if none.
-      knee: bytes that saturate the network, as `machine collectives` measured; None if not measured.
+      measured: on this hardware.
     """
 
     model: ModelConfig
@@ -65,7 +82,7 @@ class Sizes(NamedTuple):
     fits_twice: bool | None
     fits_unsharded: bool | None
     message: int
-    knee: float | None
+    measured: Measured
 
 
 class Finding(NamedTuple):
@@ -235,19 +252,58 @@ def buffers(sizes: Sizes) -> Finding:
     """Messages of parameters saturate the network."""
     value = f"{sizes.message / 1e6:,.0f} MB" if sizes.message else "none"
     reason = "A buffer at the saturation point uses the links fully; a larger one overlaps less."
-    if not sizes.message or sizes.knee is None:
+    knee = sizes.measured.knee
+    if not sizes.message or knee is None:
         return Finding("size of messages", "OPEN" if sizes.message else "PASS", value, None,
-                       "--measured FILE, from machine collectives --output" if sizes.message else "", reason,
+                       "--measured FOLDER, with a result of machine collectives" if sizes.message else "", reason,
                        _ZAYA)  # fmt: skip
     # At the knee, 90 % of the bandwidth is reached; time = α + S / β with α = knee / 9 / β.
-    loss = 1 - sizes.message / (sizes.message + sizes.knee / 9)
-    return Finding("size of messages", "PASS" if sizes.message >= sizes.knee else "WARN",
-                   f"{value}, saturated at {sizes.knee / 1e6:,.2g} MB", loss,
-                   "" if sizes.message >= sizes.knee else "fewer devices along fsdp, or a larger model", reason,
+    loss = 1 - sizes.message / (sizes.message + knee / 9)
+    return Finding("size of messages", "PASS" if sizes.message >= knee else "WARN",
+                   f"{value}, saturated at {knee / 1e6:,.2g} MB", loss,
+                   "" if sizes.message >= knee else "fewer devices along fsdp, or a larger model", reason,
                    _ZAYA)  # fmt: skip
+
+
+def expert_speed(sizes: Sizes) -> Finding:
+    """The experts' grouped products reach 80 % of the speed of large dense ones."""
+    share, rows = sizes.measured.experts, sizes.tokens * rows_per_token(sizes.model) // sizes.model.num_experts
+    rule, value = "speed of the experts", f"{rows:,} tokens each"
+    reason = "With few tokens each, grouped products do not fill the matrix units."
+    if share is None:
+        return Finding(rule, "OPEN", value, None, "--measured FOLDER, with a result of machine gemm", reason, _ANTHONY)
+    return Finding(rule, "PASS" if share >= 0.8 else "WARN" if share >= 0.5 else "FAIL",
+                   f"{value}, {share:.0%} of the fastest square", max(0.0, 1 - share),
+                   "" if share >= 0.8 else "more tokens in a micro-batch, or fewer, wider experts", reason,
+                   _ANTHONY)  # fmt: skip
+
+
+def whole_instructions(sizes: Sizes) -> Finding:
+    """Contracted sizes are multiples of 32, the depth of a matrix instruction."""
+    depths = {product.depth for product in products(sizes.model, sizes.tokens)} | {sizes.model.router_size}
+    wrong = sorted(depth for depth in depths if depth % _INSTRUCTION)
+    return Finding("depth of instructions", "FAIL" if wrong else "PASS", ", ".join(map(str, wrong or sorted(depths))),
+                   None, f"widths in multiples of {_INSTRUCTION}" if wrong else "",
+                   "A matrix instruction of a MI300X multiplies 16 to 32 contracted elements at a time.",
+                   _MFMA)  # fmt: skip
+
+
+def strides(sizes: Sizes) -> Finding:
+    """Rows whose length is a multiple of 4 KiB are not slower than others, where the hidden size makes such rows."""
+    length, speed = sizes.model.hidden_size * 2, sizes.measured.stride  # bytes in bf16
+    rule, value = "length of rows", f"{length:,} bytes"
+    reason = "Rows of a multiple of 4 KiB can compete for the same part of the memory or of a cache."
+    if length % 4096:
+        return Finding(rule, "PASS", value, None, "", reason, _ANTHONY)
+    if speed is None:
+        return Finding(rule, "OPEN", value, None, "--measured FOLDER, with a result of machine gemm", reason, _ANTHONY)
+    good = speed >= 0.95
+    return Finding(rule, "PASS" if good else "WARN", f"{value}, {speed:.0%} of the speed of other widths",
+                   max(0.0, 1 - speed), "" if good else f"model.hidden_size={sizes.model.hidden_size + 64}", reason,
+                   _ANTHONY)  # fmt: skip
 
 
 RULES: Sequence[Callable[[Sizes], Finding]] = (
     vocabulary, head_dim, latent_widths, expert_width, rows, micro_batch, saturating, depth, waves, whole_nodes,
-    unsharded, buffers,
+    unsharded, buffers, expert_speed, whole_instructions, strides,
 )  # fmt: skip
