@@ -80,7 +80,7 @@ def test_digests_differ_where_values_do(first, second):
 
 
 FILES = ["train-000000.arrayrecord", "heldout-000000.arrayrecord", "train-lengths.npy", "heldout-lengths.npy",
-         "tokenizer.json", "baselines.json"]  # fmt: skip
+         "tokenizer.json"]  # fmt: skip
 
 
 def refused(folder, path, what):

@@ -77,7 +77,7 @@ def test_the_corpus_is_the_one_source(config):
     (source,) = prepared.sources.values()
     assert list(prepared.sources) == ["corpus"]
     assert (source.name, source.folder, source.manifest, source.max_epochs) == ("corpus", folder, manifest, None)
-    assert prepared.baselines == text_corpus.read_baselines(folder)
+    assert prepared.baselines == text_corpus.corpus_baselines(config, folder) != {}
     assert prepared.cache == Path(config.data.cache_dir)
     for split in ("train", "heldout"):
         documents, opened = prepared.open("corpus", split, PhaseConfig(tokens=1), 16)
@@ -99,6 +99,7 @@ def test_the_corpus_is_checked_and_what_to_do_is_told(config):
 
 def test_a_second_call_reads_no_file_again(config, monkeypatch, capfd):
     first = open_sources(config)
+    assert first.baselines
     capfd.readouterr()
     for name, module in (("_prepare", text_corpus), ("describe_file", verify)):
         monkeypatch.setattr(module, name, None)

@@ -18,7 +18,7 @@ from zaya_jax.data import text_corpus as module
 from zaya_jax.data.corpus import SPLITS
 from zaya_jax.data.manifest import MANIFEST, describe_file, read_manifest
 from zaya_jax.data.shards import Records, open_documents
-from zaya_jax.data.text_corpus import open_corpus, read_baselines, write_split
+from zaya_jax.data.text_corpus import BASELINES, corpus_baselines, open_corpus, write_split
 from zaya_jax.data.tokenizer import load_tokenizer
 from zaya_jax.errors import InputError
 
@@ -53,7 +53,7 @@ def test_the_sizes_are_those_of_the_texts(config, tmp_path):
         assert manifest.split(split).text_bytes == sum(len(text.encode()) for text in split_texts)
         decoded += split_texts
     assert sorted(decoded) == sorted(texts.values())
-    baselines = read_baselines(folder)
+    baselines = corpus_baselines(config, folder)
     assert set(baselines) == {"gzip", "xz", "gzip_given_train", "xz_given_train"}
     assert 0 < baselines["xz_given_train"] < baselines["xz"]
 
@@ -98,7 +98,7 @@ def test_other_settings_and_other_text_have_a_folder_of_their_own(config, tmp_pa
     assert len(folders | {folder_of(config)}) == 3
 
 
-@pytest.mark.parametrize("stage", ["train_tokenizer", "write_split", "compressor_baselines", "write_manifest"])
+@pytest.mark.parametrize("stage", ["train_tokenizer", "write_split", "write_manifest"])
 def test_an_interrupted_preparation_leaves_nothing(config, monkeypatch, stage):
     def interrupt(*_, **__):
         raise KeyboardInterrupt
@@ -111,10 +111,22 @@ def test_an_interrupted_preparation_leaves_nothing(config, monkeypatch, stage):
     assert folder_of(config).name in names(config)
 
 
+def test_baselines_are_measured_once_and_only_of_the_prepared_text(config, tmp_path, monkeypatch):
+    folder, _ = open_corpus(config)
+    assert not (folder / BASELINES).exists()
+    first = corpus_baselines(config, folder)
+    monkeypatch.setattr(module, "compressor_baselines", None)
+    assert corpus_baselines(config, folder) == first
+    (folder / BASELINES).unlink()
+    next((tmp_path / "corpus").rglob("*.txt")).write_text("new")
+    assert corpus_baselines(config, folder) == {}
+    assert not (folder / BASELINES).exists()
+
+
 def test_a_killed_preparation_is_replaced(config, tmp_path):
     code = (
         "import sys, pickle, time; from zaya_jax.data import text_corpus as m;"
-        "m.compressor_baselines = lambda *_: print('here', flush=True) or time.sleep(60);"
+        "m.write_split = lambda *_: print('here', flush=True) or time.sleep(60);"
         "m.open_corpus(pickle.loads(sys.stdin.buffer.read()))"
     )
     process = subprocess.Popen(
@@ -148,11 +160,13 @@ def test_of_several_at_once_one_prepares(config, monkeypatch):
 
 
 def test_a_corpus_that_changes_meanwhile_is_refused(config, tmp_path, monkeypatch):
-    def change(*_):
-        next((tmp_path / "corpus").rglob("*.txt")).write_text("new")
-        return {}
+    real = module.write_split
 
-    monkeypatch.setattr(module, "compressor_baselines", change)
+    def change(*arguments):
+        next((tmp_path / "corpus").rglob("*.txt")).write_text("new")
+        return real(*arguments)
+
+    monkeypatch.setattr(module, "write_split", change)
     with pytest.raises(InputError, match=re.escape(f"A file in {tmp_path / 'corpus'} changed")):
         open_corpus(config)
 

@@ -15,7 +15,7 @@ from zaya_jax.errors import InputError
 
 REMEDY = "Do this. Or that."
 FILES = ["train-000000.arrayrecord", "heldout-000000.arrayrecord", "train-lengths.npy", "heldout-lengths.npy",
-         "tokenizer.json", "baselines.json"]  # fmt: skip
+         "tokenizer.json"]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """Open the prepared sources of a run, and check that they fit each other and the model."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,7 +12,7 @@ from zaya_jax.data.manifest import Manifest
 from zaya_jax.data.prepare import open_manifest, remedy
 from zaya_jax.data.render import open_rendered
 from zaya_jax.data.shards import Documents, open_documents
-from zaya_jax.data.text_corpus import cache_remedy, open_corpus, read_baselines
+from zaya_jax.data.text_corpus import cache_remedy, corpus_baselines, open_corpus
 from zaya_jax.data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from zaya_jax.data.verify import verify_files
 from zaya_jax.errors import InputError
@@ -32,9 +34,14 @@ class Prepared:
 
     tokenizer: Tokenizer
     sources: dict[str, Source]
-    baselines: dict[str, float]  # compressor → bits per byte, see `compressor_baselines`; empty with `data.sources`
+    measure_baselines: Callable[[], dict[str, float]] = field(repr=False, compare=False)  # see `baselines`
     cache: Path  # data.cache_dir
     _opened: dict[tuple[str, str], Documents] = field(default_factory=dict, repr=False, compare=False)
+
+    @functools.cached_property
+    def baselines(self) -> dict[str, float]:
+        """Bits per byte by compressor, see `compressor_baselines`; {} with `data.sources`. The first use takes time."""
+        return self.measure_baselines()
 
     def open(self, name: str, split: Split, phase: PhaseConfig, context: int) -> tuple[Documents, Manifest]:
         """Open the documents of a source as `phase` reads them, with their manifest.
@@ -110,5 +117,5 @@ def open_sources(config: Config) -> Prepared:
     path = first.folder / first.manifest.tokenizer.file
     tokenizer = load_tokenizer(path, first.manifest.eot, first.manifest.bos)
     check_vocabulary(tokenizer, config.model.vocab_size, path)
-    baselines = {} if config.data.sources else read_baselines(first.folder)
-    return Prepared(tokenizer, sources, baselines, cache)
+    measure = dict if config.data.sources else functools.partial(corpus_baselines, config, first.folder)
+    return Prepared(tokenizer, sources, measure, cache)

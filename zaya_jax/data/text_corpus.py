@@ -29,7 +29,7 @@ from zaya_jax.data.prepare import TOKENIZER
 from zaya_jax.data.shards import ShardWriter, token_dtype
 from zaya_jax.data.tokenizer import Tokenizer, train_tokenizer
 from zaya_jax.errors import InputError
-from zaya_jax.run.files import locked
+from zaya_jax.run.files import locked, write_atomically
 
 BASELINES = "baselines.json"
 
@@ -53,14 +53,12 @@ def open_corpus(config: Config) -> tuple[Path, Manifest]:
         preparation, or a file of the folder is missing or has another size.
     """
     corpus = find_corpus(config.data)
-    corpus_digest = corpus.digest()
-    content = json_digest(FORMAT, corpus_digest, sorted(config.data.suffixes), config.data.heldout_fraction,
-                        config.model.vocab_size)  # fmt: skip
+    content = _content(config, corpus)
     folder = Path(config.data.cache_dir).expanduser() / content
     if not folder.exists():
         with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
             if not folder.exists():  # another process may have created it while this one waited
-                _prepare(config, corpus, corpus_digest, content, folder)
+                _prepare(config, corpus, content, folder)
     return folder, read_manifest(folder, cache_remedy(folder))
 
 
@@ -69,12 +67,32 @@ def cache_remedy(folder: Path) -> str:
     return f"Delete the folder {folder}; the next run prepares it again."
 
 
-def read_baselines(folder: Path) -> dict[str, float]:
-    """Read the bits per byte of compressors on the held-out text, see `compressor_baselines`."""
-    return json.loads((folder / BASELINES).read_text(encoding="utf-8"))
+def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
+    """Return the bits per byte of compressors on the held-out text, see `compressor_baselines`.
+
+    The first call measures them, and keeps them in the prepared `folder`: they are not needed before the first
+    evaluation. {} if the corpus has changed since it was prepared.
+    """
+    path = folder / BASELINES
+    with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
+        if not path.exists():
+            corpus = find_corpus(config.data)
+            if _content(config, corpus) != folder.name:
+                return {}
+            with timed_step("measuring gzip and xz on the held-out split"):
+                train = last_window(map(corpus.read, reversed(corpus.train)))
+                baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
+            write_atomically(path, json.dumps(baselines, indent=1) + "\n")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, folder: Path) -> None:
+def _content(config: Config, corpus: Corpus) -> str:
+    """Return the digest of all that a prepared corpus depends on, the name of its folder."""
+    return json_digest(FORMAT, corpus.digest(), sorted(config.data.suffixes), config.data.heldout_fraction,
+                       config.model.vocab_size)  # fmt: skip
+
+
+def _prepare(config: Config, corpus: Corpus, content: str, folder: Path) -> None:
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed process; the lock excludes a running one
     partial.mkdir()
@@ -88,11 +106,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             with timed_step(f"encoding the {split} split, {len(corpus.files(split))} files"):
                 documents = tokenizer.encode_all(corpus.texts(split))
                 entries[split] = write_split(partial, split, documents, tokenizer, corpus.text_bytes(split))
-        with timed_step("measuring gzip and xz on the held-out split"):
-            train = last_window(map(corpus.read, reversed(corpus.train)))
-            baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
-            (partial / BASELINES).write_text(json.dumps(baselines, indent=1) + "\n", encoding="utf-8")
-        if find_corpus(config.data).digest() != corpus_digest:  # the steps above read the texts separately
+        if _content(config, find_corpus(config.data)) != content:  # the steps above read the texts separately
             raise InputError(f"A file in {corpus.root} changed while the corpus was prepared; rerun the command.")
         manifest = Manifest(
             format=FORMAT,
@@ -106,7 +120,7 @@ def _prepare(config: Config, corpus: Corpus, corpus_digest: str, content: str, f
             eos=tokenizer.eot_text,
             counts={},
             examples=(),
-            extras=(describe_file(partial / BASELINES),),
+            extras=(),
             **entries,
         )
         write_manifest(partial, manifest)
