@@ -133,9 +133,9 @@ def test_the_rows_of_a_skipped_step_are_those_of_the_data(clock):
 PHASES = PhaseConfig(10 * 256), PhaseConfig(2 * 256, "long", context=64)
 
 
-def make(log_every=5, evaluators=()):
+def make(log_every=5, evaluators=(), phases=PHASES):
     """A console of 12 steps of 256 tokens."""
-    config = change(CONFIG, {"phases": PHASES, "train.log_every": log_every})
+    config = change(CONFIG, {"phases": phases, "train.log_every": log_every})
     plan = SimpleNamespace(phases=[SimpleNamespace(bytes_per_token=4.0)] * 2)
     return ConsoleReport(config, plan, "cpu", evaluators)
 
@@ -160,6 +160,20 @@ def test_a_line_every_few_steps_and_one_at_the_end(capsys):
         "step 5/12 | loss 2.773 | 1.000 bits/byte | 200 tokens/s | 0.4 GFLOP/s | load entropy 0.750 | ETA 0:04"
     )
     assert lines[2].endswith("| ETA 0:00")
+
+
+def test_a_slow_machine_is_told_how_to_shorten_the_run(capsys):
+    said = []
+    for seconds in (120, 150):  # of each of 12 steps: 14 minutes are left after the fifth, or 17.5
+        report = make(phases=(PhaseConfig(12 * 256),))
+        for step in range(1, 11):
+            report.write(row(step), timings(seconds))
+        said.append([line for line in capsys.readouterr().out.splitlines() if not line.startswith("step")])
+    five_minutes = 5 * 256 + 2 * 256  # what is done, and as many whole steps as fit
+    assert said == [[], [
+        "This run takes about 18 minutes here. To train for about 5, stop it and start it with "
+        f"phases.train.tokens={five_minutes} and another run_dir.",
+    ]]  # fmt: skip
 
 
 def test_a_line_has_the_throughput_of_all_steps_since_the_last_one(capsys):

@@ -15,6 +15,8 @@ from zaya_jax.data.plan import RunPlan
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
 
+_LONG, _SHORT = 900, 300  # seconds: a run on a CPU that takes longer is told how to take about so long
+
 
 class ConsoleReport:
     """A `MetricSink` that prints a line every `train.log_every` steps and shows a progress bar on a terminal.
@@ -38,6 +40,7 @@ class ConsoleReport:
         self._config, self._plan, self._phase = config, plan, None
         self._labels = {evaluator.name: evaluator.label for evaluator in evaluators}
         self._steps = total_steps(config)
+        self._may_be_long = device_kind == "cpu" and len(config.phases) == 1
         self._no_preset = ("" if device_kind == "cpu" else
                            "Preset: none, because jax was imported before zaya_jax could set it")  # fmt: skip
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=quiet)
@@ -96,7 +99,17 @@ class ConsoleReport:
             f"{mean('tokens_per_second'):,.0f} tokens/s | {work} | load entropy {entropy:.3f} | "
             f"ETA {_clock(eta)}{skipped}"
         )
+        if self._may_be_long and eta > _LONG:
+            self._advise(eta, left, step)
+        self._may_be_long = False
         self._timings, self._left = [], left
+
+    def _advise(self, eta: float, left: int, step: int) -> None:
+        """Tell a person with a slow machine how long the run takes, and how to shorten it."""
+        batch = self._config.batch_for(self._config.phases[0]).tokens
+        tokens = tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch
+        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, stop it and start "
+                 f"it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir.")  # fmt: skip
 
     def sync(self) -> str:
         """Do nothing: no file is written."""
