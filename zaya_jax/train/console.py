@@ -108,8 +108,8 @@ class ConsoleReport:
         """Tell a person with a slow machine how long the run takes, and how to shorten it."""
         batch = self._config.batch_for(self._config.phases[0]).tokens
         tokens = tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch
-        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, stop it and start "
-                 f"it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir.")  # fmt: skip
+        self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, stop it and "
+                 f"start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir.")  # fmt: skip
 
     def sync(self) -> str:
         """Do nothing: no file is written."""
