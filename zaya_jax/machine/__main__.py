@@ -12,6 +12,7 @@ from zaya_jax.machine.command import add_flags, add_verb, run_verb
 from zaya_jax.machine.gemm import command as gemm_command
 from zaya_jax.machine.memory import command as memory_command
 from zaya_jax.machine.preflight import command as preflight_command
+from zaya_jax.machine.report import command as report_command
 from zaya_jax.machine.sizing import command as sizing_command
 from zaya_jax.machine.storage import command as storage_command
 
@@ -61,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step_command.add(verbs, _PROGRAM)
     sizing_command.add(verbs, _PROGRAM)
     preflight_command.add(verbs, _PROGRAM)
+    report_command.add(verbs, _PROGRAM)
 
     kernels = add_verb(
         verbs, _PROGRAM, "kernels", "compile each Pallas kernel for GPUs that need not be here",

@@ -104,11 +104,11 @@ def measure_context(sizes: Sizes | None, repeats: int, png: str | None) -> dict[
             case._asdict() | {"bytes_per_device": memory.compiled, **memory._asdict(), "seconds": rounded(seconds)}
             for case, (memory, seconds) in measured.items()
         ]
-        curves = _curves({case: memory.compiled for case, (memory, _) in measured.items()})
+        curves = memory_curves({case: memory.compiled for case, (memory, _) in measured.items()})
         result["scaling"][str(length)] = {kind: _scaling(curve) for kind, curve in curves.items()}
         _print(length, measured, result["scaling"][str(length)])
         if png:  # each length overwrites the plot of the one before
-            _draw(Path(png), length, curves)
+            draw(Path(png), length, curves)
     return result
 
 
@@ -164,7 +164,7 @@ def _forward_and_backward(ops: Ops, q_bshc: jax.Array, k_bskc: jax.Array, v_bskc
     return out, *pull(do_bshc)
 
 
-def _curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
+def memory_curves(needs: Mapping[Case, int]) -> dict[str, dict[int, int]]:
     """Return bytes per device by number of devices, for each kind; the case of one device belongs to all kinds."""
     return {
         kind: {case.devices: size for case, size in needs.items() if case.attention == kind or case.devices == 1}
@@ -199,7 +199,8 @@ def _print(length: int, measured: Mapping[Case, tuple[Memory, list[float]]], sca
                   f"(N^{power['last']:.2f} between the two largest N)", flush=True)  # fmt: skip
 
 
-def _draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
+def draw(path: Path, length: int, curves: Mapping[str, Mapping[int, int]]) -> None:
+    """Plot memory per device over `length` tokens against the number of devices, one line for each of `curves`."""
     lines = {kind: (list(curve), [size / 2**20 for size in curve.values()]) for kind, curve in curves.items()}
     single_device_bytes = curves[KINDS[0]].get(1)
     if single_device_bytes is not None:

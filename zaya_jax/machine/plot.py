@@ -30,7 +30,8 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
     for index, (name, seeds) in enumerate(groups.items()):
         xs = seeds[0][0]
         at = list(zip(*(ys for _, ys in seeds), strict=True))
-        panel.plot(xs, [statistics.mean(values) for values in at], color=f"C{index}", label=name)
+        panel.plot(xs, [statistics.mean(values) for values in at], color=f"C{index}", label=name,
+                   marker="o" if len(xs) == 1 else None)  # fmt: skip
         if len(seeds) > 1:
             panel.fill_between(xs, list(map(min, at)), list(map(max, at)), color=f"C{index}", alpha=FAINT, linewidth=0)
     for position, text in (marks or {}).items():

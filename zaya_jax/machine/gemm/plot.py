@@ -1,5 +1,6 @@
 """Plot the sweeps: squares as lines, the others as heat maps or bars of the share of the maximum."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,11 +50,14 @@ def _heat_map(figure: Any, panel: Any, rows: Sequence[dict[str, Any]], maximum: 
     across, down = "length", "query heads per key head"
     xs, ys = (sorted({row[name] for row in rows}) for name in (across, down))
     share = {(row[across], row[down]): row["warm_flops_per_second"] / maximum for row in rows}
-    grid = [[share[x, y] for x in xs] for y in ys]
+    grid = [[share.get((x, y), math.nan) for x in xs] for y in ys]  # a problem that failed leaves its cell empty
     image = panel.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=max(1.0, *share.values()))
     for j, row in enumerate(grid):
         for i, value in enumerate(row):
-            panel.annotate(f"{value:.0%}", (i, j), ha="center", va="center", color="white" if value < 0.6 else "black")
+            if math.isfinite(value):
+                panel.annotate(
+                    f"{value:.0%}", (i, j), ha="center", va="center", color="white" if value < 0.6 else "black"
+                )
     panel.set(xticks=range(len(xs)), xticklabels=xs, yticks=range(len(ys)), yticklabels=ys, xlabel="tokens of a row",
               ylabel=down, title="attention: share of the maximum")  # fmt: skip
     panel.grid(visible=False)

@@ -70,7 +70,7 @@ def measure_memory(
     kernels, every = select_kernels(current_target(), widths.model, "float32"), cases(widths, "float32")
     result["operations"] = [_operation(name, every[name], kernels, triad, repeats) for name in MEMORY_BOUND]
     if png:
-        _draw(Path(png), result["results"])
+        draw(Path(png), result["results"])
     return result
 
 
@@ -96,7 +96,8 @@ def _operation(name: str, case: Case, kernels: KernelSelection, triad: float, re
     return {"operation": name, "bytes": case.bytes, "bytes_per_second": speed, "of_triad": speed / triad}
 
 
-def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+def draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Plot bandwidth against the size of an array, from the `results` of `measure_memory`."""
     lines = {}
     for row in rows:
         xs, ys = lines.setdefault(row["operation"], ([], []))

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 Device = TypeVar("Device")
-ROUNDS = 3  # in which something must be slow; the fastest counts, since other work on a host passes
+ROUNDS = 5  # in which something must be slow; the fastest counts, since other work on a host passes
 
 
 def find_slow(

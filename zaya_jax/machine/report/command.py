@@ -1,0 +1,43 @@
+"""The verb `report` of `python -m zaya_jax.machine`."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.errors import InputError
+from zaya_jax.machine.command import add_verb
+from zaya_jax.machine.result import check_request
+
+
+def add(verbs: Any, program: str) -> None:
+    """Add the verb to the parser of `program`."""
+    verb = add_verb(
+        verbs, program, "report", "write the results in a folder as one HTML page",
+        "The page has the tables and plots of all results that the other verbs wrote with --output, and needs no "
+        "network.", "results --output machine.html",
+    )  # fmt: skip
+    verb.add_argument("folder", metavar="FOLDER", help="folder with results as JSON")
+    # `--output` of other verbs is a JSON file, which `run_verb` writes.
+    verb.add_argument("--output", dest="page", metavar="FILE", help="HTML file (default: FOLDER/report.html)")
+    verb.set_defaults(run=_run)
+
+
+def _run(parsed: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(parsed.folder)
+    if not folder.is_dir():
+        raise InputError(f"FOLDER is {parsed.folder!r}, but must be a folder with results of python -m "
+                         "zaya_jax.machine.")  # fmt: skip
+    page = folder / "report.html" if parsed.page is None else Path(parsed.page)
+    check_request(1, {"--output": str(page)})
+    if page.suffix != ".html":
+        raise InputError(f"--output is {parsed.page!r}, but must end in .html.")
+    from zaya_jax.machine.report.page import render
+    from zaya_jax.machine.report.results import read_results
+    from zaya_jax.run.files import write_atomically
+
+    results, ignored = read_results(folder)
+    write_atomically(page, render(results, ignored))
+    if ignored:
+        print(f"Ignored, since the report has no section for them: {', '.join(ignored)}.")
+    print(f"The report is in {page}. Results: {', '.join(result.file for result in results)}.")
+    return {}

@@ -1,0 +1,75 @@
+"""Render results as a page that loads nothing."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+
+from zaya_jax.errors import InputError
+from zaya_jax.machine.report.plots import Plot, draw_plots
+from zaya_jax.machine.report.results import Note, Result, describe_hardware, differences, notes
+from zaya_jax.machine.report.smoke import smoke_tables
+from zaya_jax.machine.report.table import Table
+from zaya_jax.machine.report.tables import TABLES
+
+_TABLES = TABLES | {"smoke": smoke_tables}
+
+
+class Section(NamedTuple):
+    """What the page shows of a result.
+
+    Attributes:
+      result: the result.
+      facts: command, versions, hardware and so on, by name.
+      notes: what failed or was skipped.
+      tables: without empty ones.
+      plots: of the result.
+    """
+
+    result: Result
+    facts: dict[str, str]
+    notes: list[Note]
+    tables: list[Table]
+    plots: list[Plot]
+
+
+def render(results: Sequence[Result], ignored: Sequence[str]) -> str:
+    """Return the page.
+
+    Args:
+      results: at least one.
+      ignored: names of files that are no results.
+
+    Raises:
+      InputError: a result lacks what its verb writes.
+    """
+    sections, hardware = list[Section](), []
+    for result in results:
+        try:
+            hardware.append(describe_hardware(result))
+            sections.append(_section(result))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            raise InputError(f"{result.file} is a damaged result of machine {result.verb}, or one of another version "
+                             f"({error!r}): write it again.") from error  # fmt: skip
+    environment = jinja2.Environment(
+        autoescape=True, loader=jinja2.FileSystemLoader(Path(__file__).parent), trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    name, warning = differences(hardware)
+    return environment.get_template("page.html.j2").render(
+        name=name, warning=warning, sections=sections, ignored=ignored
+    )
+
+
+def _section(result: Result) -> Section:
+    content, facts = result.content, {"command": result.command}
+    facts |= {label: content[key] for label, key in (("date", "date"), ("size", "size"), ("compared with", "peer"))
+              if content.get(key)}  # fmt: skip
+    if versions := content.get("versions"):
+        facts["versions"] = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if processor := describe_hardware(result).processor:
+        hardware = content["hardware"]
+        facts["hardware"] = ", ".join(filter(None, (hardware.get("device"), processor, hardware["machine"])))
+    tables = [table for table in _TABLES[result.verb](content) if table.rows]
+    return Section(result, facts, notes(result), tables, draw_plots(result))

@@ -1,0 +1,87 @@
+"""A table of texts, and how its cells are formatted."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+Cell = Callable[[Row], str]
+
+NONE = "–"  # a value that there is not
+_NUMBER = re.compile(r"–|[-+]?[\d.,]+(e[-+]\d+)?( %)?")
+
+
+class Table(NamedTuple):
+    """A table of texts.
+
+    Attributes:
+      title: what it shows.
+      columns: heads, with units.
+      rows: cells.
+      remarks: sentences below it.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def numeric(self) -> list[bool]:
+        """Whether each column holds numbers only."""
+        return [all(_NUMBER.fullmatch(cell) for cell in cells) for cells in zip(*self.rows, strict=True)]
+
+
+def make_table(title: str, rows: Iterable[Row], columns: Mapping[str, str | Cell], *remarks: str) -> Table:
+    """Make a table from rows.
+
+    Args:
+      title: what it shows.
+      rows: values by key.
+      columns: by head, a key, or a function of the row.
+      remarks: sentences below the table.
+    """
+
+    def cell(row: Row, column: str | Cell) -> str:
+        if not isinstance(column, str):
+            return column(row)
+        value = row[column]
+        return f"{value:,}" if isinstance(value, int) else str(value)
+
+    cells = [[cell(row, column) for column in columns.values()] for row in rows]
+    return Table(title, list(columns), cells, remarks)
+
+
+def make_pairs(title: str, pairs: Mapping[str, str]) -> Table:
+    """Make a table of names and values."""
+    return Table(title, ["", "value"], [[name, value] for name, value in pairs.items()])
+
+
+def quantity(*keys: str, unit: float) -> Cell:
+    """Return a cell that formats the value at nested `keys` in multiples of `unit`; '–' if there is none."""
+
+    def cell(row: Row) -> str:
+        value: Any = row
+        for key in keys:
+            value = None if value is None else value.get(key)
+        return number(value, unit)
+
+    return cell
+
+
+def share(key: str) -> Cell:
+    """Return a cell that formats the fraction at `key` as a percentage; '–' if there is none."""
+    return lambda row: percent(row[key])
+
+
+def number(value: float | None, unit: float = 1.0) -> str:
+    """Format a value in multiples of `unit`: three significant digits, from 100 on whole numbers."""
+    if value is None:
+        return NONE
+    value /= unit
+    return f"{value:,.0f}" if value == 0 or abs(value) >= 99.95 else f"{value:#.3g}"
+
+
+def percent(fraction: float | None) -> str:
+    """Format a fraction as a percentage."""
+    return NONE if fraction is None else f"{100 * fraction:.1f} %"
