@@ -189,7 +189,7 @@ def test_processes_measure_every_collective_together(processes, tmp_path):
 def messages(folder):
     """Measure the messages of a step over 4 devices; returns the mesh and them."""
     overrides = ["model.num_layers=2", "train.batch={tokens: 1024, micro_batch: 1}", "data.context=128",
-                 "model.vocab_size=512", "parallel.fsdp=2"]  # fmt: skip
+                 "model.vocab_size=512", "parallel.fsdp=2", "train.remat=dots"]  # fmt: skip
     arguments = ["--operations", "all_gather", "all_to_all", "--repeats", "1", "--output", f"{folder}/result"]
     assert main(["collectives", *arguments, "--config", "configs/tiny.yaml", *overrides]) == 0
     return [message._asdict() for message in model_messages(load_config("configs/tiny.yaml", overrides))[1]]
