@@ -111,13 +111,16 @@ def test_an_interrupted_preparation_leaves_nothing(config, monkeypatch, stage):
     assert folder_of(config).name in names(config)
 
 
-def test_baselines_are_measured_once_and_only_of_the_prepared_text(config, tmp_path, monkeypatch):
+def test_baselines_are_measured_once_and_only_of_the_prepared_text(config, tmp_path, monkeypatch, capsys):
     folder, _ = open_corpus(config)
     assert not (folder / BASELINES).exists()
     first = corpus_baselines(config, folder)
     monkeypatch.setattr(module, "compressor_baselines", None)
     assert corpus_baselines(config, folder) == first
     (folder / BASELINES).unlink()
+    monkeypatch.setattr(module, "compressor_baselines", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    assert corpus_baselines(config, folder) == {}
+    assert "gzip and xz were not measured: no space" in capsys.readouterr().err
     next((tmp_path / "corpus").rglob("*.txt")).write_text("new")
     assert corpus_baselines(config, folder) == {}
     assert not (folder / BASELINES).exists()

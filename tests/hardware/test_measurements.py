@@ -105,7 +105,8 @@ def test_a_damaged_file_and_an_unknown_name_are_named(tmp_path):
 def knees(device="8 × AMD Instinct MI300X", /, **bytes_by_operation):
     fits = [{"operation": name, "devices": devices, "knee_bytes": knee * devices}
             for name, knee in bytes_by_operation.items() for devices in (2, 8)]  # fmt: skip
-    return {"benchmark": "collectives", "hardware": {"device": device}, "fits": fits}
+    rows = [{"operation": name, "bytes": 10_000_000} for name in bytes_by_operation]
+    return {"benchmark": "collectives", "hardware": {"device": device}, "fits": fits, "results": rows}
 
 
 def test_the_preset_combines_messages_up_to_the_measured_size(tmp_path):
@@ -125,6 +126,15 @@ def test_the_preset_combines_messages_up_to_the_measured_size(tmp_path):
     [
         ({}, "has no fit of all_gather"),
         ({"collectives": knees("8 × NVIDIA H200", all_gather=1.0)}, "has no fit of reduce_scatter"),
+        ({"collectives": knees("8 × NVIDIA H200", all_gather=0.0)}, "saturates at 0 bytes"),
+        (
+            {"collectives": knees("8 × NVIDIA H200", all_gather=9e6)},
+            "saturates at 72,000,000 bytes, but sizes up to 10",
+        ),
+        (
+            {"collectives": {"benchmark": "collectives", "hardware": {"device": "NVIDIA H200"}, "fits": [{}]}},
+            "KeyError",
+        ),
         ({"collectives": knees("8 × cpu", all_gather=1.0, reduce_scatter=1.0)}, "of 8 × cpu, but the preset is h200"),
     ],
 )

@@ -92,6 +92,10 @@ def test_compilations_are_kept_in_the_cache_of_the_person(tmp_path):
         environment = {"HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": folder}
         keep_compilations(environment)
         assert environment["JAX_COMPILATION_CACHE_DIR"] == folder
+    (tmp_path / "file").touch()
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "file")}  # like a home of another user
+    keep_compilations(environment)
+    assert "JAX_COMPILATION_CACHE_DIR" not in environment
     environment = {}  # a process without a home
     keep_compilations(environment)
     assert environment == {}

@@ -110,7 +110,17 @@ def test_a_configuration_is_traced_here_and_set_beside_the_estimate(tmp_path, ca
 @pytest.mark.parametrize(("work", "steps"), [("prefill", 2), ("decode", 2 * BLOCK)])
 def test_a_prompt_and_a_decode_step_are_broken_down(work, steps, tmp_path):
     config, output, png = write_run(tmp_path), tmp_path / "step.json", tmp_path / "step.png"
-    arguments = ["step", str(config), "model.max_positions=512", "--work", work, "--batch", "2", "--prompt", "70"]
+    arguments = [
+        "step",
+        str(config),
+        f"model.max_positions={512 if work == 'decode' else 128}",
+        "--work",
+        work,
+        "--batch",
+        "2",
+        "--prompt",
+        "70",
+    ]
     assert main([*arguments, "--steps", "2", "--output", str(output), "--png", str(png)]) == 0
     result = json.loads(output.read_text())
     assert (result["steps"], result["benchmark"].split()[0]) == (steps, work)
@@ -124,7 +134,7 @@ def test_a_prompt_and_a_decode_step_are_broken_down(work, steps, tmp_path):
 @pytest.mark.parametrize(("arguments", "message"), [
     (["configs/tiny.yaml", "--batch", "2"], "--batch is 2, but must be at least 1, and needs --work prefill or"),
     (["configs/tiny.yaml", "--work", "decode", "--prompt", "0"], "--prompt is 0, but must be at least 1"),
-    (["configs/tiny.yaml", "--work", "decode", "--prompt", "4096"], "exceed model.max_positions=2048."),
+    (["configs/tiny.yaml", "--work", "decode", "--prompt", "4096"], "exceeds model.max_positions=2048"),
     (["configs/tiny.yaml", "--work", "prefill", "--hardware", "h200"], "--hardware is for --work train"),
     (["{run}", "--work", "prefill"], "is a run, whose trace is of training: give a configuration file"),
     (["{empty}"], "config.yaml"),

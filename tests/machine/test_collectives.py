@@ -244,7 +244,7 @@ END
 
 def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_have():
     measured = ((1, 2), (1, 4), (2, 4), (2, 2), (4, 2))  # bytes and devices
-    rows = [{"operation": "all_gather", "dtype": "int8", "bytes": size, "devices": devices,
+    rows = [{"operation": "all_gather", "dtype": "int8", "bytes": size, "devices": devices, "groups": 1,
              "in_place": {"busbw": 1e9 * size}} for size, devices in measured]  # fmt: skip
     assert scaling(rows) == {("all_gather", "int8", 2): {2: 2.0, 4: 2.0}}
     assert scaling(rows[:1]) == {}
@@ -252,6 +252,7 @@ def test_the_scaling_is_that_of_the_largest_size_which_all_numbers_of_devices_ha
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ("--config configs/tiny.yaml --fsdp 2", "--config has its own layout: leave --devices"),
+    ("--config configs/tiny.yaml --max-bytes 1K", "--config has its own sizes: leave --min-bytes"),
     ("--config configs/tiny.yaml", "There is one device, but a collective needs at least two."),
     ("--max-bytes 4", "--max-bytes is 4, but must be at least --min-bytes, 8."),
     ("--min-bytes 8X", "--min-bytes is '8X', but must be a number of bytes, such as 8, 64K, 16M or 1G."),

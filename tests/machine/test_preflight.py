@@ -19,30 +19,68 @@ CONFIG = "configs/tiny.yaml"
 SMALL = Sizes(256, "float32", 2**20, 2**12)
 
 
-@given(st.integers(3, 200), st.data())
-def test_bisection_names_the_slow_device_of_any_number(n, data):
-    slow = data.draw(st.integers(0, n - 1))
-    measured = []
+def links(nodes, size, slow=None, slow_node=None):
+    """Devices by node, and how fast a group communicates: 400 within a node, 50 between nodes, half with a slow one."""
 
     def measure(group):
-        measured.append(len(group))
-        noise = data.draw(st.floats(0.95, 1.0)) if len(measured) < 20 else 1.0
-        return noise * (0.5 if slow in group else 1.0)
+        assert len(group) == len(set(group)) >= 2
+        spanned = {device // size for device in group}
+        speed = 400.0 if len(spanned) == 1 else 25.0 if slow_node in spanned else 50.0
+        return speed * (0.5 if slow in group else 1.0)
 
-    found = find_slow(range(n), measure, 0.15)
-    # One device against two cannot be compared before one of them is known to be good.
-    assert found == ([slow] if n > 3 else [])
-    assert all(count >= 2 for count in measured)
+    return [range(node * size, (node + 1) * size) for node in range(nodes)], measure
 
 
-@given(st.integers(2, 64), st.floats(0.86, 1.0))
-def test_alike_devices_are_not_slow(n, share):
-    assert find_slow(range(n), lambda group: share if 0 in group else 1.0, 0.15) == []
+@given(st.integers(1, 12), st.integers(1, 9), st.data())
+def test_bisection_names_the_slow_device_in_any_number_of_nodes(nodes, size, data):
+    slow = data.draw(st.integers(0, nodes * size - 1))
+    groups, measure = links(nodes, size, slow)
+    # Two or three devices without any other cannot be told apart.
+    few = nodes * size <= 3 and (nodes == 1 or size == 1)
+    assert find_slow(groups, measure, 0.15) == ([] if few else [slow])
+
+
+@given(st.integers(4, 12), st.integers(2, 9), st.data())
+def test_bisection_names_a_node_with_a_slow_adapter(nodes, size, data):
+    slow = data.draw(st.integers(0, nodes - 1))
+    groups, measure = links(nodes, size, slow_node=slow)
+    assert find_slow(groups, measure, 0.15) == list(groups[slow])
+
+
+@given(st.integers(1, 12), st.integers(2, 8), st.floats(0.86, 1.0))
+def test_alike_devices_are_not_slow(nodes, size, share):
+    groups, measure = links(nodes, size)
+    assert find_slow(groups, lambda group: measure(group) * (share if 0 in group else 1.0), 0.15) == []
 
 
 def test_a_half_that_was_slow_once_is_not_slow():
     speeds = iter([0.1, 1.0, 1.0, 1.0])
-    assert find_slow(range(4), lambda _: next(speeds), 0.15) == []
+    assert find_slow([range(4)], lambda _: next(speeds), 0.15) == []
+
+
+def probed():
+    """Where the probes run, by device; one of which has no memory left."""
+    ran: dict[str, set[int]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(probes, "CPU", SMALL)
+
+        def seconds(call, *arrays):
+            (asked,) = {device.id for array in arrays for device in array.devices()}
+            if asked == 2:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore")
+            ran.setdefault(asked, set()).update(device.id for device in call(*arrays).devices())
+            return 1.0
+
+        patch.setattr(probes, "_seconds", seconds)
+        speeds = {name: probes.device_speeds(name, SMALL) for name in ("matmul", "memory")}
+    return ran, speeds
+
+
+def test_each_device_is_probed_where_it_is_and_one_that_fails_is_named():
+    ran, speeds = on_devices(4, HERE + "probed")
+    assert ran == {0: {0}, 1: {1}, 3: {3}}
+    assert speeds["matmul"] == {0: 2 * 256.0**3, 1: 2 * 256.0**3, 2: "RESOURCE_EXHAUSTED: no memory", 3: 2 * 256.0**3}
+    assert speeds["memory"][2] == "RESOURCE_EXHAUSTED: no memory"
 
 
 def slowed(folder, slow, collectives):
@@ -134,4 +172,5 @@ def test_bad_input_is_named(arguments, message, capsys):
 def test_a_baseline_of_other_devices_is_refused(tmp_path, capsys):
     (tmp_path / "preflight.json").write_text(json.dumps({"benchmark": "preflight", "hardware": {"device": "8 × TPU"}}))
     assert main(["preflight", CONFIG, f"measurements={tmp_path}"]) == 2
-    assert f"The baseline is of 8 × TPU, but this job has {jax.device_count()} × cpu" in capsys.readouterr().err
+    expected = f"The result of preflight in {tmp_path} is of 8 × TPU, but this job has {jax.device_count()} × cpu"
+    assert expected in capsys.readouterr().err

@@ -102,10 +102,12 @@ def test_the_command_checks_every_phase(tmp_path, capsys):
     fit = {"operation": "all_gather", "devices": 8, "knee_bytes": 9e6}
     collectives = {"benchmark": "collectives", "fits": [fit, fit | {"devices": 2, "knee_bytes": 1.0}]}
     speeds = {-64: 10.0, 0: 8.0, 64: 10.0, 128: 11.0}
-    strides = [{"family": "stride", "offset": offset, "warm_flops_per_second": v} for offset, v in speeds.items()]
-    experts = [{"family": "experts", "name": f"{name}, even, forward", "warm_flops_per_second": speed}
-               for name, speed in (("gate and up", 18.0), ("down", 17.0))]  # fmt: skip
-    gemm = {"benchmark": "matrix products", "maximum": 20.0, "results": [*strides, *experts]}
+    strides = [{"family": "stride", "offset": offset, "depth": width + offset, "warm_flops_per_second": v * width}
+               for width in (2048, 1024) for offset, v in speeds.items()]  # fmt: skip
+    sizes = {"gate and up": (4096, 18.0), "down": (2048, 17.0), "of another width": (8192, 1.0)}
+    experts = [{"family": "experts", "name": f"{name}, even, forward", "columns": columns, "depth": 2048,
+                "warm_flops_per_second": speed} for name, (columns, speed) in sizes.items()]  # fmt: skip
+    gemm = {"benchmark": "matrix products", "dtype": "bfloat16", "maximum": 20.0, "results": [*strides, *experts]}
     for name, made in (("a", collectives), ("b", gemm)):
         (measured / f"{name}.json").write_text(json.dumps(made))
     arguments = ["sizing", "configs/zaya1_8b.yaml", "parallel.fsdp=8", "--devices", "8", "--measured", str(measured)]

@@ -71,19 +71,28 @@ def corpus_baselines(config: Config, folder: Path) -> dict[str, float]:
     """Return the bits per byte of compressors on the held-out text, see `compressor_baselines`.
 
     The first call measures them, and keeps them in the prepared `folder`: they are not needed before the first
-    evaluation. {} if the corpus has changed since it was prepared.
+    evaluation. {} if the corpus has changed since it was prepared, or cannot be measured.
     """
     path = folder / BASELINES
-    with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
+    try:
         if not path.exists():
-            corpus = find_corpus(config.data)
-            if _content(config, corpus) != folder.name:
-                return {}
-            with timed_step("measuring gzip and xz on the held-out split"):
-                train = last_window(map(corpus.read, reversed(corpus.train)))
-                baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
-            write_atomically(path, json.dumps(baselines, indent=1) + "\n")
-    return json.loads(path.read_text(encoding="utf-8"))
+            with locked(folder.with_suffix(".lock"), "The folder data.cache_dir"):
+                if not path.exists():  # another process may have measured while this one waited
+                    _measure_baselines(config, folder.name, path)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (InputError, OSError, ValueError) as error:
+        print(f"data: gzip and xz were not measured: {error}", file=sys.stderr)
+        return {}
+
+
+def _measure_baselines(config: Config, content: str, path: Path) -> None:
+    corpus = find_corpus(config.data)
+    if _content(config, corpus) != content:
+        return
+    with timed_step("measuring gzip and xz on the held-out split"):
+        train = last_window(map(corpus.read, reversed(corpus.train)))
+        baselines = compressor_baselines(train, "".join(corpus.texts("heldout")).encode())
+    write_atomically(path, json.dumps(baselines, indent=1) + "\n")
 
 
 def _content(config: Config, corpus: Corpus) -> str:

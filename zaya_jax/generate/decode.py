@@ -139,7 +139,8 @@ class GenerationPrograms(NamedTuple):
 
     Attributes:
       prefill: (model, donated cache, int32 tokens [b, c], int32 segments [b, c]) → (cache, logits).
-      decode: (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities).
+      decode: (model, donated state, keys [b], sampling, stop tokens, steps) → (state, tokens, log-probabilities); None
+        without blocks.
       empty_cache: () → a cache.
       chunks: tokens and segments of each call of `prefill`.
       model: first argument of both.
@@ -173,19 +174,23 @@ def compile_generation(model: Zaya, batch: int, prompt: int, blocks: int) -> Gen
       model: in the dtypes of generation.
       batch: number of prompts, of token 0.
       prompt: tokens of each; rounded up to whole chunks.
-      blocks: number of blocks of `BLOCK` steps that the cache must hold.
+      blocks: number of blocks of `BLOCK` steps that the cache must hold; 0 to compile `prefill` alone.
 
     Raises:
       InputError: prompt and blocks exceed `config.max_positions`.
     """
     config, chunk = model.config, min(CHUNK, _length_class(prompt))
     padded, new = -(-prompt // chunk) * chunk, blocks * BLOCK
-    _check([[0] * padded], [0], [], new, Sampling(), config)
+    if padded + new > config.max_positions:
+        raise InputError(f"A prompt of {prompt} tokens takes {padded} in chunks of {chunk}, and with {new} new tokens "
+                         f"exceeds model.max_positions={config.max_positions}: shorten the prompt.")  # fmt: skip
     placement, model = decode_placement(model, FIRST_DEVICE), unrolled(model)
     capacity = min(_cache_class(padded + new), config.max_positions)
     empty = functools.partial(_empty_cache, config, batch, capacity, model.dtype.name, placement)
     pieces = [(np.zeros((batch, chunk), np.int32), np.ones((batch, chunk), np.int32))] * (padded // chunk)
     prefill = _prefill.lower(model, empty(), *pieces[0], placement=placement).compile()
+    if not blocks:
+        return GenerationPrograms(prefill, None, empty, pieces, model, ())
     keys_b = jax.vmap(jax.random.key)(np.arange(batch, dtype=np.uint32))
     sampling = Sampling()
     block = (keys_b, jax.tree.map(np.float32, sampling), np.array([-1], np.int32), np.int32(BLOCK))

@@ -1,5 +1,6 @@
-"""Apply the environment variables and XLA flags of a preset otherwise jax is imported."""
+"""Apply the environment variables and XLA flags of a preset before jax is imported."""
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping, MutableMapping
@@ -32,11 +33,20 @@ def keep_compilations(environment: MutableMapping[str, str] = os.environ) -> Non
     They are in `~/.cache/zaya_jax`, or below `XDG_CACHE_HOME`, in a folder for this kind of processor. An existing
     `JAX_COMPILATION_CACHE_DIR` is used instead; if it is empty, or the folder cannot be written, nothing is kept.
     """
-    home = Path(environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or "/nonexistent", ".cache"))
-    folder = home / "zaya_jax" / f"compiled-{cpu_digest()}"
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if os.access(existing, os.W_OK) and existing != Path("/"):
-        environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    home = environment.get("XDG_CACHE_HOME") or (environment.get("HOME") and f"{environment['HOME']}/.cache")
+    if not home or "JAX_COMPILATION_CACHE_DIR" in environment:
+        return
+    folder = Path(home) / "zaya_jax" / f"compiled-{cpu_digest()}"
+    with contextlib.suppress(OSError):  # such as a home that belongs to another user, in a container
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK | os.X_OK):
+            environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+
+
+def combine_thresholds(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the flags for the sizes up to which XLA combines messages, on which all processes of a job must agree."""
+    flags = re.findall(r"--xla_gpu_\w+_combine_threshold_bytes=\S+", environment.get("XLA_FLAGS", ""))
+    return " ".join(sorted(flags))
 
 
 def step_options(

@@ -68,6 +68,14 @@ def measured_preset(preset: Preset, folder: str) -> Preset:
     """
     if not any(setting.name in _THRESHOLDS for setting in preset.settings):
         return preset
+    try:
+        return _with_thresholds(preset, folder)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"measurements={folder} has a result of collectives without the rows or fields that are "
+                         f"needed ({error!r}): measure again.") from error  # fmt: skip
+
+
+def _with_thresholds(preset: Preset, folder: str) -> Preset:
     result = read_results(Path(folder), "measurements").get("collectives")
     kind = "" if result is None else str(result.get("hardware", {}).get("device"))
     if result is not None and not any(name in kind for name in HARDWARE[preset.name].kinds):
@@ -81,6 +89,11 @@ def measured_preset(preset: Preset, folder: str) -> Preset:
                              f"collectives --operations {' '.join(_THRESHOLDS.values())} --output "
                              f"{Path(folder, 'collectives.json')}.")  # fmt: skip
         fit = max(fits, key=lambda fit: fit["devices"])
+        largest = max(row["bytes"] for row in (result or {})["results"] if row["operation"] == operation)
+        if not 0 < fit["knee_bytes"] <= largest:
+            raise InputError(f"measurements={folder} has a fit of {operation} that saturates at "
+                             f"{fit['knee_bytes']:,.0f} bytes, but sizes up to {largest:,} were measured. Measure "
+                             "again with a larger --max-bytes and more --repeats.")  # fmt: skip
         # XLA counts a collective's output, which for a reduce-scatter is one device's share.
         share = fit["devices"] if operation == "reduce_scatter" else 1
         bytes_by_flag[flag] = str(max(1, round(fit["knee_bytes"] / share)))

@@ -82,5 +82,5 @@ def run_verb(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -
     except InputError as error:
         print(f"Error: {error}", file=sys.stderr)
         return 2
-    write_result(result, files["--output"])
+    write_result(result, getattr(parsed, "output", None))  # a verb drops it where another process writes
     return 1 if result.get("failed") else 0

@@ -12,6 +12,7 @@ from typing import Any
 
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import cpu_name
+from zaya_jax.run.files import write_atomically
 
 
 def check_request(repeats: int, files: Mapping[str, str | None]) -> None:
@@ -54,7 +55,7 @@ def describe_run(benchmark: str, size: str, peer: str, packages: Iterable[str]) 
 def write_result(result: dict[str, Any], output: str | None) -> None:
     """Write `result` as JSON to the file `output`, if it is not None."""
     if output:
-        Path(output).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_atomically(Path(output), json.dumps(result, indent=2) + "\n")
 
 
 def rounded(seconds: Iterable[float]) -> list[float]:

@@ -106,8 +106,10 @@ class ConsoleReport:
 
     def _advise(self, eta: float, left: int, step: int) -> None:
         """Tell a person with a slow machine how long the run takes, and how to shorten it."""
-        batch = self._config.batch_for(self._config.phases[0]).tokens
+        phase = self._config.phases[0]
+        batch, warmup = self._config.batch_for(phase).tokens, phase.schedule.warmup_tokens if phase.schedule else 0
         tokens = tokens_before(self._config, step) + round(left * _SHORT / eta / batch + 0.5) * batch
+        tokens = max(tokens, warmup)
         self.say(f"This run takes about {eta / 60:.0f} minutes here. To train for about {_SHORT // 60}, stop it and "
                  f"start it with {self._config.phase_key(0)}.tokens={tokens} and another run_dir.")  # fmt: skip
 

@@ -20,6 +20,7 @@ from zaya_jax.data.tokenizer import vocabulary_warning
 from zaya_jax.errors import InputError
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.evaluate.heldout import HeldoutEvaluator, HeldoutLoss
+from zaya_jax.hardware.environment import combine_thresholds
 from zaya_jax.model.lora import merged
 from zaya_jax.model.tree import Arrays, with_values
 from zaya_jax.model.zaya import Zaya
@@ -122,7 +123,7 @@ def run_training(
         enter = stack.enter_context
         enter(out_of_memory("Training", TRAINING_REMEDY))
         folder = primary_first(lambda: enter(lock_run(config)) if is_primary() else run_folder(config))
-        prepared = primary_first(lambda: open_sources(config))
+        prepared = primary_first(lambda: _open_sources(config))
         if is_primary() and (warning := vocabulary_warning(prepared.tokenizer, config.model.vocab_size)):
             print(warning, file=sys.stderr)
         preemption = enter(Preemption(peers and peers.stop_step, is_supervised=progress.is_supervised))
@@ -171,13 +172,20 @@ def run_training(
                            trainer.base)  # fmt: skip
 
 
+def _open_sources(config: Config) -> Prepared:
+    prepared = open_sources(config)
+    if jax.process_count() > 1:
+        _ = prepared.baselines  # now, while the others wait: later they would wait in a collective, which can time out
+    return prepared
+
+
 def _checked_programs(config: Config) -> Programs:
     """Make the programs of all phases; raise `InputError` if these devices cannot train the configuration."""
     config.check()
     if config.train.compute_dtype == "float64" and not jax.config.read("jax_enable_x64"):
         raise InputError("train.compute_dtype=float64 requires 64-bit jax. Set JAX_ENABLE_X64=1, or call "
                          "jax.config.update('jax_enable_x64', True) before anything else.")  # fmt: skip
-    check_alike(to_yaml(config))
+    check_alike(f"{to_yaml(config)}\n{combine_thresholds()}")  # otherwise collectives would wait for each other
     programs = make_programs(config)
     programs.check()
     check_memory(programs)

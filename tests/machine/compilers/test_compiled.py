@@ -168,7 +168,8 @@ print("gathers", text.count(" all-gather-start("))
     counts = {}
     for knee in (2**20, 2**24):
         fits = [{"operation": name, "devices": 8, "knee_bytes": knee} for name in ("all_gather", "reduce_scatter")]
-        result = {"benchmark": "collectives", "hardware": {"device": f"8 × {device}"}, "fits": fits}
+        rows = [{"operation": fit["operation"], "bytes": 2**30} for fit in fits]
+        result = {"benchmark": "collectives", "hardware": {"device": f"8 × {device}"}, "fits": fits, "results": rows}
         (tmp_path / "collectives.json").write_text(json.dumps(result), encoding="utf-8")
         done = run(gpu, tmp_path, code, measurements=str(tmp_path))
         assert done.returncode == 0, done.stderr

@@ -53,7 +53,8 @@ def trace_generation(
     Raises:
       InputError: prompt and new tokens exceed `model.max_positions`.
     """
-    programs = compile_generation(_random_model(model, dtype), batch, prompt, 2 * repeats + 1)
+    blocks = 2 * repeats + 1 if work == "decode" else 0
+    programs = compile_generation(_random_model(model, dtype), batch, prompt, blocks)
     length = programs.chunks[0][0].shape[1] * len(programs.chunks)
     window = StepProfiler(ProfileConfig(1, repeats), folder, lambda _: None)
     if work == "prefill":

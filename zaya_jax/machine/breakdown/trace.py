@@ -63,8 +63,8 @@ def read_trace(folder: Path, module: str = "train_step") -> Trace:
     intervals = [Interval(start, end, part, opcode.startswith(_COLLECTIVES))
                  for start, end, _, part, opcode in operations if opcode not in _CONTAINERS]  # fmt: skip
     if not intervals:
-        raise InputError(f"{file} has no operations of {module}. On NVIDIA GPUs, command buffers hide them: set "
-                         "XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
+        raise InputError(f"{file} has no operations of the traced program ({module}). On NVIDIA GPUs, command buffers "
+                         "hide them: set XLA_FLAGS=--xla_gpu_enable_command_buffer= and trace again.")  # fmt: skip
     return Trace(intervals, entry, *(window[name] for name in ("first_step", "steps", "seconds", "device", "devices")))
 
 

@@ -7,10 +7,13 @@ from typing import Any
 from zaya_jax.config import ParallelConfig, load_config
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.detection import select_preset
+from zaya_jax.hardware.environment import apply_preset
+from zaya_jax.hardware.measurements import measured_preset
 from zaya_jax.machine.command import add_flags, add_job, add_verb, parse_bytes
 
 _OPERATIONS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "permute")
 _DTYPES = ("float32", "bfloat16", "float16", "int32", "int8")
+_SIZES = ("8", "16M", 2)  # smallest, largest, factor
 _AXES = ("data", "fsdp", "expert", "context")
 
 
@@ -26,9 +29,9 @@ def add(verbs: Any, program: str) -> None:
              help=f"operations to measure (default: all): {', '.join(_OPERATIONS)}")  # fmt: skip
     add_flag("--dtypes", nargs="+", choices=_DTYPES, default=("float32",), metavar="DTYPE",
              help=f"dtypes (default: float32): {', '.join(_DTYPES)}")  # fmt: skip
-    add_flag("--min-bytes", default="8", metavar="SIZE", help="smallest size, such as 8 or 64K (default: 8)")
-    add_flag("--max-bytes", default="16M", metavar="SIZE", help="largest size (default: 16M)")
-    add_flag("--factor", type=int, default=2, metavar="N", help="factor between sizes (default: 2)")
+    add_flag("--min-bytes", default=_SIZES[0], metavar="SIZE", help="smallest size, such as 8 or 64K (default: 8)")
+    add_flag("--max-bytes", default=_SIZES[1], metavar="SIZE", help="largest size (default: 16M)")
+    add_flag("--factor", type=int, default=_SIZES[2], metavar="N", help="factor between sizes (default: 2)")
     add_flag("--devices", nargs="+", type=int, default=(), metavar="N", help="numbers of devices to compare, each the "
              "first N (default: all devices of the job)")  # fmt: skip
     for axis in _AXES:
@@ -57,18 +60,25 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.config:
         if parsed.devices or parsed.axis or any(getattr(parsed, axis) not in (None, 1) for axis in _AXES):
             raise InputError("--config has its own layout: leave --devices, --axis and the sizes of mesh axes out.")
+        if (parsed.min_bytes, parsed.max_bytes, parsed.factor) != _SIZES:
+            raise InputError("--config has its own sizes: leave --min-bytes, --max-bytes and --factor out.")
         config = load_config(parsed.config[0], parsed.config[1:])
     layout = ParallelConfig(**{axis: getattr(parsed, axis) for axis in _AXES})
-    from zaya_jax.parallel.multihost import join
+    preset = select_preset(None if config is None else config.preset)
+    if config is not None:  # the flags decide how the step's messages are combined
+        apply_preset(preset if config.measurements is None else measured_preset(preset, config.measurements))
+    from zaya_jax.parallel.multihost import is_primary, join
 
-    preset = select_preset(None)
     join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
     from zaya_jax.machine.collectives.sweep import Sweep, measure_collectives
 
     sweep = Sweep(tuple(parsed.operations), tuple(parsed.dtypes), sizes, tuple(parsed.devices), layout,
                   tuple(parsed.axis), parsed.mode, parsed.repeats)  # fmt: skip
     png, rows = (Path(name) if name else None for name in (parsed.png, parsed.jsonl))
-    return measure_collectives(sweep, config, rows, png)
+    result = measure_collectives(sweep, config, rows, png)
+    if not is_primary():
+        parsed.output = None  # process 0 writes it
+    return result
 
 
 def _sizes(least: str, most: str, factor: int) -> tuple[int, ...]:

@@ -20,6 +20,8 @@ def draw(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for row in rows:
         half = row.get("out_of_place") or row["in_place"]
         name = f"{row['operation']}, {row['dtype']}, {row['devices']} devices"
+        if row["groups"] > 1:
+            name += f" along {' and '.join(row['axes'])}"
         lines.setdefault(name, []).append((row["bytes"], half["busbw"] / 1e9, half["p50"] * 1e6))
     fixed = scaling(rows)
     heights = (1.0, 1.0, 1.0) if fixed else (1.0, 1.0)
@@ -48,6 +50,8 @@ def scaling(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str, int], dic
     found: dict[tuple[str, str, int], dict[int, float]] = {}
     counts: dict[tuple[str, str], set[int]] = {}
     for row in rows:
+        if row["groups"] > 1:  # groups along different axes may have different links
+            continue
         half = row.get("out_of_place") or row["in_place"]
         found.setdefault((row["operation"], row["dtype"], row["bytes"]), {})[row["devices"]] = half["busbw"] / 1e9
         counts.setdefault((row["operation"], row["dtype"]), set()).add(row["devices"])

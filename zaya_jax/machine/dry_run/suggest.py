@@ -51,9 +51,9 @@ def suggest(config: Config, phase: int, devices: int, hardware: Hardware) -> lis
       devices: number of devices.
       hardware: data sheet.
     """
-    table, kernels = _ActivationTable(), select_kernels(TARGET, config.model, config.train.compute_dtype)
+    table, kernels = ActivationTable(), select_kernels(TARGET, config.model, config.train.compute_dtype)
     for across_nodes in (False, True):
-        layouts = list(_layouts(config, phase, devices, hardware.node_size, across_nodes))
+        layouts = list(find_layouts(config, phase, devices, hardware.node_size, across_nodes))
         fitting = [
             suggestion
             for parallel in track("trying", layouts, _describe)
@@ -69,7 +69,16 @@ def _describe(parallel: ParallelConfig) -> str:
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "data"
 
 
-def _layouts(config: Config, phase: int, devices: int, node: int, across_nodes: bool) -> Iterator[ParallelConfig]:
+def find_layouts(config: Config, phase: int, devices: int, node: int, across_nodes: bool) -> Iterator[ParallelConfig]:
+    """Yield the layouts that `suggest` compares.
+
+    Args:
+      config: configuration of the run.
+      phase: index of the phase.
+      devices: number of devices.
+      node: devices of a node.
+      across_nodes: whether an axis may span nodes; each micro-batch then reduces its gradients.
+    """
     now = config.parallel_for(config.phases[phase])
     divisors = [size for size in range(1, devices + 1) if devices % size == 0]
     inside = [size for size in divisors if size <= node]
@@ -90,33 +99,40 @@ def _fitting(
     devices: int,
     hardware: Hardware,
     parallel: ParallelConfig,
-    table: "_ActivationTable",
+    table: "ActivationTable",
     kernels: KernelSelection,
 ) -> Iterator[Suggestion]:
     """Yield what fits of a layout; of each policy the micro-batches until one does not fit."""
-    before, stage = config.phases[phase], largest_stage(config, phase)
-    shards = devices // parallel.context
-    most = stage.sequences // shards if stage.sequences % shards == 0 else 0
     for remat in get_args(Remat):
-        for micro in (2**power for power in range(max(1, most).bit_length())):
-            if not most or most % micro:
-                break
-            batch = dataclasses.replace(config.batch_for(before), micro_batch=micro)
-            after = dataclasses.replace(before, parallel=parallel, remat=remat, batch=batch)
-            changed = dataclasses.replace(config, phases=(*config.phases[:phase], after, *config.phases[phase + 1 :]))
+        for micro_batch in micro_batch_sizes(config, phase, devices // parallel.context):
+            changed = with_settings(config, phase, parallel, remat, micro_batch)
             try:
                 changed.check()
-                programs = simulated_programs(_alone(changed, phase), devices, kernels)
+                programs = simulated_programs(single_phase(changed, phase), devices, kernels)
             except InputError:
-                break
+                continue  # a smaller stage of a batch ramp may divide into larger micro-batches only
             estimate = estimate_phase(programs, 0, hardware, table)
             if estimate.memory.total > hardware.allocatable:
                 break
-            yield Suggestion(changed, overrides(config, before, after), estimate)
+            yield Suggestion(changed, overrides(config, config.phases[phase], changed.phases[phase]), estimate)
 
 
-def _alone(config: Config, phase: int) -> Config:
-    """Return a run of one phase; the programs of others take time to make."""
+def micro_batch_sizes(config: Config, phase: int, shards: int) -> list[int]:
+    """Return the powers of two that divide a shard's sequences of the phase's largest step; [] if `shards` do not."""
+    most, rest = divmod(largest_stage(config, phase).sequences, shards)
+    return [] if rest else [2**power for power in range(most.bit_length()) if most % 2**power == 0]
+
+
+def with_settings(config: Config, phase: int, parallel: ParallelConfig, remat: Remat, micro_batch: int) -> Config:
+    """Return the configuration with another layout, rematerialization policy and micro-batch in a phase."""
+    before = config.phases[phase]
+    batch = dataclasses.replace(config.batch_for(before), micro_batch=micro_batch)
+    after = dataclasses.replace(before, parallel=parallel, remat=remat, batch=batch)
+    return dataclasses.replace(config, phases=(*config.phases[:phase], after, *config.phases[phase + 1 :]))
+
+
+def single_phase(config: Config, phase: int) -> Config:
+    """Return a run of one phase, which keeps its schedule: the programs of others take time to make."""
     schedule = next(x.schedule for x in reversed(config.phases[: phase + 1]) if x.schedule or x is config.phases[0])
     return dataclasses.replace(config, phases=(dataclasses.replace(config.phases[phase], schedule=schedule),))
 
@@ -189,14 +205,18 @@ def suggestion_lines(phase: str, rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-class _ActivationTable:
-    """Counts activations of 1 and of 2 sequences, and extrapolates: they grow linearly."""
+class ActivationTable:
+    """Counts a model's activations of 1 and of 2 sequences, and extrapolates: they grow linearly.
+
+    It is called as `memory.count_activations`, and counts each layout and policy once.
+    """
 
     def __init__(self) -> None:
         self.counted: dict[Any, tuple[Activations, ...]] = {}
         self.residuals: dict[Any, int] = {}
 
     def __call__(self, program: PhaseProgram, sequences: int, context: int) -> Activations:
+        """Return the activations of `sequences` of `context` tokens."""
         key = self._key(program, context)
         if key not in self.counted:
             self.counted[key] = tuple(count_activations(program, count, context, self._residuals) for count in (1, 2))

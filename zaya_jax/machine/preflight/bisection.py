@@ -1,41 +1,66 @@
 """Find what slows a collective by bisection: compare two halves of the devices, and go on with the slower one."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import TypeVar
 
 Device = TypeVar("Device")
+Units = list[list[Device]]  # nodes, or single devices of a node
+Measure = Callable[[list[Device]], float]
 ROUNDS = 5  # in which something must be slow; the fastest counts, since other work on a host passes
 
 
-def find_slow(
-    devices: Sequence[Device], measure: Callable[[Sequence[Device]], float], tolerance: float
-) -> list[Device]:  # fmt: skip
+def find_slow(nodes: Sequence[Sequence[Device]], measure: Measure[Device], tolerance: float) -> list[Device]:
     """Return the devices that slow a collective down.
 
-    Halves of one device are measured together with a device that was found good.
+    Halves have the same number of nodes, or of devices of one node, so that equal links give equal bandwidths. A single
+    node or device is measured together with one that was found good.
 
     Args:
-      devices: neighbours next to each other, so that halves are whole nodes where possible.
-      measure: devices → bus bandwidth, which is the same for groups of different sizes if all links are alike.
+      nodes: the devices of each node.
+      measure: at least two devices → bus bandwidth.
       tolerance: relative difference of two halves, in `ROUNDS` measurements, from which on the slower one is searched.
 
     Returns:
-      The smallest group that is slower than its other half; [] if no half is. Two devices without a third to compare
-      with are not told apart.
+      The smallest group that is slower than another of its size; [] if none is. Two or three devices in all, and the
+      network of two or three nodes, cannot be told apart.
     """
-    suspects, good, is_slow = list(devices), list[Device](), False
-    while len(suspects) > 1:
-        middle = len(suspects) // 2
-        halves = [suspects[:middle], suspects[middle:]]
-        partners = good[:1] if middle == 1 else []
-        if middle == 1 and not good:
-            break
+    every = [list(node) for node in nodes]
+    slow, good = _bisect(every, [], measure, tolerance) if len(every) > 1 else (every, [])
+    if len(slow) != 1:
+        return list(chain(*slow))
+    (node,) = slow
+    inside, _ = _bisect([[device] for device in node], [[device] for device in chain(*good)], measure, tolerance)
+    return list(chain(*inside)) or (node if len(every) > 1 else [])
+
+
+def _bisect(
+    units: Units[Device], good: Units[Device], measure: Measure[Device], tolerance: float
+) -> tuple[Units[Device], Units[Device]]:
+    """Return the slow ones of `units`, [] if none is, and some that are good, at first those that are known."""
+
+    def slower(first: Units[Device], second: Units[Device], partner: Units[Device]) -> int | None:
+        """Return which of two groups is slower; None if neither is."""
+        partner = partner[:1] if len(first) == 1 else []
         fastest = [0.0, 0.0]
         for _ in range(ROUNDS):
-            fastest = [max(speed, measure([*partners, *half])) for speed, half in zip(fastest, halves, strict=True)]
+            fastest = [max(speed, measure([*chain(*partner, *half)]))
+                       for speed, half in zip(fastest, (first, second), strict=True)]  # fmt: skip
             if min(fastest) >= (1 - tolerance) * max(fastest):
-                return suspects if is_slow else []
-        slower = fastest.index(min(fastest))
-        suspects, is_slow = halves[slower], True
-        good = halves[1 - slower]
-    return suspects if is_slow else []
+                return None
+        return fastest.index(min(fastest))
+
+    suspects, is_slow = units, False
+    while len(suspects) > 1:
+        middle = len(suspects) // 2
+        halves, last = (suspects[:middle], suspects[middle : 2 * middle]), suspects[2 * middle :]
+        if not good and len(list(chain(*halves[0]))) == 1:
+            break
+        index = slower(*halves, good)
+        if index is not None:
+            suspects, good, is_slow = halves[index], halves[1 - index], True
+        elif last and slower([*last, *halves[0][1:]], halves[0], halves[1]) == 0:
+            return last, halves[0]
+        else:
+            break
+    return (suspects if is_slow else []), good

@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 from zaya_jax.config import load_config
-from zaya_jax.errors import InputError
+from zaya_jax.errors import InputError, last_words
 from zaya_jax.hardware.detection import select_preset
 from zaya_jax.hardware.environment import apply_preset, keep_compilations
 from zaya_jax.hardware.measurements import recorded_result
@@ -39,9 +39,18 @@ def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     preset = select_preset(config.preset)
     apply_preset(preset)
     keep_compilations()
-    from zaya_jax.parallel.multihost import join
+    from zaya_jax.parallel.multihost import is_primary, join
 
-    join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
+    peers = join(parsed.coordinator, parsed.processes, parsed.process, preset.join_seconds, preset.peer_timeout)
     from zaya_jax.machine.preflight.run import preflight
 
-    return preflight(config, baseline, parsed.tolerance / 100)
+    source = f"--baseline {parsed.baseline}" if parsed.baseline else f"The result of preflight in {config.measurements}"
+    try:
+        result = preflight(config, baseline, source, parsed.tolerance / 100)
+    except Exception as error:
+        if peers is not None:
+            peers.leave(*last_words(error))  # ends all processes of the job
+        raise
+    if not is_primary():
+        parsed.output = None  # process 0 writes it
+    return result

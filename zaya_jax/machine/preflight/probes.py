@@ -37,7 +37,7 @@ CPU = Sizes(512, "float32", 2**24, 2**20)
 GPU = Sizes(8192, "bfloat16", 2**30, 2**27)
 
 
-def device_speeds(name: str, sizes: Sizes) -> dict[int, float]:
+def device_speeds(name: str, sizes: Sizes) -> dict[int, float | str]:
     """Measure the devices of each process one after the other.
 
     Args:
@@ -45,24 +45,30 @@ def device_speeds(name: str, sizes: Sizes) -> dict[int, float]:
       sizes: of the operands.
 
     Returns:
-      The speed of each device of the job, by id.
+      The speed of each device of the job, by id; of one that fails, the first line of its error.
 
     Raises:
       TimeoutError: another process did not answer.
     """
-    own = [(device.id, _PROBES[name](device, sizes)) for device in jax.local_devices()]
+    own = [(device.id, _speed(name, device, sizes)) for device in jax.local_devices()]
     return dict(speed for process in all_gather("preflight", own, PATIENCE) for speed in process)
 
 
+def _speed(name: str, device: Any, sizes: Sizes) -> float | str:
+    try:
+        return _PROBES[name](device, sizes)
+    except jax.errors.JaxRuntimeError as error:  # such as memory that another program holds
+        return str(error).splitlines()[0]
+
+
 def _matmul(device: Any, sizes: Sizes) -> float:
-    with jax.default_device(device):
-        matrix = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
+    full = jnp.full((sizes.matrix, sizes.matrix), 1 / sizes.matrix, sizes.dtype)
+    matrix = jax.device_put(full, device)  # committed, so that the product runs there
     return 2 * sizes.matrix**3 / _shortest(jax.jit(jnp.matmul), matrix, matrix)
 
 
 def _memory(device: Any, sizes: Sizes) -> float:
-    with jax.default_device(device):
-        array = jnp.zeros(sizes.array // 4, jnp.float32)
+    array = jax.device_put(jnp.zeros(sizes.array // 4, jnp.float32), device)
     return 2 * sizes.array / _shortest(jax.jit(jnp.negative), array)  # of a plain copy, XLA would return the input
 
 

@@ -2,7 +2,7 @@
 
 import socket
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -14,7 +14,7 @@ from zaya_jax.machine.collectives.operations import COLLECTIVES, label
 from zaya_jax.machine.preflight import probes
 from zaya_jax.machine.preflight.bisection import ROUNDS, find_slow
 from zaya_jax.machine.result import describe_run
-from zaya_jax.parallel.multihost import all_gather, is_primary
+from zaya_jax.parallel.multihost import all_gather, broadcast, is_primary
 from zaya_jax.train.kernels import validated_kernels
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -40,12 +40,13 @@ class Check(NamedTuple):
     message: str
 
 
-def preflight(config: Config, baseline: Mapping[str, Any] | None, tolerance: float) -> dict[str, Any]:
+def preflight(config: Config, baseline: Mapping[str, Any] | None, source: str, tolerance: float) -> dict[str, Any]:
     """Check the devices of this job.
 
     Args:
       config: its model and dtype select the kernels.
-      baseline: result of an earlier preflight of the same devices; None for none.
+      baseline: result of an earlier preflight of the same devices; None for none. That of process 0 counts.
+      source: where the baseline comes from, for messages.
       tolerance: relative difference from which on something is slow.
 
     Returns:
@@ -57,9 +58,11 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, tolerance: flo
     kind, count = jax.devices()[0].device_kind, jax.device_count()
     result = describe_run("preflight", f"tolerance {tolerance:.0%}", "the other devices, and the baseline", ())
     result["hardware"] |= {"device": f"{count} × {kind}", "processes": jax.process_count()}
-    recorded = {} if baseline is None else _recorded(baseline, result["hardware"]["device"])
+    received: Any = broadcast(None if baseline is None else dict(baseline))
+    recorded = {} if received is None else _recorded(received, source, result["hardware"]["device"])
     sizes = probes.CPU if jax.default_backend() == "cpu" else probes.GPU
-    names, checks = _device_names(), list[Check]()
+    hosts = [str(host) for host in all_gather("preflight", socket.gethostname(), probes.PATIENCE)]
+    names, checks = _device_names(hosts), list[Check]()
 
     def report(check: Check) -> None:
         checks.append(_against(recorded, check, tolerance))
@@ -72,7 +75,7 @@ def preflight(config: Config, baseline: Mapping[str, Any] | None, tolerance: flo
     report(Check("collectives", "FAIL" if "failed" in found else "PASS", None, "",
                  found.get("failed") or found.get("skipped", "")))  # fmt: skip
     for operation in _MEASURED if count > 1 else ():
-        report(_collective(operation, sizes, names, tolerance))
+        report(_collective(operation, sizes, hosts, names, tolerance))
     result["checks"] = [check._asdict() for check in checks]
     if failed := [check.check for check in checks if check.status == "FAIL"]:
         result["failed"] = f"Checks that fail: {', '.join(failed)}."
@@ -93,7 +96,10 @@ def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str]
     speeds, slow = dict.fromkeys(names, 0.0), dict[int, float]()
     for _ in range(ROUNDS):
         again = probes.device_speeds(name, sizes)
-        speeds = {device: max(speed, again[device]) for device, speed in speeds.items()}
+        if failed := {device: error for device, error in again.items() if isinstance(error, str)}:
+            said = [f"{names[device]} fails: {error}." for device, error in failed.items()]
+            return Check(name, "FAIL", None, unit, " ".join(said))
+        speeds = {device: max(speed, float(again[device])) for device, speed in speeds.items()}
         typical = statistics.median(speeds.values())
         slow = {device: speed / typical for device, speed in speeds.items() if speed < (1 - tolerance) * typical}
         if not slow:
@@ -102,10 +108,15 @@ def _slowest(name: str, unit: str, sizes: probes.Sizes, names: Mapping[int, str]
     return Check(name, "FAIL" if slow else "PASS", min(speeds.values()), unit, " ".join(said))
 
 
-def _collective(operation: str, sizes: probes.Sizes, names: Mapping[int, str], tolerance: float) -> Check:
-    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+def _collective(
+    operation: str, sizes: probes.Sizes, hosts: Sequence[str], names: Mapping[int, str], tolerance: float
+) -> Check:  # fmt: skip
+    nodes: dict[str, list[Any]] = {}
+    for device in sorted(jax.devices(), key=lambda device: (device.process_index, device.id)):
+        nodes.setdefault(hosts[int(device.process_index)], []).append(device)
+    devices = [device for node in nodes.values() for device in node]
     whole = max(probes.bandwidth(operation, devices, sizes) for _ in range(ROUNDS))
-    slow = find_slow(devices, lambda group: probes.bandwidth(operation, group, sizes), tolerance)
+    slow = find_slow(list(nodes.values()), lambda group: probes.bandwidth(operation, group, sizes), tolerance)
     said = f"Slow: {', '.join(names[device.id] for device in slow)}." if slow else ""
     return Check(label(COLLECTIVES[operation]), "FAIL" if slow else "PASS", whole, "bytes/s", said)
 
@@ -113,26 +124,25 @@ def _collective(operation: str, sizes: probes.Sizes, names: Mapping[int, str], t
 def _against(recorded: Mapping[str, Any], check: Check, tolerance: float) -> Check:
     """Compare a check with the baseline."""
     before = recorded.get(check.check)
-    if before is None or not check.value or check.value >= (1 - tolerance) * before:
+    if check.unit not in _UNITS or not before or check.value is None or check.value >= (1 - tolerance) * before:
         return check
     said = f"{check.value / before:.0%} of the baseline, {_quantity(before, check.unit)}."
     return check._replace(status="FAIL", message=f"{said} {check.message}".strip())
 
 
-def _recorded(baseline: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Return the values of the baseline by check."""
+def _recorded(baseline: Mapping[str, Any], source: str, device: str) -> dict[str, float]:
+    """Return the measured values of the baseline by check."""
     try:
         if (before := baseline["hardware"]["device"]) != device:
-            raise InputError(f"The baseline is of {before}, but this job has {device}: leave --baseline out, and "
-                             "record another with --output.")  # fmt: skip
-        return {row["check"]: row["value"] for row in baseline["checks"]}
-    except (KeyError, TypeError) as error:
-        raise InputError(f"The baseline has no {error}: record another with --output.") from error
+            raise InputError(f"{source} is of {before}, but this job has {device}: leave it out, and record another "
+                             "with --output.")  # fmt: skip
+        return {row["check"]: float(row["value"]) for row in baseline["checks"] if row["value"] is not None}
+    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"{source} has a damaged row or field ({error!r}): record another with --output.") from error
 
 
-def _device_names() -> dict[int, str]:
+def _device_names(hosts: Sequence[str]) -> dict[int, str]:
     """Name each device of the job, with its process and host."""
-    hosts = all_gather("preflight", socket.gethostname(), probes.PATIENCE)
     several = jax.process_count() > 1
     return {
         device.id: f"device {device.id}" + (f" (process {process}, host {hosts[process]})" if several else "")

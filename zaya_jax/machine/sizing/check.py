@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.config import Config
+from zaya_jax.config import Config, ModelConfig
 from zaya_jax.config.stages import largest_stage
 from zaya_jax.errors import InputError
 from zaya_jax.hardware.data_sheets import Hardware
@@ -75,28 +75,35 @@ def _fits(config: Config, phase: int, changed: Any, devices: int, hardware: Hard
     return estimate.memory.total <= hardware.allocatable
 
 
-def read_measured(folder: str) -> Measured:
+def read_measured(folder: str, source: str, model: ModelConfig) -> Measured:
     """Read what results of `machine collectives` and `machine gemm` in a folder say.
+
+    Args:
+      folder: with the results.
+      source: flag that names it, for messages.
+      model: the architecture; products of other sizes, or in another dtype than bf16, do not count.
 
     Raises:
       InputError: there is no such folder, or a result in it is damaged.
     """
-    results = read_results(Path(folder), "--measured")
+    results = read_results(Path(folder), source)
     try:
-        return _measured(results)
+        return _measured(results, model)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise InputError(f"--measured {folder} has a result without the rows or fields that are needed ({error!r}): "
+        raise InputError(f"{source} {folder} has a result without the rows or fields that are needed ({error!r}): "
                          "measure again.") from error  # fmt: skip
 
 
-def _measured(results: Mapping[str, Any]) -> Measured:
+def _measured(results: Mapping[str, Any], model: ModelConfig) -> Measured:
     fits = [fit for fit in results.get("collectives", {}).get("fits", ())
             if fit["operation"] == "all_gather" and "knee_bytes" in fit]  # fmt: skip
-    gemm = results.get("gemm", {})
-    rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row]
+    gemm, d, f = results.get("gemm", {}), model.hidden_size, model.expert_size
+    rows = [row for row in gemm.get("results", ()) if "warm_flops_per_second" in row and gemm["dtype"] == "bfloat16"]
     experts = [row["warm_flops_per_second"] / gemm["maximum"] for row in rows
-               if row["family"] == "experts" and row["name"].endswith("even, forward")]  # fmt: skip
-    offsets = {row["offset"]: row["warm_flops_per_second"] for row in rows if row["family"] == "stride"}
+               if row["family"] == "experts" and row["name"].endswith("even, forward")
+               and (row["columns"], row["depth"]) in ((2 * f, d), (d, f))]  # fmt: skip
+    offsets = {row["offset"]: row["warm_flops_per_second"] for row in rows
+               if row["family"] == "stride" and row["depth"] - row["offset"] == d}  # fmt: skip
     others = [speed for offset, speed in offsets.items() if offset]
     return Measured(
         float(max(fits, key=lambda fit: fit["devices"])["knee_bytes"]) if fits else None,

@@ -1,13 +1,18 @@
 """The verb `sizing` of `python -m zaya_jax.machine`."""
 
 import argparse
-from typing import Any
+import gc
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from zaya_jax.config import load_config
+from zaya_jax.config import Config, load_config
 from zaya_jax.errors import InputError
-from zaya_jax.hardware.data_sheets import HARDWARE
+from zaya_jax.hardware.data_sheets import HARDWARE, Hardware
 from zaya_jax.hardware.measurements import get_hardware
 from zaya_jax.machine.command import add_config, add_flags, add_verb
+
+if TYPE_CHECKING:
+    from zaya_jax.machine.sizing.rules import Measured
 
 
 def add(verbs: Any, program: str) -> None:
@@ -15,7 +20,9 @@ def add(verbs: Any, program: str) -> None:
     verb = add_verb(
         verbs, program, "sizing", "check the sizes of a configuration against the rules for a GPU",
         "Prints PASS, WARN or FAIL for each rule and phase, with the predicted loss of time where a rule gives one; "
-        "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails.",
+        "OPEN if a measurement is missing. No GPU is needed. The exit status is 1 if a rule fails. With --suggest it "
+        "prints other widths with about as many parameters instead: those that no others beat in both training "
+        "throughput and decode latency.",
         "configs/zaya1_8b.yaml --devices 1024 --hardware mi300x",
     )  # fmt: skip
     add_config(verb)
@@ -25,25 +32,81 @@ def add(verbs: Any, program: str) -> None:
                       "memory and collectives")  # fmt: skip
     verb.add_argument("--measured", metavar="FOLDER", help="folder with results of collectives and gemm on this "
                       "hardware (default: --hardware, if it is a folder)")  # fmt: skip
-    add_flags(verb)
+    verb.add_argument("--suggest", action="store_true", help="search widths, experts, layers, layout, remat and "
+                      "micro-batch for fast training and decoding; takes minutes")  # fmt: skip
+    verb.add_argument("--phase", metavar="NAME", help="phase to train (--suggest only; default: the first)")
+    verb.add_argument("--band", type=float, metavar="PERCENT", help="largest difference from the configuration's "
+                      "parameters, total and active (--suggest only; default: 5)")  # fmt: skip
+    verb.add_argument("--layers", type=int, nargs=2, metavar=("LOW", "HIGH"), help="range of the number of layers "
+                      "(--suggest only; default: half to twice the configuration's)")  # fmt: skip
+    add_flags(verb, png="the Pareto front (--suggest only)")
     verb.set_defaults(run=_run)
 
 
 def _run(parsed: argparse.Namespace) -> dict[str, Any]:
     if parsed.devices < 1:
         raise InputError(f"--devices is {parsed.devices}, but must be at least 1.")
+    for flag in ("phase", "band", "layers", "png"):
+        if getattr(parsed, flag) is not None and not parsed.suggest:
+            raise InputError(f"--{flag} needs --suggest.")
     config, hardware = load_config(parsed.config, parsed.overrides), get_hardware(parsed.hardware, parsed.devices)
-    from zaya_jax.machine.sizing.check import check_sizing, lines, read_measured
+    request = _check_request(parsed, config) if parsed.suggest else None
+    from zaya_jax.machine.sizing.check import read_measured
     from zaya_jax.machine.sizing.rules import Measured
 
     folder = parsed.measured or (None if parsed.hardware in HARDWARE else parsed.hardware)
-    measured = Measured() if folder is None else read_measured(folder)
-    findings = check_sizing(config, parsed.devices, hardware, measured)
-    print("\n".join(lines(findings)))
+    source = "--measured" if parsed.measured else "--hardware"
+    measured = Measured() if folder is None else read_measured(folder, source, config.model)
     result: dict[str, Any] = {"config": parsed.config, "overrides": parsed.overrides, "devices": parsed.devices,
                               "hardware": parsed.hardware}  # fmt: skip
-    result["phases"] = {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
+    if request is None:
+        return result | _check(parsed, config, hardware, measured)
+    return result | _suggest(parsed, config, hardware, measured, *request)
+
+
+def _check(parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured") -> dict[str, Any]:
+    from zaya_jax.machine.sizing.check import check_sizing, lines
+
+    findings = check_sizing(config, parsed.devices, hardware, measured)
+    print("\n".join(lines(findings)))
+    result: dict[str, Any] = {
+        "phases": {phase: [finding._asdict() for finding in found] for phase, found in findings.items()}
+    }
     if failed := [f"{phase}: {finding.rule}" for phase, found in findings.items() for finding in found
                   if finding.status == "FAIL"]:  # fmt: skip
         result["failed"] = f"Rules that fail: {', '.join(failed)}."
+    return result
+
+
+def _check_request(parsed: argparse.Namespace, config: Config) -> tuple[int, float, tuple[int, int]]:
+    """Return the index of the phase, the band as a fraction, and the range of layers."""
+    names, depth = [phase.name for phase in config.phases], config.model.num_layers
+    phase = names[0] if parsed.phase is None else parsed.phase
+    band = 5.0 if parsed.band is None else parsed.band
+    low, high = parsed.layers or (max(1, depth // 2), 2 * depth)
+    if phase not in names:
+        raise InputError(f"--phase is {phase!r}, but must be one of {', '.join(names)}.")
+    if not 0 < band <= 100:
+        raise InputError(f"--band is {band:g}, but must be above 0 and at most 100.")
+    if not 1 <= low <= high:
+        raise InputError(f"--layers is {low} {high}, but LOW must be at least 1 and at most HIGH.")
+    for key in ("init_from", "resume_from"):
+        if (source := getattr(config, key)) is not None:
+            raise InputError(f"--suggest changes the widths of the model, but those of {key}={source} are fixed: set "
+                             f"{key}=null.")  # fmt: skip
+    return names.index(phase), band / 100, (low, high)
+
+
+def _suggest(
+    parsed: argparse.Namespace, config: Config, hardware: Hardware, measured: "Measured", phase: int, band: float,
+    layers: tuple[int, int],
+) -> dict[str, Any]:  # fmt: skip
+    from zaya_jax.machine.sizing.plot import draw
+    from zaya_jax.machine.sizing.report import lines, suggest_shapes
+
+    gc.freeze()  # tracing makes many objects: a search for garbage should not visit all that was imported
+    result = suggest_shapes(config, phase, parsed.devices, hardware, band, layers, measured)
+    print("\n".join(lines(result, parsed.devices, parsed.hardware)))
+    if parsed.png:
+        draw(Path(parsed.png), result, parsed.devices, parsed.hardware)
     return result

@@ -1,0 +1,64 @@
+"""Predict the time of a decode step on one device. Nothing here is measured.
+
+A step reads the parameters that its tokens use, and the cache, at the bandwidth that `Hardware.reached` assumes; and
+each layer launches kernels, of which each takes a fixed time. Arithmetic hides behind the reads, since a decode step
+has about one multiply-add for each parameter that it reads (docs/reference.md §1.3).
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from zaya_jax.config import ModelConfig
+from zaya_jax.hardware.data_sheets import Hardware
+from zaya_jax.model.arithmetic import active_parameters, cached_values, total_parameters
+
+# A decode step runs the forward pass, which launches 41 of a layer's 117 kernels in XLA's program of the 8B for an
+# H200, and 42 of 120 for an MI300X (`hardware.assumptions.layer_launches`).
+FORWARD_LAUNCHES = 1 / 3
+
+
+class DecodeEstimate(NamedTuple):
+    """The prediction for a step that decodes one token of each sequence.
+
+    Attributes:
+      context: tokens in the cache of each sequence.
+      parameters: bytes of parameters that the step reads.
+      cache: bytes of keys, values and convolution states that it reads.
+      memory: bytes of all parameters and the cache.
+      seconds: predicted time by component.
+    """
+
+    context: int
+    parameters: float
+    cache: int
+    memory: int
+    seconds: dict[str, float]
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of the step: the latency of a token."""
+        return sum(self.seconds.values())
+
+
+def estimate_decode(model: ModelConfig, batch: int, context: int, dtype: str, hardware: Hardware) -> DecodeEstimate:
+    """Predict a decode step on one device.
+
+    Args:
+      model: the architecture.
+      batch: number of sequences. Their tokens are taken to be routed evenly and independently: of e experts, a step
+        reads e · (1 − (1 − 1/e)^batch) on average.
+      context: tokens in the cache of each sequence.
+      dtype: name of the dtype of parameters and cache.
+      hardware: data sheet or measurements.
+    """
+    item, reached = jnp.dtype(dtype).itemsize, hardware.reached
+    total = total_parameters(model)
+    idle = total - active_parameters(model) - model.vocab_size * model.hidden_size  # with one sequence; the head is not
+    unread = idle * (1 - 1 / model.num_experts) ** (batch - 1)
+    parameters, cache = item * (total - unread), item * batch * cached_values(model, context)
+    seconds = {
+        "memory traffic": (parameters + cache) / (hardware.bandwidth * reached.memory),
+        "kernel launches": model.num_layers * reached.layer_launches * FORWARD_LAUNCHES * reached.launch,
+    }
+    return DecodeEstimate(context, parameters, cache, item * total + cache, seconds)
