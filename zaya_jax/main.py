@@ -5,9 +5,11 @@ import faulthandler
 import signal
 import sys
 
+from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.run.signals import NAMES, Listener, exit_status, ignore_signals, say_and_exit, warn
 
 if __name__ == "__main__":  # before the imports below, during which Ctrl-C would end in a traceback or be swallowed
+    use_huge_pages()
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads, even of a process that hangs
     atexit.register(ignore_signals)  # exit handlers run in reverse order, so this one runs last
     Listener(lambda number: say_and_exit(f"Stopped by {NAMES[number]}.", exit_status(number))).__enter__()

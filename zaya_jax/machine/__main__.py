@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.breakdown import command as step_command
 from zaya_jax.machine.collectives import command as collectives_command
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
@@ -105,4 +106,5 @@ def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     sys.exit(main())
