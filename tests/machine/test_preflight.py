@@ -162,7 +162,7 @@ def test_processes_check_their_devices_together(tmp_path):
     ("--tolerance 0", "--tolerance is 0, but must be above 0 and below 100."),
     ("--baseline missing", "--baseline missing cannot be read as JSON"),
     ("--baseline pyproject.toml", "--baseline pyproject.toml cannot be read as JSON"),
-    ("--baseline benchmarks/memory_cpu.json", "is no result of python -m zaya_jax.machine preflight --output."),
+    ("--baseline benchmarks/machine_cpu/memory.json", "is no result of python -m zaya_jax.machine preflight --output."),
 ])  # fmt: skip
 def test_bad_input_is_named(arguments, message, capsys):
     assert main(["preflight", CONFIG, *arguments.split()]) == 2
