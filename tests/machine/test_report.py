@@ -26,8 +26,13 @@ def header(benchmark: str, device: str = "cpu") -> dict:
     return result
 
 
+def read(name):
+    """A recorded result."""
+    return json.loads((ROOT / "benchmarks" / f"{name}.json").read_text())
+
+
 def recorded(name: str) -> dict:
-    return json.loads((ROOT / "benchmarks" / f"{name}_cpu.json").read_text())
+    return read(f"{name}_cpu")
 
 
 def preflight() -> dict:
@@ -102,7 +107,7 @@ def results(tmp_path_factory) -> dict[str, dict]:
         "librccl-net.so": {"files": ["/usr/lib/librccl-net.so"], "loaded": False}},
         "rdma": {"mlx5_0/1": {"link_layer": "Ethernet", "state": "ACTIVE", "rate": None}}}  # fmt: skip
     made = {"describe": machine, "preflight": preflight(), "smoke": smoke(machine), "collectives": collectives(),
-            "step": step(), "memory": recorded("memory")}  # fmt: skip
+            "step": step(), "memory": read("machine_cpu/memory")}  # fmt: skip
     made["memory"]["hardware"] |= made["step"]["hardware"]
     for verb, *arguments in (
         ("storage", "configs/tiny.yaml", f"run_dir={folder}", "--size", "1M", "--threads", "1", "--repeats", "1"),
