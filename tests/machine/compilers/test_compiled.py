@@ -26,7 +26,14 @@ from zaya_jax.main import main
 from zaya_jax.ops.parts import OTHER, PARTS
 
 pytestmark = pytest.mark.compilers
-SMALL = ["train.compute_dtype=bfloat16", "train.batch.micro_batch=1"]
+SMALL = [
+    "model.num_query_heads=4",
+    "model.num_kv_heads=2",
+    "train.remat=dots",
+    "train.compute_dtype=bfloat16",
+    "train.batch.tokens=2048",
+    "train.batch.micro_batch=1",
+]
 LAYOUTS = {
     "h200": ["parallel.fsdp=2"],
     "mi300x": ["parallel.expert=2", "parallel.expert_exchange=ragged", "parallel.context=2",
