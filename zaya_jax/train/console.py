@@ -15,7 +15,8 @@ from zaya_jax.data.plan import RunPlan
 from zaya_jax.evaluate.evaluator import Evaluator
 from zaya_jax.hardware.environment import describe_preset
 
-_LONG, _SHORT = 900, 300  # seconds: a run on a CPU that takes longer is told how to take about so long
+_LONG = 900  # seconds; for longer runs on a CPU, the console says how to shorten them
+_SHORT = 300  # seconds of the shortened run
 
 
 class ConsoleReport:

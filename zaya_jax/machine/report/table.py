@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 Row = Mapping[str, Any]
 Cell = Callable[[Row], str]
 
-NONE = "–"  # a value that there is not
+NONE = "–"  # shown in place of a missing value
 _NUMBER = re.compile(r"–|[-+]?[\d.,]+(e[-+]\d+)?( %)?")
 
 
