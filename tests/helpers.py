@@ -39,6 +39,9 @@ ABLATIONS = {
     "gqa": {"attention": "gqa", "attention_bias": True, "layer_pattern": ("full", "sliding"), "num_layers": 4,
             "sliding_window": 4, "sliding_rope_base": 500.0},
     "bare": {"attention": "gqa", "router": "linear", "residual_scaling": False, "num_kv_heads": 1},
+    "normed": {"attention": "gqa_qk_norm", "router_layers": 2},
+    "reduced": {"convolutions": False, "query_key_mean": False, "value_shift": False, "router_layers": 1,
+                "depth_averaging": False},
 }  # fmt: skip
 
 

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.train_helpers import compile_once
 from zaya_jax.bench import sweep
-from zaya_jax.bench.ablations import evaluation_interval, variants
+from zaya_jax.bench.ablations import MULTIPLIERS, tune, variants
 from zaya_jax.bench.balance import EVEN, _prepare, even_after, steps_until_even
 from zaya_jax.bench.optimizer import _interior, compare, optimizer_config, steps_to
 from zaya_jax.bench.sweep import CONTEXT, Curve, Trial, median_or_never, run_trial, run_trials, small_config
@@ -78,17 +80,31 @@ def test_never_is_more_than_any_number():
 def test_each_ablation_lacks_one_part_and_costs_about_the_same(tmp_path):
     whole = small_config(tmp_path, 20).model
     models = variants(whole)
-    assert len({total_parameters(model) for model in models.values()}) == len(models) == 4
-    for model in models.values():
-        changed = [name for name in ("attention", "router", "residual_scaling")
-                   if getattr(model, name) != getattr(whole, name)]  # fmt: skip
-        assert len(changed) == (model is not whole)
-        assert 0.8 < training_flops_per_token(model, CONTEXT) / training_flops_per_token(whole, CONTEXT) <= 1
+    for name, model in models.items():
+        model.check()
+        changed = [field.name for field in dataclasses.fields(model)
+                   if getattr(model, field.name) != getattr(whole, field.name)]  # fmt: skip
+        assert len(changed) == (model is not whole), name
+        parameters_left, flops_left = (count(model, *more) / count(whole, *more) for count, more in
+                                       ((total_parameters, ()), (training_flops_per_token, (CONTEXT,))))  # fmt: skip
+        assert (parameters_left < 1) == (name not in ("ZAYA1", "no QK-mean", "no value shift")), name
+        assert 0.8 < flops_left <= 1, name
 
 
-def test_the_last_step_is_evaluated():
-    assert all(steps % evaluation_interval(steps) == 0 for steps in range(1, 400))
-    assert evaluation_interval(150) == 10
+@given(best=st.floats(0.1, 10))
+def test_the_grid_of_rates_grows_until_the_best_is_inside(best):
+    tried = []
+
+    def run(keys):
+        tried.extend(keys)
+        return {key: Curve([(1, abs(np.log(key[1] / best)))], [], 0.0) for key in keys}
+
+    (losses,) = tune(["only"], run).values()
+    assert len(set(tried)) == len(tried) == len(losses) <= len(MULTIPLIERS) + 2
+    found = min(losses, key=losses.__getitem__)
+    if 0.2 < best < 5:
+        assert min(losses) < found < max(losses)
+        assert abs(np.log2(found / best)) <= 0.5 + 1e-6
 
 
 def test_the_load_is_even_where_it_stays_so_from_the_start_and_from_the_switch():

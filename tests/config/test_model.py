@@ -20,6 +20,11 @@ from tests.helpers import TINY
     ({"layer_pattern": ("full", "full", "full")}, "layer_pattern"),
     ({"layer_pattern": ("sliding",)}, "sliding_window"),
     ({"layer_pattern": ("sliding",), "sliding_window": 0}, "sliding_window"),
+    ({"router_layers": 4}, "router_layers"),
+    ({"attention": "gqa", "convolutions": False}, "convolutions"),
+    ({"attention": "gqa_qk_norm", "value_shift": False}, "value_shift"),
+    ({"router": "linear", "router_layers": 1}, "router_layers"),
+    ({"router": "linear", "depth_averaging": False}, "depth_averaging"),
 ])  # fmt: skip
 def test_impossible_architectures_are_named(changes, named):
     said = refused({f"model.{key}": value for key, value in changes.items()})

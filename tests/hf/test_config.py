@@ -44,7 +44,11 @@ def test_a_configuration_survives_the_journey(variant, rotary, base, biases, eps
     assert len(there["layer_types"]) == config.num_layers
 
 
-@pytest.mark.parametrize(("key", "value"), [("attention", "gqa"), ("router", "linear"), ("residual_scaling", False)])
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention", "gqa"), ("attention", "gqa_qk_norm"), ("router", "linear"), ("residual_scaling", False),
+    ("convolutions", False), ("query_key_mean", False), ("value_shift", False), ("router_layers", 1),
+    ("depth_averaging", False),
+])  # fmt: skip
 def test_an_architecture_without_a_part_of_zaya1_is_refused(key, value):
     with pytest.raises(InputError, match=rf"model\.{key} is {shown(value)}.*transformers"):
         to_hf(tiny_config(**{key: value}), "float32")

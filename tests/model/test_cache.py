@@ -31,8 +31,7 @@ def test_an_empty_cache_is_zeros_of_the_right_shapes(variant, dtype):
         chex.assert_shape(list(kv), (3, slots, heads * c))
         chex.assert_type(list(kv), dtype)
         if config.attention == "cca":
-            rows = config.depthwise_kernel + config.grouped_kernel - 2
-            chex.assert_shape(layer.u_bwnc, (3, rows, config.num_query_heads + heads, c))
+            chex.assert_shape(layer.u_bwnc, (3, config.convolution_reach, config.num_query_heads + heads, c))
             chex.assert_shape(layer.delayed_b1x, (3, 1, config.kv_size // 2))
             chex.assert_type([layer.u_bwnc, layer.delayed_b1x], float)
 

@@ -1,4 +1,4 @@
-"""Plain grouped-query attention as a whole layer, against the formulas in float64; decoding stands in test_zaya.py."""
+"""Grouped-query attention as a whole layer, against the formulas in float64; decoding stands in test_zaya.py."""
 
 import functools
 
@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds, tiny_config
 from zaya_jax.model.attention import Context
-from zaya_jax.model.gqa import GQA
 from zaya_jax.model.layers import rotary_table, segment_positions
+from zaya_jax.model.zaya import ATTENTION
 from zaya_jax.ops import LOCAL, Ops
 from zaya_jax.ops.attention import attention
 
@@ -21,8 +21,9 @@ B, S = 2, 11
 CONFIGS = {
     "full": tiny_config(attention="gqa", num_query_heads=6),
     "sliding": tiny_config("gqa", rotary_fraction=0.25),  # with biases
+    "normed": tiny_config("normed"),
 }
-KINDS = {"full": CONFIGS["full"].layer_kinds[0], "sliding": CONFIGS["sliding"].layer_kinds[1]}
+KINDS = {name: config.layer_kinds[name == "sliding"] for name, config in CONFIGS.items()}
 every_kind = pytest.mark.parametrize("kind", CONFIGS)
 
 
@@ -30,7 +31,8 @@ every_kind = pytest.mark.parametrize("kind", CONFIGS)
 def layer(kind):
     """A layer with nothing at its neutral start."""
     rng = np.random.default_rng(0)
-    shapes = jax.eval_shape(functools.partial(GQA, CONFIGS[kind], KINDS[kind]), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(ATTENTION[KINDS[kind].attention], CONFIGS[kind], KINDS[kind]),
+                            jax.random.key(0))  # fmt: skip
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.4, x.shape), jnp.float32), shapes)
 
 
@@ -72,8 +74,12 @@ def reference(kind, gqa, h, segments):
     for row, number in ((r, n) for r in range(B) for n in np.unique(segments[r][segments[r] > 0])):
         places = np.flatnonzero(segments[row] == number)
         x = h[row, places].astype(np.float64)
-        q = turn((x @ wide(gqa.query) + parts[0]).reshape(-1, heads, c))
-        k = turn((x @ wide(gqa.key) + parts[1]).reshape(-1, num_kv, c))
+        q = (x @ wide(gqa.query) + parts[0]).reshape(-1, heads, c)
+        k = (x @ wide(gqa.key) + parts[1]).reshape(-1, num_kv, c)
+        if kind == "normed":
+            q, k = (y * np.sqrt(c) / np.linalg.norm(y, axis=-1, keepdims=True) for y in (q, k))
+            k = k * wide(gqa.temperature)[:, None]
+        q, k = turn(q), turn(k)
         v = (x @ wide(gqa.value) + parts[2]).reshape(-1, num_kv, c)
         for t, place in enumerate(places):
             first = max(0, t + 1 - (config.sliding_window or S)) if kind == "sliding" else 0
@@ -112,7 +118,7 @@ def test_queries_keys_and_values_have_the_dtype_of_the_input(kind):
 
 def test_it_has_no_parameters_of_the_mix():
     config = tiny_config("gqa")
-    gqa = jax.eval_shape(functools.partial(GQA, config, config.layer_kinds[0]), jax.random.key(0))
+    gqa = jax.eval_shape(functools.partial(ATTENTION["gqa"], config, config.layer_kinds[0]), jax.random.key(0))
     sizes = sorted(x.size for x in jax.tree.leaves(gqa))
     d, q, kv = config.hidden_size, config.query_size, config.kv_size
     assert sizes == sorted([d * q, d * kv, d * kv, q * d, q + 2 * kv, d])

@@ -7,6 +7,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 from hypothesis import given
 
 from tests.helpers import assert_close, jit, seeds, tiny_config
@@ -19,9 +21,9 @@ SHAPE = (2, 9)
 
 
 @functools.cache
-def router(seed=0):
+def router(seed=0, config=CONFIG):
     rng = np.random.default_rng(seed)
-    shapes = jax.eval_shape(functools.partial(Router, CONFIG), jax.random.key(0))
+    shapes = jax.eval_shape(functools.partial(Router, config), jax.random.key(0))
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, 0.7, x.shape), jnp.float32), shapes)
 
 
@@ -47,12 +49,13 @@ def gelu(x):
 
 def reference(router, h, state):
     """docs/reference.md §1.4 in float64: probabilities and the state handed on."""
-    names = ("down", "down_bias", "state_scale", "hidden1", "hidden1_bias", "hidden2", "hidden2_bias", "output")
-    w = {name: np.asarray(getattr(router, name)[...], np.float64) for name in names}
-    r = h.astype(np.float64) @ w["down"] + w["down_bias"] + state * w["state_scale"]
+    w = {name: np.asarray(x[...], np.float64) for name, x in vars(router).items() if isinstance(x, nnx.Variable)}
+    r = h.astype(np.float64) @ w["down"] + w["down_bias"] + state * w.get("state_scale", 0)
     t = r / np.sqrt((r**2).mean(-1, keepdims=True) + CONFIG.norm_eps) * np.asarray(router.norm.weight[...], np.float64)
-    t = gelu(t @ w["hidden1"] + w["hidden1_bias"])
-    z = gelu(t @ w["hidden2"] + w["hidden2_bias"]) @ w["output"]
+    for name in ("hidden1", "hidden2"):
+        if name in w:
+            t = gelu(t @ w[name] + w[f"{name}_bias"])
+    z = t @ w["output"]
     p = np.exp(z - z.max(-1, keepdims=True))
     return p / p.sum(-1, keepdims=True), r
 
@@ -69,6 +72,19 @@ def test_the_weight_is_the_unbiased_probability_of_the_class_the_bias_chose(seed
     np.testing.assert_array_equal(routing.expert_bs, (expected + bias).argmax(-1))
     weight = np.take_along_axis(expected, np.asarray(routing.expert_bs)[..., None], -1)[..., 0]
     assert_close(routing.weight_bs, np.where(routing.expert_bs == E, 0, weight), 1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("averaging", [False, True])
+def test_a_router_without_layers_or_depth_averaging_has_the_rest(layers, averaging):
+    reduced = router(config=tiny_config(router_layers=layers, depth_averaging=averaging))
+    h, state = draw(2)
+    p, handed_on = reduced.probabilities(h, state, LOCAL)
+    expected, expected_state = reference(reduced, h, state)
+    assert_close(p, expected, 1e-5)
+    assert_close(handed_on, expected_state, 1e-5)
+    hidden = [name for name in ("hidden1", "hidden2", "state_scale") if hasattr(reduced, name)]
+    assert hidden == ["hidden1", "hidden2"][: layers - 1] + ["state_scale"] * averaging
 
 
 def test_skipped_tokens_weigh_nothing():

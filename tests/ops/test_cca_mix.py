@@ -11,14 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import assert_close, jit, packed_rows, seeds
-from zaya_jax.ops.cca_mix import Halo, MixWeights, cca_mix, rotate
+from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts, MixWeights, cca_mix, rotate
 
 B, S, C = 2, 13, 4
 # (k0, k1, query heads, key heads)
 SHAPES = {"released": (2, 2, 4, 2), "long": (4, 3, 3, 1), "one": (1, 1, 2, 2), "depthwise": (3, 1, 2, 1)}
+ALL_SHAPES = SHAPES | {"none": (0, 0, 4, 2)}  # no convolutions
 
 
-def one_document(u, current, delayed, cos, sin, weights, start):
+def one_document(u, current, delayed, cos, sin, weights, start, parts=ALL_PARTS):
     """float64 q, k, v of a document that stands alone, by the two convolutions of docs/reference.md §1.3."""
     depthwise, beta, grouped, gamma, temperature = (np.asarray(w, np.float64) for w in weights)
     k0, k1, num_kv = len(depthwise), len(grouped), len(temperature)
@@ -31,8 +32,8 @@ def one_document(u, current, delayed, cos, sin, weights, start):
     z = np.stack([
         gamma + sum(np.einsum("nx,nxc->nc", depthwise_at(t - (k1 - 1 - w)), grouped[w]) for w in range(k1))
         for t in range(s)
-    ])  # fmt: skip
-    q_mean = 0.5 * (u[:, :h] + np.repeat(u[:, h:], h // num_kv, 1))
+    ]) if k1 else u  # fmt: skip
+    q_mean = 0.5 * (u[:, :h] + np.repeat(u[:, h:], h // num_kv, 1)) * parts.query_key_mean
     k_mean = q_mean.reshape(s, num_kv, h // num_kv, c).mean(2)
 
     def unit(x):
@@ -46,12 +47,12 @@ def one_document(u, current, delayed, cos, sin, weights, start):
 
     q = turn(unit(z[:, :h] + q_mean))
     k = turn(unit(z[:, h:] + k_mean) * temperature[:, None])
-    v = np.concatenate([current, np.concatenate([[start], delayed[:-1]])], -1)
+    v = np.concatenate([current, np.concatenate([[start], delayed[:-1]]) if parts.value_shift else delayed], -1)
     return q, k, v.reshape(s, num_kv, c)
 
 
 def draw(seed, name):
-    k0, k1, h, kv = SHAPES[name]
+    k0, k1, h, kv = ALL_SHAPES[name]
     rng = np.random.default_rng(seed)
 
     def normal(*shape):
@@ -74,24 +75,27 @@ def on_host(function):
     return lambda *arguments: jax.device_get(compiled(*arguments))
 
 
-def mixed(halo, u, current, delayed, segments, rotary, weights, start):
-    return cca_mix(pack(u, current, delayed), halo, segments, rotary, weights, start)
+def mixed(halo, u, current, delayed, segments, rotary, weights, start, parts=ALL_PARTS):
+    return cca_mix(pack(u, current, delayed), halo, segments, rotary, weights, start, parts)
 
 
 whole = on_host(functools.partial(mixed, None))
+reduced = {parts: on_host(functools.partial(mixed, None, parts=parts)) for parts in map(MixParts, (0, 0, 1), (0, 1, 0))}
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(("name", "parts"), [*((name, ALL_PARTS) for name in SHAPES),
+                                             *(("none", parts) for parts in reduced)])  # fmt: skip
 @given(data=st.data(), seed=seeds())
-def test_equals_each_document_alone(name, data, seed):
+def test_equals_each_document_alone(name, parts, data, seed):
     u, current, delayed, rotary, weights, start = draw(seed, name)
     segments = data.draw(packed_rows(B, S))
-    q, k, v = whole(u, current, delayed, segments, rotary, weights, start if seed % 2 else np.zeros_like(start))
+    program = reduced.get(parts, whole)
+    q, k, v = program(u, current, delayed, segments, rotary, weights, start if seed % 2 else np.zeros_like(start))
     for row in range(B):
         for number in np.unique(segments[row][segments[row] > 0]):
             at = np.flatnonzero(segments[row] == number)
-            parts = [np.asarray(x[row, at], np.float64) for x in (u, current, delayed, *rotary)]
-            expected = one_document(*parts, weights, start if seed % 2 else np.zeros_like(start))
+            arrays = [np.asarray(x[row, at], np.float64) for x in (u, current, delayed, *rotary)]
+            expected = one_document(*arrays, weights, start if seed % 2 else np.zeros_like(start), parts)
             for ours, theirs in zip((q, k, v), expected, strict=True):
                 assert_close(ours[row, at], theirs, 1e-3)
 

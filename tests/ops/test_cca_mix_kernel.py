@@ -123,7 +123,7 @@ def test_tiles_parts_and_chunks_of_channels_in_bfloat16():
 
 def shapes(dtype, k0=2, k1=2, c=128, pairs=32):
     b, s, h, k = 1, 4096, 8, 2
-    n, x, before = h + k, k * c // 2, k0 + k1 - 2
+    n, x, before = h + k, k * c // 2, max(k0 + k1 - 2, 0)
     f32, i32 = (functools.partial(shape, dtype=kind) for kind in (jnp.float32, jnp.int32))
     halo = Halo(shape(b, before, n, c, dtype=dtype), i32(b, max(before, 1)), shape(b, 1, x, dtype=dtype))
     weights = MixWeights(f32(k0, n, c), f32(n, c), f32(k1, n, c, c), f32(n, c), f32(k))
@@ -164,6 +164,7 @@ def test_lowers_widely(platform, dtype, sizes):
     (jnp.bfloat16, {"pairs": 8}, "128 channels with 8 pairs"),
     (jnp.bfloat16, {"pairs": 0}, "with 0 pairs"),
     (jnp.bfloat16, {"k0": 8, "k1": 4}, "8 and 4 taps"),
+    (jnp.bfloat16, {"k0": 0, "k1": 0}, "needs convolutions"),
 ])  # fmt: skip
 def test_refuses(dtype, sizes, words):
     with pytest.raises(ValueError, match=words):

@@ -85,10 +85,11 @@ def test_probabilities_are_a_distribution_whatever_the_state(x):
     assert np.isfinite(state).all()
 
 
-def shapes(dtype, r=256, classes=17):
+def shapes(dtype, r=256, classes=17, hidden=2):
     f32 = functools.partial(shape, dtype=jnp.float32)
     matrix, vector = shape(r, r, dtype=dtype), f32(r)
-    weights = RouterWeights(vector, vector, vector, matrix, vector, matrix, vector, shape(r, classes, dtype=dtype))
+    second = (matrix, vector) if hidden == 2 else (None, None)
+    weights = RouterWeights(vector, vector, vector, matrix, vector, *second, shape(r, classes, dtype=dtype))
     return f32(1, 4096, r), f32(1, 4096, r), weights
 
 
@@ -118,6 +119,7 @@ def test_lowers_and_runs_once_forward_if_the_probabilities_are_saved(platform):
     (jnp.bfloat16, {"r": 96}, "a power of two"),
     (jnp.bfloat16, {"r": 512}, "16 to 256 elements"),
     (jnp.bfloat16, {"classes": 33}, "at most 32 classes"),
+    (jnp.bfloat16, {"hidden": 1}, "needs two hidden layers"),
 ])  # fmt: skip
 def test_refuses(dtype, sizes, words):
     with pytest.raises(ValueError, match=words):

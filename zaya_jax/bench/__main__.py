@@ -7,6 +7,8 @@ from typing import Any
 
 from zaya_jax.config import load_config
 from zaya_jax.errors import InputError
+from zaya_jax.hardware.environment import keep_compilations
+from zaya_jax.hardware.huge_pages import use_huge_pages
 from zaya_jax.machine.command import add_flags, add_verb, run_verb
 
 _PROGRAM = "python -m zaya_jax.bench"
@@ -123,8 +125,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("balance", "count the steps that each balancing rule needs to even out the expert load",
          f"{small} Training starts with a skewed router, and the data changes half-way.", 100,
          "number of training steps before the data changes, and again after it", "expert-load entropy against steps"),
-        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time", small, 150,
-         "number of training steps of the whole model", "held-out loss against steps"),
+        ("ablations", "compare held-out loss at equal FLOPs with one part of ZAYA1 removed at a time",
+         f"{small} The learning rates of each variant are tuned on the first seed.", 200,
+         "number of training steps of the whole model", "differences from the whole model"),
     ):  # fmt: skip
         verb = add_verb(verbs, _PROGRAM, name, summary, details, f"--steps 100 --png {name}.png")
         verb.add_argument("--steps", type=int, default=steps, metavar="N",
@@ -201,9 +204,11 @@ def _trainings(parsed: argparse.Namespace) -> dict[str, Any]:
 
     if parsed.steps < 20:
         raise InputError(f"--steps is {parsed.steps}, but must be at least 20: the warm-up takes 10 steps.")
+    keep_compilations()  # the seeds of a variant run the same programs
     benches = {"optimizer": bench_optimizer, "balance": bench_balance, "ablations": bench_ablations}
     return benches[parsed.verb](parsed.steps, parsed.png)
 
 
 if __name__ == "__main__":
+    use_huge_pages()
     sys.exit(main())

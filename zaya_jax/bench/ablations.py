@@ -1,21 +1,33 @@
-"""Ablations: held-out loss with one part of ZAYA1 removed at a time, at equal FLOPs."""
+"""Ablations: held-out loss with one part of ZAYA1 removed at a time, at equal FLOPs and the best learning rates."""
 
 import statistics
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.bench.sweep import CONTEXT, PACKAGES, SEEDS, SIZE, Trial, draw_heldout, run_trials, small_config
-from zaya_jax.config import Config, ModelConfig
+from zaya_jax.bench.sweep import BATCH, CONTEXT, PACKAGES, SEEDS, SIZE, Curve, Trial, run_trials, small_config
+from zaya_jax.config import Config, ModelConfig, PhaseConfig, ScheduleConfig
+from zaya_jax.machine.plot import draw_spread
 from zaya_jax.machine.result import describe_run
+
+WHOLE = "ZAYA1"
+MULTIPLIERS = (0.5, 1.0, 2.0)  # of all learning rates; the grid grows while the best is at its edge
+_MOST = 2  # times that the grid grows
 
 
 def variants(model: ModelConfig) -> dict[str, ModelConfig]:
-    """Return the whole model, and variants that replace or remove one of three parts, by name."""
+    """Return the whole model, and variants that replace or remove one part, by name."""
     return {
-        "zaya1": model,
-        "gqa": replace(model, attention="gqa"),
+        WHOLE: model,
+        "GQA": replace(model, attention="gqa"),
+        "GQA with QK-norm": replace(model, attention="gqa_qk_norm"),
+        "no convolutions": replace(model, convolutions=False),
+        "no QK-mean": replace(model, query_key_mean=False),
+        "no value shift": replace(model, value_shift=False),
+        "no depth averaging": replace(model, depth_averaging=False),
+        "router MLP of one layer": replace(model, router_layers=1),
         "linear router": replace(model, router="linear"),
         "no residual scaling": replace(model, residual_scaling=False),
     }
@@ -24,46 +36,89 @@ def variants(model: ModelConfig) -> dict[str, ModelConfig]:
 def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
     """Train each variant with the FLOPs of `steps` steps of the whole model, with three seeds.
 
+    The first seed is also that of the trials of learning rates.
+
     Args:
       steps: training steps of the whole model.
-      png: file for a plot of the curves; None for no plot.
+      png: file for a plot of the differences; None for no plot.
     """
     from zaya_jax.model.arithmetic import total_parameters, training_flops_per_token
 
     result = describe_run(
-        "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time",
-        f"{SIZE}, {steps} steps of 2,048 tokens of the text corpus for the whole model",
-        "the whole model", PACKAGES,
+        "held-out loss at equal FLOPs, with one part of ZAYA1 removed at a time, each at its best learning rates",
+        f"{SIZE}, {steps} steps of {BATCH:,} tokens of the text corpus for the whole model, cosine schedule",
+        "the whole model with the same seed", PACKAGES,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         models = variants(small_config(Path(folder), steps).model)
         flops = {name: training_flops_per_token(model, CONTEXT) for name, model in models.items()}
-        count = {name: round(steps * flops["zaya1"] / flops[name]) for name in flops}
+        count = {name: round(steps * flops[WHOLE] / flops[name]) for name in flops}
 
-        def config(name: str, seed: int) -> Config:
-            return small_config(Path(folder), count[name], seed, model=models[name])
+        def trial(name: str, multiplier: float, seed: int) -> Trial:
+            config = _config(Path(folder), models[name], count[name], multiplier, seed)
+            return Trial(f"{name} x{multiplier:g} seed {seed}", config, count[name])
 
-        trials = {(name, seed): Trial(f"{name} seed {seed}", config(name, seed), evaluation_interval(count[name]))
-                  for name in flops for seed in SEEDS}  # fmt: skip
-        curves = run_trials(trials)
-    final = {name: [curves[name, seed].final for seed in SEEDS] for name in models}
+        tuning = tune(list(models), lambda keys: run_trials({key: trial(*key, SEEDS[0]) for key in keys}))
+        best = {name: min(losses, key=losses.__getitem__) for name, losses in tuning.items()}
+        curves = run_trials({(name, seed): trial(name, best[name], seed) for name in models for seed in SEEDS[1:]})
+    final = {name: [tuning[name][best[name]], *(curves[name, seed].final for seed in SEEDS[1:])] for name in models}
+    over = {name: [loss - whole for loss, whole in zip(final[name], final[WHOLE], strict=True)] for name in models}
     result["results"] = {
         name: {
             "parameters": total_parameters(model),
             "flops_per_token": round(flops[name]),
             "steps": count[name],
+            "heldout_loss_by_multiplier": {f"{m:g}": round(loss, 4) for m, loss in sorted(tuning[name].items())},
+            "multiplier": best[name],
+            "interior": min(tuning[name]) < best[name] < max(tuning[name]),
             "heldout_loss": [round(loss, 4) for loss in final[name]],
-            "over_zaya1": round(statistics.mean(final[name]) - statistics.mean(final["zaya1"]), 4),
+            "over_zaya1": [round(loss, 4) for loss in over[name]],
+            "mean_over_zaya1": round(statistics.mean(over[name]), 4),
         }
         for name, model in models.items()
     }
     for name, row in result["results"].items():
-        print(f"{name}: held-out loss {statistics.mean(row['heldout_loss']):.4f} nats/token, {row['over_zaya1']:+.4f} "
-              "against ZAYA1")  # fmt: skip
-    draw_heldout(png, {trials[key].name: curve for key, curve in curves.items()}, "Ablations at equal FLOPs")
+        print(f"{name}: held-out loss {statistics.mean(final[name]):.4f} nats/token, {row['mean_over_zaya1']:+.4f} "
+              f"({min(over[name]):+.4f} to {max(over[name]):+.4f}) against ZAYA1")  # fmt: skip
+    if png:
+        over.pop(WHOLE)
+        draw_spread(Path(png), over, title=f"Ablations at equal FLOPs (mean and {len(SEEDS)} seeds)",
+                    x="held-out loss above ZAYA1 (nats/token)")  # fmt: skip
     return result
 
 
-def evaluation_interval(steps: int) -> int:
-    """Return the divisor of `steps` closest to 10, so that the last step is evaluated."""
-    return min((n for n in range(1, steps + 1) if steps % n == 0), key=lambda n: abs(n - 10))
+def tune(
+    names: list[str], run: Callable[[list[tuple[str, float]]], dict[tuple[str, float], Curve]]
+) -> dict[str, dict[float, float]]:
+    """Try multipliers of the learning rates for each variant, further ones while the best is at the edge.
+
+    Args:
+      names: of the variants.
+      run: trains pairs of a variant and a multiplier.
+
+    Returns:
+      Held-out loss by variant and multiplier.
+    """
+    losses: dict[str, dict[float, float]] = {name: {} for name in names}
+    keys = [(name, multiplier) for name in names for multiplier in MULTIPLIERS]
+    for _ in range(1 + _MOST):
+        for (name, multiplier), curve in run(keys).items():
+            losses[name][multiplier] = curve.final
+        keys = [(name, further) for name, tried in losses.items() if (further := _further(tried)) is not None]
+        if not keys:
+            break
+    return losses
+
+
+def _further(losses: dict[float, float]) -> float | None:
+    best = min(losses, key=losses.__getitem__)
+    return best / 2 if best == min(losses) else best * 2 if best == max(losses) else None
+
+
+def _config(cache: Path, model: ModelConfig, steps: int, multiplier: float, seed: int) -> Config:
+    schedule = ScheduleConfig(final=0.1, warmup_tokens=20 * BATCH)
+    config = small_config(cache, steps, seed, model=model, phases=(PhaseConfig(steps * BATCH, schedule=schedule),))
+    rates = config.optimizer
+    optimizer = replace(rates, muon=replace(rates.muon, learning_rate=multiplier * rates.muon.learning_rate),
+                        adamw=replace(rates.adamw, learning_rate=multiplier * rates.adamw.learning_rate))  # fmt: skip
+    return replace(config, optimizer=optimizer)

@@ -7,7 +7,7 @@ from zaya_jax.config.bounds import Positive, check_bounds
 from zaya_jax.config.checks import require
 
 AttentionKind = Literal["full", "sliding"]
-AttentionForm = Literal["cca", "gqa"]
+AttentionForm = Literal["cca", "gqa", "gqa_qk_norm"]
 RouterForm = Literal["zaya", "linear"]
 
 
@@ -33,7 +33,7 @@ MAX_PARAMETERS = 10**14  # sizes of parameters, gradients and optimizer state th
 class ModelConfig:
     """The ZAYA1 architecture (docs/reference.md §1.1). Defaults are those of the released 8B.
 
-    `attention`, `router` and `residual_scaling` are ablations: each can replace one part of ZAYA1.
+    The keys from `attention` to `depth_averaging` are ablations: each can replace or remove one part of ZAYA1.
     """
 
     vocab_size: Positive[int]
@@ -48,9 +48,14 @@ class ModelConfig:
     max_positions: Positive[int]
     layer_pattern: tuple[AttentionKind, ...] = ("full",)  # repeated over the depth
     sliding_window: Positive[int] | None = None  # keys that a query attends to, itself included
-    attention: AttentionForm = "cca"  # gqa: no compression, convolutions and norms
+    attention: AttentionForm = "cca"  # gqa: plain grouped-query attention; gqa_qk_norm: with CCA's norm of both
     router: RouterForm = "zaya"  # linear: one matrix, no depth averaging, no skip class
     residual_scaling: bool = True  # false: plain residual sums
+    convolutions: bool = True  # of CCA
+    query_key_mean: bool = True  # of CCA
+    value_shift: bool = True  # of CCA: half of the value is that of the previous token
+    router_layers: int = 3  # of the MLP of the zaya router, the output layer included
+    depth_averaging: bool = True  # of the zaya router: its state includes those of the layers before
     rope_base: Positive[float] = 5.0e6  # of full layers; a phase can set its own
     sliding_rope_base: Positive[float] = 1.0e4
     rotary_fraction: float = 0.5  # fraction of each head's channels that is rotated
@@ -66,6 +71,17 @@ class ModelConfig:
         check_bounds(self, "model")
         require(self.num_query_heads % self.num_kv_heads == 0, "model.num_query_heads", self.num_query_heads,
                 f"a multiple of model.num_kv_heads ({self.num_kv_heads})")  # fmt: skip
+        require(1 <= self.router_layers <= 3, "model.router_layers", self.router_layers, "1, 2 or 3")
+        for key, parts in (("attention", ("convolutions", "query_key_mean", "value_shift")),
+                           ("router", ("router_layers", "depth_averaging"))):  # fmt: skip
+            whole = getattr(self, key) == getattr(ModelConfig, key)
+            for part in parts:
+                require(
+                    whole or getattr(self, part) == getattr(ModelConfig, part),
+                    f"model.{part}",
+                    getattr(self, part),
+                    f"left out with model.{key}={getattr(self, key)}, which has none",
+                )
         require((self.num_kv_heads * self.head_dim) % 2 == 0, "model.head_dim", self.head_dim,
                 "even if model.num_kv_heads is odd: half of the value channels are delayed")  # fmt: skip
         require(0 <= self.rotary_fraction <= 1, "model.rotary_fraction", self.rotary_fraction, "between 0 and 1")
@@ -100,7 +116,12 @@ class ModelConfig:
     @property
     def convolution_reach(self) -> int:
         """Number of previous tokens that a layer's convolutions read."""
-        return self.depthwise_kernel + self.grouped_kernel - 2 if self.attention == "cca" else 0
+        return self.depthwise_kernel + self.grouped_kernel - 2 if self.has_convolutions else 0
+
+    @property
+    def has_convolutions(self) -> bool:
+        """Whether attention has convolutions."""
+        return self.attention == "cca" and self.convolutions
 
     @property
     def period(self) -> tuple[AttentionKind, ...]:

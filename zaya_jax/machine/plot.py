@@ -44,3 +44,23 @@ def draw_lines(path: Path, lines: Mapping[str, Sequence[Sequence[float]]], *, ti
         integer_steps(panel)
     legend_beside(panel)
     save_figure(figure, path)
+
+
+def draw_spread(path: Path, rows: Mapping[str, Sequence[float]], *, title: str, x: str) -> None:
+    """Plot the values of each row as points on a line, with a bar for their mean.
+
+    Args:
+      path: PNG file to write.
+      rows: values by name, from top to bottom.
+      title: title of the plot.
+      x: label of the x axis, with its unit.
+    """
+    figure = new_figure(title, size=(7.5, 1.2 + 0.3 * len(rows)))
+    (panel,) = figure.axes
+    for index, values in enumerate(rows.values()):
+        panel.barh(index, statistics.mean(values), height=0.6, color="C0", alpha=FAINT)
+        panel.scatter(values, [index] * len(values), color="C0", s=18, zorder=2)
+    panel.axvline(0, color="grey", linewidth=0.8)
+    panel.set(xlabel=x, yticks=range(len(rows)), yticklabels=list(rows))
+    panel.invert_yaxis()
+    save_figure(figure, path)

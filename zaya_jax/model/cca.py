@@ -13,7 +13,7 @@ from zaya_jax.model.cache import KeyValues
 from zaya_jax.model.hf_names import HfTensor, linear, same
 from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cca_mix import Halo, MixWeights, unpacked
+from zaya_jax.ops.cca_mix import Halo, MixParts, MixWeights, unpacked
 from zaya_jax.ops.parts import part
 from zaya_jax.ops.precision import accumulation_dtype
 
@@ -54,13 +54,14 @@ class CCA(Attention):
         k0, k1 = config.depthwise_kernel, config.grouped_kernel
         keys = jax.random.split(key, 7)
         super().__init__(config, layer, list(keys), config.kv_size // 2)
-        bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # 1 / sqrt(fan-in)
-        depthwise = jax.random.uniform(keys[5], (k0, heads, c), jnp.float32, minval=-bound0, maxval=bound0)
-        grouped = jax.random.uniform(keys[6], (k1, heads, c, c), jnp.float32, minval=-bound1, maxval=bound1)
-        self.depthwise = param(depthwise, "convolution")
-        self.depthwise_bias = param(jnp.zeros((heads, c)), "bias")
-        self.grouped = param(grouped, "convolution")
-        self.grouped_bias = param(jnp.zeros((heads, c)), "bias")
+        if config.convolutions:
+            bound0, bound1 = k0**-0.5, (c * k1) ** -0.5  # 1 / sqrt(fan-in)
+            depthwise = jax.random.uniform(keys[5], (k0, heads, c), jnp.float32, minval=-bound0, maxval=bound0)
+            grouped = jax.random.uniform(keys[6], (k1, heads, c, c), jnp.float32, minval=-bound1, maxval=bound1)
+            self.depthwise = param(depthwise, "convolution")
+            self.depthwise_bias = param(jnp.zeros((heads, c)), "bias")
+            self.grouped = param(grouped, "convolution")
+            self.grouped_bias = param(jnp.zeros((heads, c)), "bias")
         self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
 
     def __call__(
@@ -78,14 +79,24 @@ class CCA(Attention):
                 halo = ops.halo(u_bsnc, delayed_bsx, context.segments_bs, config.convolution_reach)
             else:
                 halo = cache.halo(context.cached_segments_bt, context.length)
-            weights = MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
-                                 self.grouped_bias[...], self.temperature[...])  # fmt: skip
-            q, k, v = recomputed(ops.cca_mix)(packed_bsy, halo, context.segments_bs,
-                                              context.rotary[self.layer.rope_base], weights, delayed_bias)  # fmt: skip
+            parts = MixParts(config.query_key_mean, config.value_shift)
+            q, k, v = recomputed(ops.cca_mix, static=(6,))(
+                packed_bsy, halo, context.segments_bs, context.rotary[self.layer.rope_base], self._weights(),
+                delayed_bias, parts,
+            )  # fmt: skip
         out_bsd, kv = self.attend(q, k, v, None if cache is None else cache.kv, context, ops)
         if cache is not None and kv is not None:
             cache = cache.advance(kv, u_bsnc, delayed_bsx)
         return out_bsd, cache
+
+    def _weights(self) -> MixWeights:
+        if self.config.convolutions:
+            return MixWeights(self.depthwise[...], self.depthwise_bias[...], self.grouped[...],
+                              self.grouped_bias[...], self.temperature[...])  # fmt: skip
+        heads, c = self.config.num_query_heads + self.config.num_kv_heads, self.config.head_dim
+        none_nc, exact = jnp.zeros((heads, c)), self.temperature.dtype
+        return MixWeights(jnp.zeros((0, heads, c), exact), none_nc, jnp.zeros((0, heads, c, c), exact), none_nc,
+                          self.temperature[...])  # fmt: skip
 
     @staticmethod
     def init_cache(

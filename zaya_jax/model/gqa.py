@@ -1,7 +1,6 @@
-"""Grouped-query attention (arXiv 2305.13245), a baseline for CCA.
+"""Grouped-query attention (arXiv 2305.13245), a baseline for CCA, and the same with CCA's norm of queries and keys.
 
-It has the heads, projections, RoPE and windows of CCA, but no convolutions, query-key mean, norm, temperature or
-delayed value.
+Both have the heads, projections, RoPE and windows of CCA, but no convolutions, query-key mean or delayed value.
 """
 
 import jax
@@ -11,9 +10,9 @@ from zaya_jax.config import ModelConfig
 from zaya_jax.config.model import LayerKind
 from zaya_jax.model.attention import Attention, Context
 from zaya_jax.model.cache import KeyValues
-from zaya_jax.model.layers import recomputed
+from zaya_jax.model.layers import param, recomputed
 from zaya_jax.ops import Ops
-from zaya_jax.ops.cca_mix import rotate
+from zaya_jax.ops.cca_mix import rotate, unit
 from zaya_jax.ops.precision import accumulation_dtype
 
 
@@ -32,9 +31,32 @@ class GQA(Attention):
         config = self.config
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)
+        q, k = self.normed(q, k)
         turn, table = recomputed(_rotate), context.rotary[self.layer.rope_base]
         q, k = turn(q, *table), turn(k, *table)
         return self.attend(q, k, v, cache, context, ops)
+
+    def normed(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys as RoPE takes them: here as they are."""
+        return q_bshc, k_bskc
+
+
+class NormedGQA(GQA):
+    """Grouped-query attention with QK-norm and a temperature for each key head, as CCA has them."""
+
+    def __init__(self, config: ModelConfig, layer: LayerKind, key: jax.Array) -> None:
+        super().__init__(config, layer, key)
+        self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
+
+    def normed(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Scale each query to norm √c, and each key to √c times its head's temperature, in fp32."""
+        return recomputed(_norm)(q_bshc, k_bskc, self.temperature[...])
+
+
+def _norm(q_bshc: jax.Array, k_bskc: jax.Array, temperature_k: jax.Array) -> tuple[jax.Array, jax.Array]:
+    dtype, exact = q_bshc.dtype, accumulation_dtype(q_bshc.dtype)
+    k_bskc = unit(k_bskc.astype(exact)) * temperature_k.astype(exact)[:, None]
+    return unit(q_bshc.astype(exact)).astype(dtype), k_bskc.astype(dtype)
 
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

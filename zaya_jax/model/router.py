@@ -36,25 +36,29 @@ class Router(nnx.Module):
     def __init__(self, config: ModelConfig, key: jax.Array) -> None:
         d, r = config.hidden_size, config.router_size
         keys = jax.random.split(key, 4)
+        self.router_layers, self.depth_averaging = config.router_layers, config.depth_averaging
         self.down = param(matrix(keys[0], (d, r)), "router")
         self.down_bias = param(jnp.zeros(r), "bias")
-        self.state_scale = param(jnp.ones(r), "scale")  # γ; no effect in the first layer, whose input state is 0
+        if config.depth_averaging:
+            self.state_scale = param(jnp.ones(r), "scale")  # γ; no effect in the first layer, whose input state is 0
         self.norm = RMSNorm(r, config.norm_eps)
-        self.hidden1 = param(matrix(keys[1], (r, r)), "router")
-        self.hidden1_bias = param(jnp.zeros(r), "bias")
-        self.hidden2 = param(matrix(keys[2], (r, r)), "router")
-        self.hidden2_bias = param(jnp.zeros(r), "bias")
+        for index in range(1, config.router_layers):
+            setattr(self, f"hidden{index}", param(matrix(keys[index], (r, r)), "router"))
+            setattr(self, f"hidden{index}_bias", param(jnp.zeros(r), "bias"))
         self.output = param(matrix(keys[3], (r, config.num_experts + 1)), "router")
         self.balancing_bias = BalancingBias(jnp.zeros(config.num_experts + 1).at[-1].set(SKIP_BIAS))
 
     def probabilities(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> tuple[jax.Array, jax.Array]:
         """Compute the fp32 softmax over the e + 1 classes, and the state for the next layer."""
         dtype = h_bsd.dtype
-        weights = RouterWeights(
-            self.down_bias[...], self.state_scale[...], self.norm.weight[...],
-            self.hidden1[...].astype(dtype), self.hidden1_bias[...],
-            self.hidden2[...].astype(dtype), self.hidden2_bias[...], self.output[...].astype(dtype),
-        )  # fmt: skip
+        hidden: list[jax.Array | None] = [None] * 4
+        for index in range(1, self.router_layers):
+            matrix, bias = getattr(self, f"hidden{index}"), getattr(self, f"hidden{index}_bias")
+            hidden[2 * index - 2 : 2 * index] = matrix[...].astype(dtype), bias[...]
+        scale_r = self.state_scale[...] if self.depth_averaging else jnp.zeros(self.down_bias.shape)
+        first, first_bias, second, second_bias = hidden
+        weights = RouterWeights(self.down_bias[...], scale_r, self.norm.weight[...], first, first_bias, second,
+                                second_bias, self.output[...].astype(dtype))  # fmt: skip
         return ops.router(matmul(h_bsd, self.down[...]), state_bsr, weights, self.norm.eps, dtype)
 
     def __call__(self, h_bsd: jax.Array, state_bsr: jax.Array, ops: Ops) -> Routing:

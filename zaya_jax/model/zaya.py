@@ -18,7 +18,7 @@ from zaya_jax.model.attention import Context
 from zaya_jax.model.cache import Cache
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import MixtureOfExperts
-from zaya_jax.model.gqa import GQA
+from zaya_jax.model.gqa import GQA, NormedGQA
 from zaya_jax.model.hf_names import HfTensor, same, within
 from zaya_jax.model.layers import (
     PlainSum,
@@ -40,7 +40,7 @@ POLICIES = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 
-ATTENTION = {"cca": CCA, "gqa": GQA}
+ATTENTION = {"cca": CCA, "gqa": GQA, "gqa_qk_norm": NormedGQA}
 
 
 class Stats(NamedTuple):

@@ -25,8 +25,18 @@ from zaya_jax.ops.precision import accumulation_dtype
 _MOST_ROWS = 8  # of the halo: half of the smallest tile; more would be read repeatedly
 
 
+class MixParts(NamedTuple):
+    """Which parts of the mix an ablation keeps."""
+
+    query_key_mean: bool = True
+    value_shift: bool = True
+
+
+ALL_PARTS = MixParts()
+
+
 class MixWeights(NamedTuple):
-    """Parameters of the mix.
+    """Parameters of the mix. Without taps there is no convolution, and no bias.
 
     Attributes:
       depthwise_wnc: [k0, n, c]; tap w acts on the token k0 − 1 − w back.
@@ -88,7 +98,7 @@ def no_halo(u_bsnc: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, r
 
 def cca_mix(
     packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
-    weights: MixWeights, delayed_start_x: jax.Array | None,
+    weights: MixWeights, delayed_start_x: jax.Array | None, parts: MixParts = ALL_PARTS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Apply convolutions, QK-mean, QK-norm, temperature, partial RoPE and value shift.
 
@@ -99,6 +109,7 @@ def cca_mix(
       rotary: cos and sin, [b, s, rotated channels / 2] each, fp32.
       weights: the parameters.
       delayed_start_x: delayed value at the start of a document; None for zero.
+      parts: the parts to apply.
 
     Returns:
       q [b, s, h, c], k and v [b, s, k, c] in the dtype of `packed_bsy`.
@@ -106,18 +117,22 @@ def cca_mix(
     num_kv, (heads, c) = weights.temperature_k.shape[0], weights.depthwise_bias_nc.shape
     u_bsnc, current_bsx, delayed_bsx = unpacked(packed_bsy, heads, num_kv, c)
     if halo is None:
-        rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
+        rows = max(weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2, 0)
         halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
     # Heads before the sequence from here on, the layout of the grouped convolution and of attention.
     num_query = heads - num_kv
     u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
-    q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
-    q, k = jnp.split(_convolve(u_bnsc, segments_bs, halo, weights), [num_query], axis=1)
-    q = _unit(q.astype(q_mean.dtype) + q_mean)
-    k = _unit(k.astype(k_mean.dtype) + k_mean)
+    mixed_bnsc = _convolve(u_bnsc, segments_bs, halo, weights) if weights.grouped_wncc.size else u_bnsc
+    q, k = jnp.split(mixed_bnsc.astype(accumulation_dtype(u_bnsc.dtype)), [num_query], axis=1)
+    if parts.query_key_mean:
+        q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
+        q, k = q + q_mean, k + k_mean
+    q, k = unit(q), unit(k)
     k = k * weights.temperature_k.astype(k.dtype)[:, None, None]
     q, k = (rotate(x, *rotary).astype(u_bsnc.dtype).transpose(0, 2, 1, 3) for x in (q, k))
-    v = _shift_value(current_bsx, delayed_bsx, segments_bs, halo, delayed_start_x)
+    if parts.value_shift:
+        delayed_bsx = _previous(delayed_bsx, segments_bs, halo, delayed_start_x)
+    v = jnp.concatenate([current_bsx, delayed_bsx], -1)
     return q, k, v.reshape(*v.shape[:2], num_kv, -1)
 
 
@@ -158,7 +173,7 @@ def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: Mi
     return z + weights.grouped_bias_nc.astype(dtype)[:, None]
 
 
-def _unit(x: jax.Array) -> jax.Array:
+def unit(x: jax.Array) -> jax.Array:
     """Scale each head to norm √c; ε inside the root keeps a zero head and its gradient finite."""
     return x * (jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-12) * x.shape[-1] ** 0.5)
 
@@ -171,18 +186,17 @@ def rotate(x_bnsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
-def _shift_value(current_bsx: jax.Array, delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo,
-                 start_x: jax.Array | None) -> jax.Array:  # fmt: skip
+def _previous(delayed_bsx: jax.Array, segments_bs: jax.Array, halo: Halo, start_x: jax.Array | None) -> jax.Array:
+    """Return the row of each previous token, `start_x` at the start of a document."""
     before = jnp.concatenate([halo.delayed_b1x.astype(delayed_bsx.dtype), delayed_bsx[:, :-1]], 1)
     segment_before = jnp.concatenate([halo.segments_bw[:, -1:], segments_bs[:, :-1]], 1)
     start = jnp.zeros((), before.dtype) if start_x is None else start_x.astype(before.dtype)
-    before = jnp.where((segment_before == segments_bs)[:, :, None], before, start)
-    return jnp.concatenate([current_bsx, before], -1)
+    return jnp.where((segment_before == segments_bs)[:, :, None], before, start)
 
 
 def _unsupported(
     architecture: str, packed: jax.Array, _halo: Halo | None, _segments: jax.Array,
-    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None,
+    rotary: tuple[jax.Array, jax.Array], weights: MixWeights, _start: jax.Array | None, parts: MixParts = ALL_PARTS,
 ) -> str:  # fmt: skip
     if why := other_dtypes("the mix", packed):
         return why
@@ -195,6 +209,8 @@ def _unsupported(
                 f"16 channels, {least} pairs, and 0 or {least} unrotated channels, not {c} channels with {pairs} "
                 "pairs.")  # fmt: skip
     taps = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
+    if not (all(taps) and all(parts)):
+        return "The cca_mix kernel needs convolutions, QK-mean and value shift."
     if sum(taps) - 2 > _MOST_ROWS:
         return (f"The cca_mix kernel supports convolutions that together reach {_MOST_ROWS} tokens back, "
                 f"not {sum(taps) - 2} (with {taps[0]} and {taps[1]} taps).")  # fmt: skip
@@ -204,6 +220,7 @@ def _unsupported(
 def _kernel(
     architecture: str, packed_bsy: jax.Array, halo: Halo | None, segments_bs: jax.Array,
     rotary: tuple[jax.Array, jax.Array], weights: MixWeights, delayed_start_x: jax.Array | None,
+    _parts: MixParts = ALL_PARTS,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     dtype = packed_bsy.dtype
     rows = weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2
@@ -245,6 +262,8 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
+    if not (model.has_convolutions and model.query_key_mean and model.value_shift):
+        return {}
     h, k, c = model.num_query_heads, model.num_kv_heads, model.head_dim
     n, taps0, taps1, pairs = h + k, model.depthwise_kernel, model.grouped_kernel, model.rotary_size // 2
     angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))

@@ -6,7 +6,7 @@ rematerialization saves the probabilities, named `MATMUL_OUTPUT`, the forward ke
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +23,18 @@ WIDEST = 256  # state of a router that a program can hold in registers
 
 
 class RouterWeights(NamedTuple):
-    """Parameters of the router after its down-projection; vectors [r], hidden layers [r, r], output [r, e + 1]."""
+    """Parameters of the router after its down-projection; vectors [r], hidden layers [r, r], output [r, e + 1].
+
+    Hidden layers that an ablation leaves out are None.
+    """
 
     down_bias_r: jax.Array
     state_scale_r: jax.Array
     norm_r: jax.Array
-    hidden1_rr: jax.Array
-    hidden1_bias_r: jax.Array
-    hidden2_rr: jax.Array
-    hidden2_bias_r: jax.Array
+    hidden1_rr: jax.Array | None
+    hidden1_bias_r: jax.Array | None
+    hidden2_rr: jax.Array | None
+    hidden2_bias_r: jax.Array | None
     output_rc: jax.Array
 
 
@@ -54,7 +57,8 @@ def router(
     state = projected_bsr + weights.down_bias_r.astype(exact) + state_bsr * weights.state_scale_r.astype(exact)
     x = rms_norm(state, weights.norm_r, eps, dtype)
     for kernel, bias in ((weights.hidden1_rr, weights.hidden1_bias_r), (weights.hidden2_rr, weights.hidden2_bias_r)):
-        x = jax.nn.gelu(matmul(x, kernel) + bias.astype(exact), approximate=False).astype(dtype)
+        if kernel is not None and bias is not None:
+            x = jax.nn.gelu(matmul(x, kernel) + bias.astype(exact), approximate=False).astype(dtype)
     return jax.nn.softmax(matmul(x, weights.output_rc), axis=-1), state
 
 
@@ -84,6 +88,8 @@ def _unsupported(
     architecture: str, projected: jax.Array, state: jax.Array, weights: RouterWeights, _eps: float,
     dtype: jax.typing.DTypeLike,
 ) -> str:  # fmt: skip
+    if weights.hidden1_rr is None or weights.hidden2_rr is None:
+        return "The router kernel needs two hidden layers."
     kinds = jnp.zeros((), dtype), weights.hidden1_rr, weights.hidden2_rr, weights.output_rc
     if why := other_dtypes("the router", *kinds):
         return why
@@ -104,7 +110,8 @@ def _kernel(
     _dtype: jax.typing.DTypeLike,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     width = state.shape[-1]
-    x = RouterArrays(projected.reshape(-1, width), state.reshape(-1, width), *weights)
+    # `_unsupported` has refused weights without a hidden layer.
+    x = RouterArrays(projected.reshape(-1, width), state.reshape(-1, width), *cast(Any, weights))
     results: Any = _router(architecture, eps, x)
     probability_tc, new_tr = results
     return probability_tc.reshape(*state.shape[:-1], -1), new_tr.reshape(state.shape)
@@ -138,7 +145,7 @@ _router.defvjp(_forward, _backward)
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    if model.router != "zaya":
+    if model.router != "zaya" or model.router_layers < 3:
         return {}
     r, classes = model.router_size, model.num_experts + 1
 

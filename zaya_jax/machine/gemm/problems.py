@@ -76,7 +76,7 @@ def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]
     problems = []
     chunk = min(tokens, chunk_tokens(tokens, model.vocab_size, model.hidden_size, frozen_head=False))
     for product in (*products(model, tokens), *_router_products(model, tokens)):
-        if product.name.startswith("experts") or (product.name == "convolution" and model.attention != "cca"):
+        if product.name.startswith("experts") or (product.name == "convolution" and not model.has_convolutions):
             continue
         batch, columns, depth = product.groups, product.columns, product.depth
         rows = chunk if product.name == "head" else product.rows  # the loss never multiplies all tokens at once
@@ -94,7 +94,7 @@ def _router_products(model: ModelConfig, tokens: int) -> list[Product]:
     if model.router != "zaya":
         return [Product("router", layers, 1, tokens, model.num_experts, model.hidden_size)]
     return [Product("router, down", layers, 1, tokens, r, model.hidden_size),
-            Product("router, hidden", 2 * layers, 1, tokens, r, r),
+            Product("router, hidden", (model.router_layers - 1) * layers, 1, tokens, r, r),
             Product("router, output", layers, 1, tokens, model.num_experts + 1, r)]  # fmt: skip
 
 
