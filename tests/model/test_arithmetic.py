@@ -78,8 +78,9 @@ def test_operations_are_those_of_the_products_of_a_real_layer(parts, data):
     program = jax.make_jaxpr(lambda block, x, state: block(x, state, context, None, spies))(block, x, state)
     token = products(program.jaxpr) / (b * s)
     token += 4 * config.query_size * visible_keys(s, None) + 6 * config.hidden_size * config.expert_size
-    if config.attention == "cca":  # sums over its taps, no product
-        token += 2 * (config.query_size + config.kv_size) * config.depthwise_kernel
+    if config.attention == "cca":  # its taps are sums, not a product; the mean of queries and keys is not counted
+        heads = config.num_query_heads + config.num_kv_heads
+        token += 2 * heads * config.head_dim * config.depthwise_kernel - 2 * heads**2 * config.head_dim
     head = 2 * config.vocab_size * config.hidden_size
     assert arithmetic.prefill_flops_per_token(config, s) == pytest.approx(config.num_layers * token + head)
 

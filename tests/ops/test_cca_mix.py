@@ -117,7 +117,7 @@ def test_two_taps_and_two_compose_into_three(seed):
     expected = z + mean
     expected *= C**0.5 / np.linalg.norm(expected, axis=-1, keepdims=True)
     expected[:, :, 4:] *= temperature[:, None]
-    expected = np.swapaxes(rotate(np.swapaxes(expected, 1, 2), *rotary), 1, 2)
+    expected = np.moveaxis(np.asarray(rotate(np.moveaxis(expected, 2, 0), *rotary)), 0, 2)
     assert_close(np.concatenate([q, k], 2), expected, 1e-3)
 
 
@@ -180,10 +180,10 @@ def test_a_head_of_zeros_has_a_finite_gradient():
 @given(seed=seeds())
 def test_rotation_keeps_lengths_and_leaves_the_rest(seed):
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(1, 2, 3, 8)).astype(np.float32)
+    x = rng.normal(size=(2, 1, 3, 8)).astype(np.float32)
     angle = rng.uniform(-9, 9, (1, 3, 3)).astype(np.float32)
     out = rotate(x, np.cos(angle), np.sin(angle))
     np.testing.assert_array_equal(out[..., 6:], x[..., 6:])
     for pair in range(3):  # channels pair + 0 and pair + 3 turn as one complex number
-        turned = (x[..., pair] + 1j * x[..., pair + 3]) * np.exp(1j * angle[:, None, :, pair])
+        turned = (x[..., pair] + 1j * x[..., pair + 3]) * np.exp(1j * angle[:, :, pair])
         assert_close(out[..., pair] + 1j * out[..., pair + 3], turned, 1e-5)

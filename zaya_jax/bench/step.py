@@ -22,7 +22,7 @@ def default_config() -> Config:
         vocab_size=16384, hidden_size=384, num_layers=8, num_query_heads=6, num_kv_heads=2, head_dim=64,
         num_experts=12, expert_size=384, router_size=64, max_positions=2048,
     )  # fmt: skip
-    train = TrainConfig(batch=BatchConfig(tokens=4 * 512), remat="dots")
+    train = TrainConfig(batch=BatchConfig(tokens=4 * 512))  # keeps what the peer keeps
     return Config(model, (PhaseConfig(tokens=4 * 512),), data=DataConfig(context=512), train=train)
 
 

@@ -80,13 +80,15 @@ def restored_environment() -> Iterator[None]:
 
 
 def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
-    """Time `repeats` passes of each step, in turn, after one warm-up pass of each."""
+    """Time `repeats` passes of each step, in turn, each after an untimed pass.
+
+    A process that waits for its turn loses its caches, and on some systems its memory, which training does not.
+    """
     passes = {name: Passes([], []) for name in steps}
-    for step in steps.values():
-        step()
     for _ in range(repeats):
         for name, step in steps.items():
             time.sleep(SETTLE)
+            step()
             start = time.perf_counter()
             result = step()
             passes[name].seconds.append(time.perf_counter() - start)

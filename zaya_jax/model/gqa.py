@@ -61,5 +61,5 @@ def _norm(q_bshc: jax.Array, k_bskc: jax.Array, temperature_k: jax.Array) -> tup
 
 def _rotate(x_bsnc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Apply RoPE in fp32; the result has the dtype of `x_bsnc`."""
-    x_bnsc = x_bsnc.astype(accumulation_dtype(x_bsnc.dtype)).transpose(0, 2, 1, 3)
-    return rotate(x_bnsc, cos, sin).astype(x_bsnc.dtype).transpose(0, 2, 1, 3)
+    x_nbsc = x_bsnc.astype(accumulation_dtype(x_bsnc.dtype)).transpose(2, 0, 1, 3)
+    return rotate(x_nbsc, cos, sin).astype(x_bsnc.dtype).transpose(1, 2, 0, 3)

@@ -119,58 +119,56 @@ def cca_mix(
     if halo is None:
         rows = max(weights.depthwise_wnc.shape[0] + weights.grouped_wncc.shape[0] - 2, 0)
         halo = no_halo(u_bsnc, delayed_bsx, segments_bs, rows)
-    # Heads before the sequence from here on, the layout of the grouped convolution and of attention.
-    num_query = heads - num_kv
-    u_bnsc = u_bsnc.transpose(0, 2, 1, 3)
-    mixed_bnsc = _convolve(u_bnsc, segments_bs, halo, weights) if weights.grouped_wncc.size else u_bnsc
-    q, k = jnp.split(mixed_bnsc.astype(accumulation_dtype(u_bnsc.dtype)), [num_query], axis=1)
+    # Heads first from here on: the grouped convolution then multiplies all tokens of a head at once.
+    exact = accumulation_dtype(u_bsnc.dtype)
+    u_nbsc = u_bsnc.transpose(2, 0, 1, 3)
+    x_nbsc = (_convolve(u_nbsc, segments_bs, halo, weights) if weights.grouped_wncc.size else u_nbsc).astype(exact)
     if parts.query_key_mean:
-        q_mean, k_mean = _qk_mean(*jnp.split(u_bnsc, [num_query], axis=1))
-        q, k = q + q_mean, k + k_mean
-    q, k = unit(q), unit(k)
-    k = k * weights.temperature_k.astype(k.dtype)[:, None, None]
-    q, k = (rotate(x, *rotary).astype(u_bsnc.dtype).transpose(0, 2, 1, 3) for x in (q, k))
+        x_nbsc = x_nbsc + _query_key_mean(u_nbsc.astype(exact), num_kv)
+    temperature_n = jnp.concatenate([jnp.ones(heads - num_kv, exact), weights.temperature_k.astype(exact)])
+    x_nbsc = rotate(unit(x_nbsc) * temperature_n[:, None, None, None], *rotary).astype(u_bsnc.dtype)
+    q, k = (x.transpose(1, 2, 0, 3) for x in jnp.split(x_nbsc, [heads - num_kv]))
     if parts.value_shift:
         delayed_bsx = _previous(delayed_bsx, segments_bs, halo, delayed_start_x)
     v = jnp.concatenate([current_bsx, delayed_bsx], -1)
     return q, k, v.reshape(*v.shape[:2], num_kv, -1)
 
 
-def _qk_mean(q_bhsc: jax.Array, k_bksc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the mean of each query and its key, and the mean of these over each key head's queries; fp32."""
-    b, h, s, c = q_bhsc.shape
-    num_kv = k_bksc.shape[1]
-    q = q_bhsc.astype(accumulation_dtype(q_bhsc.dtype)).reshape(b, num_kv, h // num_kv, s, c)
-    mean = 0.5 * (q + k_bksc.astype(q.dtype)[:, :, None])
-    return mean.reshape(b, h, s, c), mean.mean(2)
+def _query_key_mean(u_nbsc: jax.Array, num_kv: int) -> jax.Array:
+    """Return the mean of each query and its key, and for each key the mean of these over its queries.
+
+    It is one small matrix for all channels: on a CPU a product of matrices is faster than a sum over heads, and so is
+    its gradient.
+    """
+    queries = u_nbsc.shape[0] - num_kv
+    own_hk = np.repeat(np.eye(num_kv), queries // num_kv, axis=0)
+    mean_hn = 0.5 * np.concatenate([np.eye(queries), own_hk], axis=1)
+    mean_nn = np.concatenate([mean_hn, own_hk.T @ mean_hn * (num_kv / queries)])
+    return jnp.einsum("mn,nbsc->mbsc", mean_nn.astype(u_nbsc.dtype), u_nbsc, precision=jax.lax.Precision.HIGHEST)
 
 
-def _convolve(u_bnsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: MixWeights) -> jax.Array:
+def _convolve(u_nbsc: jax.Array, segments_bs: jax.Array, halo: Halo, weights: MixWeights) -> jax.Array:
     taps0, taps1 = weights.depthwise_wnc.shape[0], weights.grouped_wncc.shape[0]
-    b, _, s, _ = u_bnsc.shape
-    dtype, sums = u_bnsc.dtype, accumulation_dtype(u_bnsc.dtype)
-    u = jnp.concatenate([halo.u_bwnc.astype(dtype).transpose(0, 2, 1, 3), u_bnsc], 2)
+    s = u_nbsc.shape[2]
+    dtype, sums = u_nbsc.dtype, accumulation_dtype(u_nbsc.dtype)
+    u = jnp.concatenate([halo.u_bwnc.astype(dtype).transpose(2, 0, 1, 3), u_nbsc], 2)
     rows_before = taps0 + taps1 - 2  # if 0, the halo's segments still have one row
     segments = jnp.concatenate([halo.segments_bw, segments_bs], 1)[:, -(s + rows_before) :]
-    bias_n1c = weights.depthwise_bias_nc.astype(sums)[:, None]
+    bias_n11c = weights.depthwise_bias_nc.astype(sums)[:, None, None]
     length = s + taps1 - 1  # the intermediate starts taps1 − 1 rows before the first token
     own = segments[:, taps0 - 1 :]
-    y = bias_n1c
+    y = bias_n11c
     for tap in range(taps0):
         same = segments[:, tap : tap + length] == own
-        part = u[:, :, tap : tap + length].astype(sums) * weights.depthwise_wnc[tap].astype(sums)[:, None]
-        y = y + jnp.where(same[:, None, :, None], part, 0.0)
+        part = u[:, :, tap : tap + length].astype(sums) * weights.depthwise_wnc[tap].astype(sums)[:, None, None]
+        y = y + jnp.where(same[:, :, None], part, 0.0)
     rows = []
     for tap in range(taps1):
         same = own[:, tap : tap + s] == segments_bs
-        rows.append(jnp.where(same[:, None, :, None], y[:, :, tap : tap + s], bias_n1c).astype(dtype))
+        rows.append(jnp.where(same[:, :, None], y[:, :, tap : tap + s], bias_n11c).astype(dtype))
     # One matmul over taps and channels together, with inner dimension taps1 · c instead of c.
-    x_bnsx, kernel_nxc = jnp.concatenate(rows, -1), jnp.concatenate(list(weights.grouped_wncc.astype(dtype)), axis=1)
-    if s == 1:  # the kernel is larger than the tokens, which are transposed
-        z = jnp.einsum("nbx,nxc->nbc", x_bnsx[:, :, 0].transpose(1, 0, 2), kernel_nxc).transpose(1, 0, 2)[:, :, None]
-    else:  # The kernel is repeated along the batch, so that both have the same batch dimensions and none is transposed.
-        z = jnp.einsum("bnsx,bnxc->bnsc", x_bnsx, jnp.broadcast_to(kernel_nxc, (b, *kernel_nxc.shape)))
-    return z + weights.grouped_bias_nc.astype(dtype)[:, None]
+    x_nbsx, kernel_nxc = jnp.concatenate(rows, -1), jnp.concatenate(list(weights.grouped_wncc.astype(dtype)), axis=1)
+    return jnp.einsum("nbsx,nxc->nbsc", x_nbsx, kernel_nxc) + weights.grouped_bias_nc.astype(dtype)[:, None, None]
 
 
 def unit(x: jax.Array) -> jax.Array:
@@ -178,11 +176,10 @@ def unit(x: jax.Array) -> jax.Array:
     return x * (jax.lax.rsqrt((x * x).sum(-1, keepdims=True) + 1e-12) * x.shape[-1] ** 0.5)
 
 
-def rotate(x_bnsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x_nbsc: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Apply RoPE to the first 2·cos.shape[-1] channels of each head, rotate-half style (docs/reference.md §1.3)."""
     half = cos.shape[-1]
-    first, second, rest = jnp.split(x_bnsc, [half, 2 * half], axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
+    first, second, rest = jnp.split(x_nbsc, [half, 2 * half], axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1)
 
 
