@@ -23,7 +23,8 @@ _EXAMPLES = """examples:
   python -m zaya_jax.bench optimizer --steps 150 --png optimizer.png
   python -m zaya_jax.bench balance --steps 100
   python -m zaya_jax.bench supervision --config configs/tiny.yaml phases.0.tokens=122_880
-  python -m zaya_jax.bench ablations --steps 150"""
+  python -m zaya_jax.bench startup
+  python -m zaya_jax.bench ablations --steps 200"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,18 +95,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                             help="folder on the disk to measure (default: the system temporary folder)")  # fmt: skip
     checkpoint.set_defaults(run=_checkpoint)
 
-    supervision = add_verb(
-        verbs, _PROGRAM, "supervision", "time training under a supervisor against training without one",
-        "Trains a configuration with and without `aegis run`, in turn, and times the progress record.",
-        "--config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json",
-    )  # fmt: skip
-    add_flags(supervision, repeats=3)
-    supervision.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
-                             help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
-    supervision.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="configuration value to override"
-    )
-    supervision.set_defaults(run=_supervision)
+    for name, summary, details, example in (
+        ("supervision", "time training under a supervisor against training without one",
+         "Trains a configuration with and without `aegis run`, in turn, and times the progress record.",
+         "--config configs/tiny.yaml phases.0.tokens=122_880 --output supervision.json"),
+        ("startup", "time the start of training by part, with empty caches and again",
+         "Starts a run with empty caches, ends it after its first step, and starts it again.",
+         "--config configs/tiny.yaml --output startup.json"),
+    ):  # fmt: skip
+        verb = add_verb(verbs, _PROGRAM, name, summary, details, example)
+        add_flags(verb, repeats=3)
+        verb.add_argument("--config", metavar="FILE", default="configs/tiny.yaml",
+                          help="configuration to train (default: configs/tiny.yaml)")  # fmt: skip
+        verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="configuration value to override")
+        verb.set_defaults(run=_supervision if name == "supervision" else _startup)
 
     kernels = add_verb(
         verbs, _PROGRAM, "kernels", "time each Pallas kernel against XLA, PyTorch and the device's peak",
@@ -189,6 +192,13 @@ def _supervision(parsed: argparse.Namespace) -> dict[str, Any]:
 
     load_config(parsed.config, parsed.overrides)
     return bench_supervision(parsed.config, parsed.overrides, parsed.repeats)
+
+
+def _startup(parsed: argparse.Namespace) -> dict[str, Any]:
+    from zaya_jax.bench.startup import bench_startup
+
+    load_config(parsed.config, parsed.overrides)
+    return bench_startup(parsed.config, parsed.overrides, parsed.repeats)
 
 
 def _kernels(parsed: argparse.Namespace) -> dict[str, Any]:
