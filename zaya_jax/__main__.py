@@ -1,0 +1,67 @@
+"""All commands under one name: `zaya COMMAND …`, or `python -m zaya_jax COMMAND …`."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+from zaya_jax.run.signals import warn
+
+# The arguments of `python -m`, and what the command does.
+COMMANDS: dict[str, tuple[tuple[str, ...], str]] = {
+    "train": (("zaya_jax.main",), "train a model, or resume a run"),
+    "data": (("zaya_jax.data",), "prepare and inspect training data"),
+    "generate": (("zaya_jax.generate",), "continue texts with a model, or chat with it"),
+    "evaluate": (("zaya_jax.evaluate",), "score a model"),
+    "checkpoint": (("zaya_jax.checkpoint",), "list, verify, average and export checkpoints"),
+    "aegis": (("zaya_jax.aegis",), "keep a training run alive"),
+    "machine": (("zaya_jax.machine",), "describe, test and time this machine's devices"),
+    "bench": (("zaya_jax.bench",), "compare zaya_jax with other libraries, or training recipes"),
+    "doctor": (("zaya_jax.machine", "describe"), "describe this machine and check its installation"),
+}
+_BAD_INPUT = 2
+
+
+def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[str]], None] = os.execv) -> int:
+    """Run a command in place of this process, as `python -m` would.
+
+    Args:
+      arguments: the command and its arguments; None for those of this process.
+      replace: replaces this process by a program with arguments.
+
+    Returns:
+      The exit status without a command to run: 0 for the help, 2 for an unknown command.
+    """
+    command, *rest = arguments or sys.argv[1:] or ["--help"]
+    if command in {"-h", "--help"}:
+        print(_help())
+        return 0
+    if command not in COMMANDS:
+        near = get_close_matches(command, COMMANDS, 1)
+        meant = f" Did you mean {near[0]}?" if near else ""
+        warn(f"zaya has no command {command!r}.{meant} Its commands are {', '.join(COMMANDS)}.")
+        return _BAD_INPUT
+    replace(sys.executable, [sys.executable, "-m", *COMMANDS[command][0], *rest])
+    return 0
+
+
+def _help() -> str:
+    rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items())
+    return f"""usage: zaya COMMAND …
+
+Pretrain, extend, fine-tune, inspect, evaluate and export ZAYA1 models.
+
+commands:
+{rows}
+
+`zaya COMMAND --help` describes a command. Each is a module: `zaya generate` is `python -m zaya_jax.generate`, and
+`zaya train` is `python -m zaya_jax.main`.
+
+examples:
+  zaya train --config configs/tiny.yaml
+  zaya generate runs/tiny --prompt 'def '
+  zaya doctor"""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
