@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None, replace: Callable[[str, list[st
     Returns:
       The exit status without a command to run: 0 for the help, 2 for an unknown command.
     """
-    command, *rest = arguments or sys.argv[1:] or ["--help"]
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in {"-h", "--help"}:
         print(_help())
         return 0

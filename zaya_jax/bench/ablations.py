@@ -1,5 +1,6 @@
 """Ablations: held-out loss with one part of ZAYA1 removed at a time, at equal FLOPs and the best learning rates."""
 
+import math
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from zaya_jax.machine.result import describe_run
 
 WHOLE = "ZAYA1"
 MULTIPLIERS = (0.5, 1.0, 2.0)  # of all learning rates; the grid grows while the best is at its edge
-_MOST = 2  # times that the grid grows
+_MAX_EXTENSIONS = 2  # of the grid
 
 
 def variants(model: ModelConfig) -> dict[str, ModelConfig]:
@@ -36,7 +37,7 @@ def variants(model: ModelConfig) -> dict[str, ModelConfig]:
 def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
     """Train each variant with the FLOPs of `steps` steps of the whole model, with three seeds.
 
-    The first seed is also that of the trials of learning rates.
+    The learning rates are tuned on the first seed.
 
     Args:
       steps: training steps of the whole model.
@@ -59,7 +60,7 @@ def bench_ablations(steps: int, png: str | None) -> dict[str, Any]:
             return Trial(f"{name} x{multiplier:g} seed {seed}", config, count[name])
 
         tuning = tune(list(models), lambda keys: run_trials({key: trial(*key, SEEDS[0]) for key in keys}))
-        best = {name: min(losses, key=losses.__getitem__) for name, losses in tuning.items()}
+        best = {name: _best(losses) for name, losses in tuning.items()}
         curves = run_trials({(name, seed): trial(name, best[name], seed) for name in models for seed in SEEDS[1:]})
     final = {name: [tuning[name][best[name]], *(curves[name, seed].final for seed in SEEDS[1:])] for name in models}
     over = {name: [loss - whole for loss, whole in zip(final[name], final[WHOLE], strict=True)] for name in models}
@@ -101,7 +102,7 @@ def tune(
     """
     losses: dict[str, dict[float, float]] = {name: {} for name in names}
     keys = [(name, multiplier) for name in names for multiplier in MULTIPLIERS]
-    for _ in range(1 + _MOST):
+    for _ in range(1 + _MAX_EXTENSIONS):
         for (name, multiplier), curve in run(keys).items():
             losses[name][multiplier] = curve.final
         keys = [(name, further) for name, tried in losses.items() if (further := _further(tried)) is not None]
@@ -110,8 +111,13 @@ def tune(
     return losses
 
 
+def _best(losses: dict[float, float]) -> float:
+    """Return the multiplier with the lowest loss; one that diverged is never it, unless all did."""
+    return min(losses, key=lambda multiplier: losses[multiplier] if math.isfinite(losses[multiplier]) else math.inf)
+
+
 def _further(losses: dict[float, float]) -> float | None:
-    best = min(losses, key=losses.__getitem__)
+    best = _best(losses)
     return best / 2 if best == min(losses) else best * 2 if best == max(losses) else None
 
 

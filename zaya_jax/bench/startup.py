@@ -24,7 +24,7 @@ _PARTS = {
 
 
 def bench_startup(config: str, overrides: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Start training `repeats` times with empty caches and once more with what that left, up to the first step.
+    """Time starts of training with empty caches, and with what the start before left, to the end of the first step.
 
     Args:
       config: path of the configuration to train.

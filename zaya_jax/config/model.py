@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zaya_jax.config.bounds import Positive, check_bounds
-from zaya_jax.config.checks import require
+from zaya_jax.config.checks import require, shown
 
 AttentionKind = Literal["full", "sliding"]
 AttentionForm = Literal["cca", "gqa", "gqa_qk_norm"]
@@ -76,12 +76,10 @@ class ModelConfig:
                            ("router", ("router_layers", "depth_averaging"))):  # fmt: skip
             whole = getattr(self, key) == getattr(ModelConfig, key)
             for part in parts:
-                require(
-                    whole or getattr(self, part) == getattr(ModelConfig, part),
-                    f"model.{part}",
-                    getattr(self, part),
-                    f"left out with model.{key}={getattr(self, key)}, which has none",
-                )
+                default = getattr(ModelConfig, part)
+                require(whole or getattr(self, part) == default, f"model.{part}", getattr(self, part),
+                        f"{shown(default)} unless model.{key} is {getattr(ModelConfig, key)} (it is "
+                        f"{getattr(self, key)})")  # fmt: skip
         require((self.num_kv_heads * self.head_dim) % 2 == 0, "model.head_dim", self.head_dim,
                 "even if model.num_kv_heads is odd: half of the value channels are delayed")  # fmt: skip
         require(0 <= self.rotary_fraction <= 1, "model.rotary_fraction", self.rotary_fraction, "between 0 and 1")

@@ -82,7 +82,8 @@ def restored_environment() -> Iterator[None]:
 def interleave(steps: Mapping[Any, Callable[[], Any]], repeats: int) -> dict[Any, Passes]:
     """Time `repeats` passes of each step, in turn, each after an untimed pass.
 
-    A process that waits for its turn loses its caches, and on some systems its memory, which training does not.
+    While a process waits for its turn, its data leaves the caches, and on some systems the memory; in training it does
+    not.
     """
     passes = {name: Passes([], []) for name in steps}
     for _ in range(repeats):

@@ -31,13 +31,13 @@ class GQA(Attention):
         config = self.config
         packed_bsnc = self.project(h_bsd).reshape(*h_bsd.shape[:2], -1, config.head_dim)
         q, k, v = jnp.split(packed_bsnc, [config.num_query_heads, config.num_query_heads + config.num_kv_heads], axis=2)
-        q, k = self.normed(q, k)
+        q, k = self.normalize(q, k)
         turn, table = recomputed(_rotate), context.rotary[self.layer.rope_base]
         q, k = turn(q, *table), turn(k, *table)
         return self.attend(q, k, v, cache, context, ops)
 
-    def normed(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries and keys as RoPE takes them: here as they are."""
+    def normalize(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries and keys unchanged; a subclass normalizes them."""
         return q_bshc, k_bskc
 
 
@@ -48,7 +48,7 @@ class NormedGQA(GQA):
         super().__init__(config, layer, key)
         self.temperature = param(jnp.ones(config.num_kv_heads), "temperature")
 
-    def normed(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def normalize(self, q_bshc: jax.Array, k_bskc: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Scale each query to norm √c, and each key to √c times its head's temperature, in fp32."""
         return recomputed(_norm)(q_bshc, k_bskc, self.temperature[...])
 

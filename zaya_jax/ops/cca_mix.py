@@ -36,7 +36,7 @@ ALL_PARTS = MixParts()
 
 
 class MixWeights(NamedTuple):
-    """Parameters of the mix. Without taps there is no convolution, and no bias.
+    """Parameters of the mix. With zero taps, it applies neither convolutions nor their biases.
 
     Attributes:
       depthwise_wnc: [k0, n, c]; tap w acts on the token k0 − 1 − w back.
@@ -259,10 +259,9 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    if not (model.has_convolutions and model.query_key_mean and model.value_shift):
-        return {}
     h, k, c = model.num_query_heads, model.num_kv_heads, model.head_dim
-    n, taps0, taps1, pairs = h + k, model.depthwise_kernel, model.grouped_kernel, model.rotary_size // 2
+    taps0, taps1 = (model.depthwise_kernel, model.grouped_kernel) if model.convolutions else (0, 0)
+    n, pairs, parts = h + k, model.rotary_size // 2, MixParts(model.query_key_mean, model.value_shift)
     angle = np.arange(ROWS)[None, :, None] / 100.0 ** (np.arange(pairs) / max(pairs, 1))
 
     def run(mix: Any, packed: jax.Array, *arrays: jax.Array) -> Any:
@@ -271,7 +270,7 @@ def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
                        for f in (np.cos, np.sin))  # fmt: skip
         depthwise, bias, grouped, vectors = arrays
         parameters = MixWeights(depthwise, bias, grouped, vectors[:n], 1 + 0.1 * vectors[n, :k])
-        return mix(packed, None, segments, tables, parameters, None)
+        return mix(packed, None, segments, tables, parameters, None, parts)
 
     # The temperatures are part of the bias array: the gradient of so few numbers may cancel to almost 0, and its
     # relative error would be large.

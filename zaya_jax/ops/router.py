@@ -145,21 +145,21 @@ _router.defvjp(_forward, _backward)
 
 
 def _checks(model: ModelConfig, _training: bool) -> dict[str, Check]:
-    if model.router != "zaya" or model.router_layers < 3:
+    if model.router != "zaya":
         return {}
     r, classes = model.router_size, model.num_experts + 1
 
     def run(router: Any, projected: jax.Array, state: jax.Array, vectors: jax.Array, *matrices: jax.Array) -> Any:
         exact = accumulation_dtype(state.dtype)
         bias, scale, norm, bias1, bias2 = vectors
-        hidden1, hidden2, output = matrices
-        weights = RouterWeights(bias, scale, norm, hidden1, bias1, hidden2, bias2, output)
+        *hidden, output = matrices
+        (first, bias1), (second, bias2) = [*zip(hidden, (bias1, bias2), strict=False), (None, None), (None, None)][:2]
+        weights = RouterWeights(bias, scale, norm, first, bias1, second, bias2, output)
         return router(projected.astype(exact), state.astype(exact), weights, 1e-5, output.dtype)
 
     rows, matrix = Input((ROWS, r)), Input((r, r), r**-0.5)
-    return {
-        "router": Check(run, (rows, rows, Input((5, r), 0.1, 1.0), matrix, matrix, Input((r, classes), r**-0.5)), 2)
-    }
+    hidden = [matrix] * (model.router_layers - 1)
+    return {"router": Check(run, (rows, rows, Input((5, r), 0.1, 1.0), *hidden, Input((r, classes), r**-0.5)), 2)}
 
 
 ROUTER = Operation("router", router, _checks, (Kernel("pallas", _kernel, _unsupported),))

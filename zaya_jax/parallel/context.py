@@ -14,7 +14,7 @@ import numpy as np
 
 from zaya_jax.config import ParallelConfig
 from zaya_jax.ops.attention import PartialAttention
-from zaya_jax.ops.cca_mix import Halo
+from zaya_jax.ops.cca_mix import ALL_PARTS, Halo, MixParts
 from zaya_jax.parallel.mesh import SEQUENCE_AXIS
 
 
@@ -80,9 +80,9 @@ def make_mix(config: ParallelConfig, local: Callable[..., Any]) -> Callable[...,
     pieces = config.chunks // config.context
 
     def mix(packed_bsy: jax.Array, halo: Halo, segments_bs: jax.Array, rotary: tuple[jax.Array, jax.Array],
-            weights: Any, delayed_start_x: jax.Array | None) -> Any:  # fmt: skip
+            weights: Any, delayed_start_x: jax.Array | None, parts: MixParts = ALL_PARTS) -> Any:  # fmt: skip
         packed, segments, cos, sin = (fold(x, pieces) for x in (packed_bsy, segments_bs, *rotary))
-        out = local(packed, halo, segments, (cos, sin), weights, delayed_start_x)
+        out = local(packed, halo, segments, (cos, sin), weights, delayed_start_x, parts)
         return tuple(unfold(x, pieces) for x in out)
 
     return mix

@@ -35,7 +35,6 @@ class FrozenBase(NamedTuple):
 
 
 NO_BASE = FrozenBase({}, {})
-_COMPILE_FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # it runs once
 
 
 def open_init_from(config: Config) -> Weights | None:
@@ -72,8 +71,7 @@ def initialize(program: PhaseProgram, weights: Weights | None = None, base: Froz
         warn_about_positions(config, weights.config, f"init_from ({config.init_from})", phase)
     if weights is None or config.lora is not None:
         placed = jax.tree.map(lambda x: x.sharding, abstract)
-        options = _COMPILE_FAST if jax.default_backend() == "cpu" else None
-        state = jax.jit(lambda: init_state(program), out_shardings=placed, compiler_options=options)()
+        state = jax.jit(lambda: init_state(program), out_shardings=placed)()
         return state if config.lora is None else dataclasses.replace(state, balance=base.balance)
     if weights.optimizer_config is not None:
         check_values(config, weights.optimizer_config, f"init_from={config.init_from}", OPTIMIZER_KEYS,

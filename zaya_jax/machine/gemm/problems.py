@@ -76,7 +76,7 @@ def model_products(model: ModelConfig, tokens: int, dtype: str) -> list[Problem]
     problems = []
     chunk = min(tokens, chunk_tokens(tokens, model.vocab_size, model.hidden_size, frozen_head=False))
     for product in (*products(model, tokens), *_router_products(model, tokens)):
-        if product.name.startswith("experts") or (product.name == "convolution" and not model.has_convolutions):
+        if product.name.startswith("experts") or not product.times:
             continue
         batch, columns, depth = product.groups, product.columns, product.depth
         rows = chunk if product.name == "head" else product.rows  # the loss never multiplies all tokens at once

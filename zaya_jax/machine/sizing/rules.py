@@ -118,9 +118,10 @@ def products(model: ModelConfig, tokens: int, experts: int = 1) -> list[Product]
     d, f, heads = model.hidden_size, model.expert_size, model.num_query_heads + model.num_kv_heads
     groups, layers = model.num_experts // experts, model.num_layers
     routed = tokens * experts * rows_per_token(model) // model.num_experts
+    convolution = Product("convolution", layers, heads, tokens, model.head_dim, model.head_dim)
     return [
         Product("attention projections", layers, 1, tokens, model.query_size + 2 * model.kv_size, d),
-        Product("convolution", layers, heads, tokens, model.head_dim, model.head_dim),
+        *([convolution] if model.has_convolutions else []),
         Product("attention output", layers, 1, tokens, d, model.query_size),
         Product("experts, gate and up", layers, groups, routed, 2 * f, d),
         Product("experts, down", layers, groups, routed, d, f),
