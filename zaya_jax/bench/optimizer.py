@@ -23,7 +23,7 @@ Kind = Literal["muon", "adamw"]
 Rates = tuple[float, float]  # learning rates of the matrices, and of all other parameters
 
 # The grid of learning rates: of the matrices with each optimizer, and of all other parameters.
-MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.01, 0.02, 0.04), "adamw": (0.001, 0.002, 0.004)}
+MATRICES: dict[Kind, tuple[float, ...]] = {"muon": (0.005, 0.01, 0.02, 0.04), "adamw": (0.0005, 0.001, 0.002, 0.004)}
 OTHERS = (0.006, 0.018, 0.054)
 
 
