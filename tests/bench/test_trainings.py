@@ -107,6 +107,14 @@ def test_the_grid_of_rates_grows_until_the_best_is_inside(best):
         assert abs(np.log2(found / best)) <= 0.5 + 1e-6
 
 
+def test_rates_with_which_a_training_diverges_never_win():
+    def run(keys):
+        return {key: Curve([(1, np.nan if key[1] <= 1 else key[1])], [], 0.0) for key in keys}
+
+    (losses,) = tune(["only"], run).values()
+    assert set(losses) == {*MULTIPLIERS, 4.0}  # 2 is the best, and 4 shows that it is
+
+
 def test_the_load_is_even_where_it_stays_so_from_the_start_and_from_the_switch():
     low, high = EVEN - 0.01, EVEN
     assert even_after([low, high, low, high, high, high, low]) == 4
