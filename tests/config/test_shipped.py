@@ -1,13 +1,16 @@
 """Shipped configurations are found in every folder, behind files of the same name there."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.config_helpers import refused_to_load, written
-from tests.train_helpers import ROOT
 from zaya_jax.aegis.policy import Policy, load_policy
 from zaya_jax.config import load_config
 from zaya_jax.config.shipped import shipped_names
 from zaya_jax.evaluate.suites import load_suite
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
