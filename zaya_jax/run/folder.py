@@ -30,7 +30,8 @@ _LOCK = ".lock"
 _RECORDED = ("phases", "train.spike.", "train.max_skipped_steps", "evaluation.", "data.skip_rows")
 # The other keys that may change affect at most the last bits of the results, as a change of devices does.
 _FREE = (*_RECORDED, "run_dir", "preset", "measurements", "parallel.", "train.batch.micro_batch", "train.remat",
-         "train.log_every", "checkpoint.", "sample.", "profile", "data.cache_dir", "data.workers")  # fmt: skip
+         "train.log_every", "train.sinks", "checkpoint.", "sample.", "profile", "data.cache_dir",
+         "data.workers")  # fmt: skip
 
 
 def run_folder(config: Config) -> Path:
