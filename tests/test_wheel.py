@@ -1,6 +1,7 @@
 """The wheel works outside the repository: built, installed into an empty environment, and used in an empty folder."""
 
 import os
+import re
 import shutil
 import site
 import subprocess
@@ -28,8 +29,9 @@ SMALL = ["data.corpus=texts", "data.suffixes=[.txt]", "data.cache_dir=cache", "d
 def run(*command: object, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command that sees nothing of the repository."""
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    return subprocess.run([str(word) for word in command], cwd=folder, env=environment | {"XLA_FLAGS": CHEAP},
-                          stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
+    environment["XLA_FLAGS"] = CHEAP
+    return subprocess.run([str(word) for word in command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True, timeout=300, check=False)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +65,10 @@ def zaya(wheel: Path) -> Path:
 
 def test_the_wheel_has_all_that_the_package_reads_and_is_small(wheel: Path):
     assert wheel.name == f"zaya_jax-{PROJECT['project']['version']}-py3-none-any.whl"
-    assert PROJECT["project"]["version"] == __version__
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    newest = re.search(r"^## \[(.+?)\]", changelog, re.MULTILINE)
+    assert newest
+    assert PROJECT["project"]["version"] == __version__ == newest[1]
     names = set(zipfile.ZipFile(wheel).namelist())
     code = {str(path.relative_to(ROOT)) for package in ("zaya_jax", "pallas_kernels")
             for path in (ROOT / package).rglob("*") if path.is_file() and "__pycache__" not in path.parts}  # fmt: skip

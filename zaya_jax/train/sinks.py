@@ -43,8 +43,8 @@ def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGu
         disk.say(
             f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
         )
-    return [JsonlSink(metrics, timings), *(_open_mirror(config, name, folder, step, first, disk)
-                                           for name in config.train.sinks)]  # fmt: skip
+    mirrors = [_open_mirror(config, name, folder, step, first, disk) for name in config.train.sinks]
+    return [JsonlSink(metrics, timings), *mirrors]
 
 
 def _open_mirror(config: Config, name: str, folder: Path, step: int, first: int, disk: DiskGuard) -> Mirror:
