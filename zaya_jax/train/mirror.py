@@ -22,7 +22,7 @@ class Mirror:
           name: of the sink, for messages.
           open_sink: opens the sink after the given step; the sink drops what it has of later steps.
           folder: the run folder, with all rows.
-          after: the last step whose row the sink has.
+          after: the last step whose row the sink has, and need not get again.
           step: the step that the run continues after.
           say: reports the first failure, and the end of failures.
         """
@@ -33,9 +33,9 @@ class Mirror:
             self._open()
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
-        """Write the row of a step, unless the sink has failed since the last checkpoint."""
+        """Write the row of a step, unless the sink has it, or has failed since the last checkpoint."""
         self._newest = metrics["step"]
-        if self._sink is not None:
+        if self._sink is not None and self._newest > self._safe:
             with self._failures_reported():
                 self._sink.write(metrics, timings)
 
@@ -43,7 +43,7 @@ class Mirror:
         """Flush the sink, after opening it again if it has failed. No failure keeps a checkpoint from being saved."""
         with self._failures_reported():
             (self._sink or self._open()).sync()
-            self._safe = self._newest
+            self._safe = max(self._safe, self._newest)
             if self._fails:
                 self._say(f"{self._name} works again; no row is missing.")
             self._fails = False
@@ -70,7 +70,7 @@ class Mirror:
 
     def _missing(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Read the rows that the sink does not have."""
-        if self._safe == self._newest:
+        if self._safe >= self._newest:
             return []
         timings = {row["step"]: row for row in read_rows(self._folder / TIMINGS)}
         rows = [row for row in read_rows(self._folder / METRICS) if row["step"] > self._safe]

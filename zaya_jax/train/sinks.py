@@ -43,21 +43,28 @@ def open_sinks(config: Config, folder: Path, step: int, first: int, disk: DiskGu
         disk.say(
             f"No checkpoint covers the {counted(metrics.dropped, 'step')} in {METRICS}: restarting from the first step."
         )
-    mirrors = [_open_mirror(config, name, folder, step, first, disk) for name in config.train.sinks]
+    mirrors = [_open_mirror(config, name, folder, step, first, metrics.dropped, disk) for name in config.train.sinks]
     return [JsonlSink(metrics, timings), *mirrors]
 
 
-def _open_mirror(config: Config, name: str, folder: Path, step: int, first: int, disk: DiskGuard) -> Mirror:
+def _open_mirror(
+    config: Config, name: str, folder: Path, step: int, first: int, dropped: int, disk: DiskGuard
+) -> Mirror:
     own = folder / name
+    # A sink that is added to a run that has trained gets the earlier rows, too.
+    has = step if own.exists() else first
+    if name == "tensorboard":
 
-    def open_sink(after: int) -> MetricSink:
-        if name == "tensorboard":
+        def open_sink(after: int) -> MetricSink:
             from zaya_jax.train.tensorboard_sink import TensorBoardSink
 
             return TensorBoardSink(own, after)
-        from zaya_jax.train.wandb_sink import WandbSink
+    else:
+        has += dropped if own.exists() else 0  # W&B keeps the steps after the checkpoint, which would be equal
 
-        return WandbSink(own, config)
+        def open_sink(after: int) -> MetricSink:
+            from zaya_jax.train.wandb_sink import WandbSink
 
-    # A sink that is added to a run that has trained gets the earlier rows, too.
-    return Mirror(name, open_sink, folder, step if own.exists() else first, step, disk.say)
+            return WandbSink(own, config)
+
+    return Mirror(name, open_sink, folder, has, step, disk.say)
