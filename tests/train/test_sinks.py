@@ -9,12 +9,14 @@ import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-from tests.train_helpers import change, compile_once, metric_rows, run_training, small_run
+from tests.train.test_interruption import metric_rows, train_until
+from tests.train_helpers import change, compile_once, small_run
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
 from zaya_jax.run.folder import TIMINGS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import sinks
+from zaya_jax.train.loop import run_training
 from zaya_jax.train.mirror import Mirror, scalars
 
 
@@ -61,17 +63,12 @@ def assert_complete(run_dir: Path) -> None:
 
 def test_tensorboard_has_every_row_once_also_of_a_run_that_resumes(tmp_path):
     config = change(small_run(tmp_path), {"train.sinks": ("tensorboard",)})
-    run_dir = run_training(config).run_dir
-    assert_complete(run_dir)
-    tags = {*shown(run_dir / "tensorboard")[10]}
-    assert {"loss", "load_entropy", "grad_norm_by_role/router", "timings/seconds"} <= tags
-    newest = max(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
-    for path in (run_dir / "checkpoints" / str(newest)).rglob("*"):  # so that it resumes from an earlier one
-        if path.is_file():
-            path.write_bytes(b"")
-    run_training(config)
-    assert len(list((run_dir / "tensorboard").iterdir())) == 2
-    assert_complete(run_dir)
+    train_until(config, 9)  # the newest checkpoint is that of step 5
+    folder = Path(config.run_dir) / "tensorboard"
+    assert list(shown(folder)) == list(range(1, 9))
+    assert {"loss", "load_entropy", "grad_norm_by_role/router", "timings/seconds"} <= {*shown(folder)[8]}
+    assert_complete(run_training(config).run_dir)
+    assert len(list(folder.iterdir())) == 2
 
 
 def test_a_sink_that_is_added_to_a_run_gets_the_earlier_rows(tmp_path):
@@ -163,25 +160,36 @@ def test_names_in_tensorboard():
     assert scalars(row) == {"loss": 2.0, "load": 2.0, "norm/x": 1.5}
 
 
+def wandb_records(path: Path):
+    """The records of a file, which has LevelDB's log format after 7 bytes: blocks of 32 KiB with parts of records."""
+    content, place, record = path.read_bytes(), 7, b""
+    while place < len(content):
+        if 2**15 - place % 2**15 < 7:
+            place += 2**15 - place % 2**15  # the rest of a block is empty
+            continue
+        _, size, kind = struct.unpack_from("<IHB", content, place)
+        record += content[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # whole, or a last part
+            yield record
+            record = b""
+
+
 def test_wandb_has_every_step_once_without_a_network(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="needs the extra `wandb`")
     from wandb.proto.wandb_internal_pb2 import Record
-    from wandb.sdk.internal.datastore import DataStore
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = change(small_run(tmp_path), {"train.sinks": ("wandb",)})
-    half = change(config, {"phases": (change(config.phases[0], {"tokens": config.phases[0].tokens // 2}),)})
-    run_training(half)
+    train_until(config, 9)
     run_dir = run_training(config).run_dir
     ids, steps = set(), []
     for path in sorted((run_dir / "wandb").rglob("*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
-            record = Record.FromString(data)
+        for record in map(Record.FromString, wandb_records(path)):
             if record.WhichOneof("record_type") == "run":
                 ids.add(record.run.run_id)
             if record.WhichOneof("record_type") == "history":
                 steps.append(record.history.step.num)
+                assert "timings/seconds" in {item.key or item.nested_key[0] for item in record.history.item}
     assert ids == {(run_dir / "wandb" / "run_id").read_text()}
     assert steps == [row["step"] for row in metric_rows(run_dir)]
