@@ -1,6 +1,7 @@
 """A sink that may fail: training continues, and the rows that it missed follow from the run's own files."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,11 @@ from typing import Any
 from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import MetricSink, read_rows
 
+_PATIENCE = 20  # times as long as an attempt to open a sink took, until the next one: it takes 5 % of the time at most
+
 
 class Mirror:
-    """Passes the rows of a run to a sink. If the sink fails, it is opened again at the next checkpoint."""
+    """Passes the rows of a run to a sink. If the sink fails, it is opened again at a later checkpoint."""
 
     def __init__(
         self, name: str, open_sink: Callable[[int], MetricSink], folder: Path, after: int, step: int,
@@ -28,7 +31,7 @@ class Mirror:
         """
         self._name, self._open_sink, self._folder, self._say = name, open_sink, folder, say
         self._sink: MetricSink | None = None
-        self._safe, self._newest, self._fails = after, step, False
+        self._safe, self._newest, self._fails, self._retry_at = after, step, False, 0.0
         with self._failures_reported():
             self._open()
 
@@ -41,6 +44,8 @@ class Mirror:
 
     def sync(self) -> str:
         """Flush the sink, after opening it again if it has failed. No failure keeps a checkpoint from being saved."""
+        if self._sink is None and time.monotonic() < self._retry_at:
+            return ""
         with self._failures_reported():
             (self._sink or self._open()).sync()
             self._safe = max(self._safe, self._newest)
@@ -51,13 +56,18 @@ class Mirror:
 
     def close(self) -> None:
         """Write what is missing, and close the sink."""
+        self._retry_at = 0.0
         self.sync()
         if self._sink is not None:
             with self._failures_reported():
                 self._sink.close()
 
     def _open(self) -> MetricSink:
-        sink = self._open_sink(self._safe)
+        start = time.monotonic()
+        try:
+            sink = self._open_sink(self._safe)
+        finally:
+            self._retry_at = time.monotonic() + _PATIENCE * (time.monotonic() - start)
         try:
             for metrics, timings in self._missing():
                 sink.write(metrics, timings)
@@ -90,7 +100,7 @@ class Mirror:
             if not self._fails:
                 reason = " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
                 self._say(f"train.sinks: {self._name} failed: {reason}. Training continues; {METRICS} has all rows, "
-                          f"and the next checkpoint tries {self._name} again.")  # fmt: skip
+                          f"and a later checkpoint tries {self._name} again.")  # fmt: skip
             self._fails = True
 
 
