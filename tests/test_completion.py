@@ -65,7 +65,7 @@ def test_commands_verbs_flags_files_and_keys_are_offered(folder):
         "zaya machine col": {"collectives"},
         "zaya bench st": {"step", "startup"},
         "zaya aegis re": {"report"},
-        "zaya train --pr": {"--print-config"},
+        "zaya train --pr": {"--print-config", "--process", "--processes"},
         "zaya generate runs --mi": {"--min-p"},
         "zaya train --config ": {*shipped_names(), "mine.yaml"},
         "zaya evaluate runs --config configs/ev": {name for name in shipped_names() if "/evals/" in name},

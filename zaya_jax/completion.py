@@ -12,6 +12,7 @@ from typing import Any
 
 import argcomplete
 from argcomplete.completers import FilesCompleter
+from argcomplete.lexers import split_line
 
 from zaya_jax.config import load_config, to_dict
 from zaya_jax.config.keys import override_keys, value_choices
@@ -27,7 +28,7 @@ def complete(commands: Mapping[str, tuple[tuple[str, ...], str]]) -> None:
     Args:
       commands: name → the module and first arguments of each command, and its summary.
     """
-    *_, words, _ = argcomplete.split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
+    *_, words, _ = split_line(os.environ["COMP_LINE"], int(os.environ["COMP_POINT"]))
     module, *verbs = commands[words[1]][0] if words[1:] and words[1] in commands else ("",)
     if module and not verbs:
         os.environ["_ARGCOMPLETE"] = "2"  # the number of words that name the program
@@ -61,7 +62,8 @@ def _complete_config(prefix: str, **rest: Any) -> list[str]:
     return [*FilesCompleter(("yaml", "yml"))(prefix, **rest), *shipped_names()]
 
 
-def _complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> Iterator[str]:
+def _complete_override(prefix: str, parsed_args: argparse.Namespace, **rest: Any) -> Iterator[str]:
+    del rest
     keys = dict(override_keys(_typed_config(parsed_args)))
     key, equals, _ = prefix.partition("=")
     if equals:
@@ -71,9 +73,9 @@ def _complete_override(prefix: str, parsed_args: argparse.Namespace, **_: Any) -
 
 def _typed_config(parsed: argparse.Namespace) -> dict[str, Any]:
     """Return the configuration that was typed, for the names in it; {} if there is none or it is invalid."""
-    path = getattr(parsed, "config", None)
-    path = path[0] if isinstance(path, list) and path else path
+    typed = getattr(parsed, "config", None)
+    path = typed[0] if isinstance(typed, list) and typed else typed
     try:
-        return to_dict(load_config(path)) if path else {}
+        return to_dict(load_config(path)) if isinstance(path, str) else {}
     except InputError:
         return {}

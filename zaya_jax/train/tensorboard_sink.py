@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.proto import event_pb2, summary_pb2
 
 from zaya_jax.train.mirror import scalars
+
+Event: Any = event_pb2.Event  # protobuf makes these classes at run time
+SessionLog: Any = event_pb2.SessionLog
+Summary: Any = summary_pb2.Summary
 
 
 class TensorBoardSink:
