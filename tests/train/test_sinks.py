@@ -3,21 +3,26 @@
 import itertools
 import json
 import struct
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tensorboardX.crc32c import crc32c
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from tests.checkpoint.test_disk import in_own_file_system
+from tests.train.test_disk import fill
 from tests.train.test_interruption import metric_rows, train_until
 from tests.train_helpers import change, compile_once, small_run
 from zaya_jax.config.stages import total_steps
 from zaya_jax.errors import InputError
-from zaya_jax.run.folder import TIMINGS
+from zaya_jax.run.folder import METRICS, TIMINGS
 from zaya_jax.run.metrics import read_rows
 from zaya_jax.train import sinks
 from zaya_jax.train.loop import run_training
 from zaya_jax.train.mirror import Mirror, scalars
+from zaya_jax.train.tensorboard_sink import TensorBoardSink
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +129,37 @@ def test_a_failing_sink_is_reported_once_and_has_every_row_once_it_works(tmp_pat
     assert rows == (list(range(1, 10)) if mended < 9 else [1, 2])
     assert [text.startswith("train.sinks: a sink failed: ") for text in said] == [True, False][: len(said)]
     assert said[1:] == (["a sink works again; no row is missing."] if mended < 9 else [])
+
+
+def full_for_a_while(root: Path):
+    """TensorBoard's rows on a disk without room from step 43 to 80, while the run's own files lie elsewhere."""
+    said: list[str] = []
+    with tempfile.TemporaryDirectory() as own:
+        mirror = Mirror("tensorboard", partial(TensorBoardSink, root / "tensorboard"), Path(own), 0, 0, said.append)
+        for step in range(1, 121):
+            if step == 43:
+                fill(root / "ballast")
+            if step == 81:
+                (root / "ballast").unlink()
+            row = {"step": step, "loss": step / 2, **{f"norm_{index}": 1.0 for index in range(40)}}
+            for name in (METRICS, TIMINGS):
+                with (Path(own) / name).open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+            mirror.write(row, {"step": step})
+            if step % 20 == 0:
+                mirror.sync()
+        mirror.close()
+    newest = max((root / "tensorboard").iterdir())
+    steps = [event.step for event in events(newest) if event.summary.value]
+    return {"said": said, "steps": steps, "files": len(list((root / "tensorboard").iterdir()))}
+
+
+def test_a_full_disk_costs_tensorboard_no_row(tmp_path):
+    done = in_own_file_system(tmp_path, full_for_a_while)
+    assert "No space left on device. Training continues" in done["said"][0]
+    assert done["said"][1:] == ["tensorboard works again; no row is missing."]
+    assert done["steps"] == list(range(41, 121)), "all since the last checkpoint before"
+    assert done["files"] == 2, "attempts leave no empty files"
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):

@@ -26,10 +26,17 @@ class TensorBoardSink:
         folder.mkdir(parents=True, exist_ok=True)
         is_first = not any(folder.iterdir())
         # TensorBoard reads files in the order of their names, which start with the second.
-        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        suffix = f".{time.time_ns()}"
+        self._writer = EventsWriter(str(folder / "events"), suffix)
         if not is_first:
             start = SessionLog(status=SessionLog.START)
             self._writer.write_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
+        try:
+            self._writer.flush()
+        except OSError:  # a full disk would collect empty files
+            for path in folder.glob(f"*{suffix}"):
+                path.unlink()
+            raise
 
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Write the scalars of a step."""
