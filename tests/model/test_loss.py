@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 
 from tests.helpers import assert_close, blocks_of, jit, seeds
+from zaya_jax.model import loss
 from zaya_jax.model.loss import chunk_tokens, chunked_loss
 
 T, D, V = 13, 6, 23
@@ -85,8 +86,17 @@ def test_the_head_is_cast_once_for_all_chunks():
 
     for function in (total, jax.value_and_grad(total, argnums=(0, 1, 2))):
         (body,) = bodies(function)
-        assert f"bf16[{V},{D}]" in body
+        assert f"bf16[{V},{D}]" in body or f"bf16[{D},{V}]" in body
         assert f"f32[{V},{D}]" not in body
+
+
+@pytest.mark.parametrize(("most", "layout"), [(2 * V * D, f"{D},{V}"), (2 * V * D - 1, f"{V},{D}")])
+def test_a_small_head_is_transposed_once_and_a_large_one_is_not_copied(most, layout, monkeypatch):
+    monkeypatch.setattr(loss, "TRANSPOSED_BYTES", most)
+    hidden, head, bias, targets, weights = draw(0)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(total))(hidden.astype(jnp.bfloat16), head, bias, targets, weights)
+    (body,) = [str(equation.params["jaxpr"]) for equation in _walk(jaxpr.jaxpr) if equation.primitive.name == "scan"]
+    assert {f"bf16[{V},{D}]" in body: f"{V},{D}", f"bf16[{D},{V}]" in body: f"{D},{V}"}[True] == layout
 
 
 def _walk(jaxpr):
@@ -158,7 +168,8 @@ def test_a_frozen_head_changes_nothing_but_its_own_gradient():
     assert not any(np.any(x) for x in frozen[1][1:])
 
 
-def test_a_frozen_head_has_no_sum_of_its_size():
+def test_a_frozen_head_has_no_sum_of_its_size(monkeypatch):
+    monkeypatch.setattr(loss, "TRANSPOSED_BYTES", 0)  # a copy of the head would have the shape of the sum
     hidden, head, bias, targets, weights = draw(3)
 
     def text(frozen):

@@ -5,8 +5,8 @@ permutations, and fuse elementwise work into the matmuls: SwiGLU into the first,
 SwiGLU's gradient into the gradient of the second. The backward pass needs the sorted gate and up projections [t, 2f],
 named `MATMUL_OUTPUT`: if rematerialization saves them, no matmul is recomputed.
 
-The kernels take the matrices from the stack of all layers, and add their gradients to the stack's sum in place: copies
-of a layer's matrices would take as much memory traffic as everything else in the layer.
+Kernels and reference take the matrices from the stack of all layers, and add their gradients to the stack's sum in
+place: copies of a layer's matrices would take as much memory traffic as everything else in the layer.
 """
 
 import functools
@@ -25,10 +25,7 @@ from zaya_jax.ops.grouped_matmul import grouped_matmul, split
 from zaya_jax.ops.names import MATMUL_OUTPUT
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.parts import part
-from zaya_jax.ops.stacked import StackedLayer, in_stack
-
-Matrices = jax.Array | StackedLayer
-_NONE: Any = None  # a gradient of zero
+from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
 # Tokens and classes up to which tokens are sorted by a kernel, whose work grows with the square of the tokens. It is
 # cheap enough to run again in the backward pass.
@@ -36,7 +33,7 @@ MOST_SORTED, MOST_CLASSES = 2**17, 64
 
 
 def dispatch_experts(
-    h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: jax.Array, down_efd: jax.Array,
+    h_td: jax.Array, expert_t: jax.Array, weight_t: jax.Array, gate_up_edf: Matrices, down_efd: Matrices,
     **products: Any,
 ) -> jax.Array:  # fmt: skip
     """Apply to each token the SwiGLU of its expert, times its weight.
@@ -45,7 +42,7 @@ def dispatch_experts(
       h_td: tokens.
       expert_t: int32 class of each token; values of e or more (skip, padding) give zero and cost nothing.
       weight_t: fp32 factor of each token's output.
-      gate_up_edf: [e, d, 2f], gate then up. The kernels also accept a `StackedLayer`, here and below.
+      gate_up_edf: [e, d, 2f], gate then up; here and below also a `StackedLayer`.
       down_efd: [e, f, d].
       products: implementations of the operations of `grouped_matmul`, by name.
 
@@ -160,25 +157,15 @@ def _experts_backward(architecture: str, saved: Any, dout_td: jax.Array) -> tupl
     dgate_up_tf, hidden_tf, dweight_t = grouped_swiglu_backward(
         dout_td, order_t, weight_t, in_down.stack, gate_up_tf, sizes_e, layer=in_down.layer, architecture=architecture
     )
-    outer = functools.partial(_outer, architecture, sizes_e=sizes_e, order_t=order_t)
-    ddown = outer(down, hidden_tf, dout_td, moved="y")
-    dgate_up = outer(gate_up, h_td, dgate_up_tf, moved="x")
+    outer = functools.partial(grouped_outer, sizes_e=sizes_e, order_t=order_t, architecture=architecture)
+    ddown = matrix_gradient(functools.partial(outer, hidden_tf, dout_td, moved="y"), down)
+    dgate_up = matrix_gradient(functools.partial(outer, h_td, dgate_up_tf, moved="x"), gate_up)
     dh_td = grouped_product(
         dgate_up_tf, in_up.stack, sizes_e, layer=in_up.layer, transpose=True, order_t=order_t,
         architecture=architecture,
     )  # fmt: skip
     none = [np.zeros(array.shape, jax.dtypes.float0) for array in (order_t, sizes_e)]
     return dh_td, *none, jnp.zeros_like(weight_t).at[order_t].set(dweight_t), dgate_up, ddown
-
-
-def _outer(architecture: str, matrices: Matrices, x_tp: jax.Array, y_tq: jax.Array, **options: Any) -> Any:
-    """Return the gradient of `matrices`, or add it to their total; `options` are those of `grouped_outer`."""
-    outer = functools.partial(grouped_outer, x_tp, y_tq, architecture=architecture, **options)
-    if not isinstance(matrices, StackedLayer):
-        return outer()[0]
-    total: Any = matrices.total
-    total[...] = outer(total_lepq=total[...], layer=matrices.layer)
-    return StackedLayer(_NONE, _NONE, _NONE, jnp.zeros((), jnp.float32))
 
 
 _experts.defvjp(_experts_forward, _experts_backward)

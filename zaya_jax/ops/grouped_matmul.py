@@ -17,37 +17,57 @@ from pallas_kernels import grouped_matmul as kernels
 from zaya_jax.config import ModelConfig
 from zaya_jax.ops.operation import ROWS, Check, Input, Kernel, Operation, other_dtypes
 from zaya_jax.ops.precision import accumulation_dtype
+from zaya_jax.ops.stacked import Matrices, in_stack, matrix_gradient
 
 ROW_BLOCKS = (64, 128, 192, 256, 384)
-Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Product = Callable[..., jax.Array]
 
 
-def grouped_product(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+def grouped_product(x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
     """Compute `x_tp[rows of e] @ w_epq[e]` for every group e; not differentiable.
 
     Args:
       x_tp: rows sorted by group, float.
-      w_epq: one matrix for each group.
+      w_epq: one matrix for each group; here and below also a `StackedLayer`.
       sizes_e: int32 number of rows of each group; the sum is at most t.
 
     Returns:
       [t, q] in the dtype of `x_tp`, sums in fp32; zero in rows past the groups.
     """
-    return _blocks_times_matrix(x_tp, w_epq, sizes_e)
+    matrices = in_stack(w_epq)
+    return _blocks_times_matrix(x_tp, matrices.stack, matrices.layer, sizes_e)
 
 
-def grouped_product_transposed(x_tq: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+def grouped_product_transposed(x_tq: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
     """Compute `x_tq[rows of e] @ w_epq[e].T` for every group e, [t, p]; otherwise like `grouped_product`."""
-    return _blocks_times_matrix(x_tq, w_epq, sizes_e, transpose=True)
+    matrices = in_stack(w_epq)
+    return _blocks_times_matrix(x_tq, matrices.stack, matrices.layer, sizes_e, transpose=True)
 
 
-def grouped_outer(x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e, [e, p, q] in the dtype of `x_tp`, fp32 sums."""
-    return _sum_of_outer_products(x_tp, y_tq, sizes_e).astype(x_tp.dtype)
+def grouped_outer(
+    x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, *, total_lepq: jax.Array | None = None,
+    layer: jax.Array | int = 0,
+) -> jax.Array:  # fmt: skip
+    """Compute `x_tp[rows of e].T @ y_tq[rows of e]` for every group e.
+
+    Args:
+      x_tp: rows sorted by group, float.
+      y_tq: as many rows.
+      sizes_e: as for `grouped_product`.
+      total_lepq: fp32 sum of the gradients of all layers, to which the result is added.
+      layer: int32 index of the layer.
+
+    Returns:
+      [1, e, p, q] in the dtype of `x_tp`, sums in fp32; with `total_lepq` its sum with the result.
+    """
+    if total_lepq is not None:
+        return _add_outer_products(x_tp, y_tq, sizes_e, total_lepq, layer)
+    zeros = jnp.zeros((1, len(sizes_e), x_tp.shape[1], y_tq.shape[1]), accumulation_dtype(x_tp.dtype))
+    return _add_outer_products(x_tp, y_tq, sizes_e, zeros, 0).astype(x_tp.dtype)
 
 
 def grouped_matmul(
-    x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
+    x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array, *, grouped_product: Product = grouped_product,
     grouped_product_transposed: Product = grouped_product_transposed, grouped_outer: Product = grouped_outer,
 ) -> jax.Array:  # fmt: skip
     """Differentiable `grouped_product`; takes the implementations of the product and of its two gradients."""
@@ -56,34 +76,37 @@ def grouped_matmul(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped_matmul(
-    products: tuple[Product, ...], x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array
+    products: tuple[Product, ...], x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array
 ) -> jax.Array:  # fmt: skip
     return products[0](x_tp, w_epq, sizes_e)
 
 
-def _forward(products: tuple[Product, ...], x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> tuple[Any, Any]:
+def _forward(products: tuple[Product, ...], x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> tuple[Any, Any]:
     return products[0](x_tp, w_epq, sizes_e), (x_tp, w_epq, sizes_e)
 
 
 def _backward(products: tuple[Product, ...], saved: Any, dout_tq: jax.Array) -> tuple[Any, ...]:
     x_tp, w_epq, sizes_e = saved
-    dx_tp, dw_epq = products[1](dout_tq, w_epq, sizes_e), products[2](x_tp, dout_tq, sizes_e)
-    return dx_tp, dw_epq.astype(w_epq.dtype), np.zeros(sizes_e.shape, jax.dtypes.float0)
+    dx_tp = products[1](dout_tq, w_epq, sizes_e)
+    dw_epq = matrix_gradient(functools.partial(products[2], x_tp, dout_tq, sizes_e), w_epq)
+    return dx_tp, dw_epq, np.zeros(sizes_e.shape, jax.dtypes.float0)
 
 
 _grouped_matmul.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.jit, static_argnames="transpose")
-def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, transpose: bool = False) -> jax.Array:
+def _blocks_times_matrix(
+    x_tp: jax.Array, w_lepq: jax.Array, layer: jax.Array | int, sizes_e: jax.Array, transpose: bool = False
+) -> jax.Array:
     equation = "tq,pq->tp" if transpose else "tp,pq->tq"
-    width = w_epq.shape[1] if transpose else w_epq.shape[2]
+    width = w_lepq.shape[2 if transpose else 3]
     starts_e = jnp.cumsum(sizes_e) - sizes_e
     (group_e,) = jnp.nonzero(sizes_e, size=len(sizes_e), fill_value=0)
 
     def one_group(index: jax.Array, out: jax.Array) -> jax.Array:
         group = group_e[index]
-        w = w_epq[group]
+        w = w_lepq[layer, group]
 
         def one_block(out: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_tp, first, inside.shape[0])
@@ -98,19 +121,25 @@ def _blocks_times_matrix(x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array, 
 
 
 @jax.jit
-def _sum_of_outer_products(x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
+def _add_outer_products(
+    x_tp: jax.Array, dout_tq: jax.Array, sizes_e: jax.Array, total_lepq: jax.Array, layer: jax.Array | int
+) -> jax.Array:
     x_pt = x_tp.T  # transposed once here instead of in each block's matmul
+    starts_e = jnp.cumsum(sizes_e) - sizes_e
+    (group_e,) = jnp.nonzero(sizes_e, size=len(sizes_e), fill_value=0)
 
-    def one_group(_: None, group: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
+    def one_group(index: jax.Array, total: jax.Array) -> jax.Array:
+        group = group_e[index]
+
         def one_block(dw: jax.Array, first: jax.Array, inside: jax.Array) -> jax.Array:
             rows_pt = jnp.where(inside, jax.lax.dynamic_slice_in_dim(x_pt, first, inside.shape[0], 1), 0)
             dout = jax.lax.dynamic_slice_in_dim(dout_tq, first, inside.shape[0])
             return dw + jnp.einsum("pt,tq->pq", rows_pt, dout, preferred_element_type=dw.dtype)
 
-        zeros = jnp.zeros((x_tp.shape[1], dout_tq.shape[1]), accumulation_dtype(x_tp.dtype))
-        return None, _over_blocks(one_block, zeros, *group, x_tp.shape[0])
+        dw = _over_blocks(one_block, total[layer, group], starts_e[group], sizes_e[group], x_tp.shape[0])
+        return total.at[layer, group].set(dw)
 
-    return jax.lax.scan(one_group, None, (jnp.cumsum(sizes_e) - sizes_e, sizes_e))[1]
+    return jax.lax.fori_loop(0, (sizes_e > 0).sum(), one_group, total_lepq)
 
 
 def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], carry: jax.Array, start: jax.Array,
@@ -144,26 +173,28 @@ def _over_blocks(body: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], c
 # --- the kernels -----------------------------------------------------------------------------------------------
 
 
-def _unsupported(inner: int, _architecture: str, x: jax.Array, w: jax.Array, sizes: jax.Array) -> str:
+def _unsupported(inner: int, _architecture: str, x: jax.Array, w: Matrices, sizes: jax.Array) -> str:
     """Return why the kernel does not support the arguments, or ''; `inner` is the contracted axis of the matrices."""
     if why := other_dtypes("grouped products", x, w):
         return why
-    if x.ndim == 2 and w.ndim == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
+    if x.ndim == 2 and len(w.shape) == 3 and sizes.shape == w.shape[:1] and x.shape[1] == w.shape[inner]:
         return ""
     return ("The grouped-matmul kernels need rows [t, p], matrices [e, p, q] and sizes [e], "
             f"not {x.shape}, {w.shape} and {sizes.shape}.")  # fmt: skip
 
 
-def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: jax.Array) -> str:
+def _outer_unsupported(_architecture: str, x: jax.Array, y: jax.Array, _sizes: jax.Array, **_into: Any) -> str:
     return other_dtypes("grouped products", x, y)
 
 
-def _kernel(transpose: bool, architecture: str, x_tp: jax.Array, w_epq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    return kernels.grouped_product(x_tp, w_epq[None], sizes_e, transpose=transpose, architecture=architecture)
+def _kernel(transpose: bool, architecture: str, x_tp: jax.Array, w_epq: Matrices, sizes_e: jax.Array) -> jax.Array:
+    matrices = in_stack(w_epq)
+    return kernels.grouped_product(x_tp, matrices.stack, sizes_e, layer=matrices.layer, transpose=transpose,
+                                   architecture=architecture)  # fmt: skip
 
 
-def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array) -> jax.Array:
-    return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture)[0]
+def _outer_kernel(architecture: str, x_tp: jax.Array, y_tq: jax.Array, sizes_e: jax.Array, **into: Any) -> jax.Array:
+    return kernels.grouped_outer(x_tp, y_tq, sizes_e, architecture=architecture, **into)
 
 
 # --- the checks ------------------------------------------------------------------------------------------------

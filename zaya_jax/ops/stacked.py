@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -62,6 +64,24 @@ class Accumulated:
     in_place: bool
 
 
-def in_stack(x: jax.Array | StackedLayer) -> StackedLayer:
+Matrices = jax.Array | StackedLayer
+
+
+def in_stack(x: Matrices) -> StackedLayer:
     """Return a parameter as a stack of one layer, unless it is in a stack already."""
     return x if isinstance(x, StackedLayer) else StackedLayer(x[None], 0)
+
+
+def matrix_gradient(outer: Callable[..., jax.Array], matrices: Matrices) -> Any:
+    """Return the gradient of `matrices`, or add it to their total.
+
+    Args:
+      outer: computes the gradient as [1, …], or, given the arguments `total_lepq` and `layer`, adds it to the total.
+      matrices: parameters of one layer.
+    """
+    if not isinstance(matrices, StackedLayer):
+        return outer()[0].astype(matrices.dtype)
+    total: Any = matrices.total
+    total[...] = outer(total_lepq=total[...], layer=matrices.layer)
+    none: Any = None  # a gradient of zero
+    return StackedLayer(none, none, none, jax.numpy.zeros((), jax.numpy.float32))

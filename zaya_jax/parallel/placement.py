@@ -41,7 +41,7 @@ class Placement:
       leaves: placement of each parameter, by name.
       dtypes: compute dtype of each parameter, by name.
       kernels: implementations of the operations on one device.
-      in_place: names of the layers' parameters that kernels read in the stack of all layers.
+      in_place: names of the layers' parameters that operations read in the stack of all layers.
     """
 
     config: ParallelConfig
@@ -157,5 +157,4 @@ def make_placement(
     leaves = place_leaves(shapes, roles, mesh)
     merged = bool(exact)  # matrices of experts are computed from their adapters, one layer at a time
     in_place = {name for name, role in roles.items() if role == "expert" and not (leaves[name].by_layer or merged)}
-    return Placement(parallel, mesh, leaves, dtypes, kernels,
-                     frozenset(in_place if "experts" in kernels.chosen else ()))  # fmt: skip
+    return Placement(parallel, mesh, leaves, dtypes, kernels, frozenset(in_place))
