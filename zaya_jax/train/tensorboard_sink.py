@@ -1,17 +1,17 @@
 """Metrics for TensorBoard: `tensorboard --logdir runs`."""
 
+import importlib
 import time
 from pathlib import Path
 from typing import Any
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto import event_pb2, summary_pb2
 
 from zaya_jax.train.mirror import scalars
 
-Event: Any = event_pb2.Event  # protobuf makes these classes at run time
-SessionLog: Any = event_pb2.SessionLog
-Summary: Any = summary_pb2.Summary
+# Protobuf makes their classes at run time, so type checkers do not see them.
+event_pb2: Any = importlib.import_module("tensorboardX.proto.event_pb2")
+summary_pb2: Any = importlib.import_module("tensorboardX.proto.summary_pb2")
 
 
 class TensorBoardSink:
@@ -29,8 +29,8 @@ class TensorBoardSink:
         suffix = f".{time.time_ns()}"
         self._writer = EventsWriter(str(folder / "events"), suffix)
         if not is_first:
-            start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(step=step + 1, wall_time=time.time(), session_log=start))
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.write_event(event_pb2.Event(step=step + 1, wall_time=time.time(), session_log=start))
         try:
             self._writer.flush()
         except OSError:  # a full disk would collect empty files
@@ -41,8 +41,10 @@ class TensorBoardSink:
     def write(self, metrics: dict[str, Any], timings: dict[str, Any]) -> None:
         """Write the scalars of a step."""
         numbers = scalars(metrics) | scalars(timings, "timings/")
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
-        self._writer.write_event(Event(step=metrics["step"], wall_time=time.time(), summary=Summary(value=values)))
+        values = [summary_pb2.Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        self._writer.write_event(
+            event_pb2.Event(step=metrics["step"], wall_time=time.time(), summary=summary_pb2.Summary(value=values))
+        )
 
     def sync(self) -> str:
         """Flush the file."""
